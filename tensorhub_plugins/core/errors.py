@@ -1,0 +1,83 @@
+"""One root, one class per remedy.
+
+Every error says what was being done, to which version, with whom, and what to do about it. Code that catches one
+of these decides by class alone; the fields are for people and for logs.
+
+| class            | remedy                                                    |
+| ---------------- | --------------------------------------------------------- |
+| SourceLost       | retry elsewhere; `Client` does so by itself               |
+| CorruptBytes     | the same, and distrust that source                        |
+| NotPublished     | wait: it may still appear                                 |
+| VersionGone      | give up on this version                                   |
+| UsageError       | fix your code or configuration                            |
+| ProtocolError    | fix the peer: it speaks another protocol, or is broken    |
+| DeadlineExceeded | raise the deadline, or look at the peer that is named     |
+| HubUnreachable   | start the hub, or fix its address                         |
+"""
+
+from __future__ import annotations
+
+
+class TensorHubError(Exception):
+    """Root of every error this package raises on purpose."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        version: int | None = None,
+        shard: int | None = None,
+        peer: str | None = None,
+        phase: str | None = None,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.message = message
+        self.version = version
+        self.shard = shard
+        self.peer = peer
+        self.phase = phase
+        self.deadline_s = deadline_s
+        context = [
+            f"{name}={value}"
+            for name, value in (
+                ("version", version),
+                ("shard", shard),
+                ("peer", peer),
+                ("phase", phase),
+                ("deadline_s", None if deadline_s is None else round(deadline_s, 3)),
+            )
+            if value is not None
+        ]
+        super().__init__(f"{message} [{', '.join(context)}]" if context else message)
+
+
+class SourceLost(TensorHubError):
+    """A source died, froze, withdrew or was cut off while it was read: read from another."""
+
+
+class CorruptBytes(SourceLost):
+    """Bytes arrived whose digest is not the published one: a broken contract or a broken wire."""
+
+
+class NotPublished(TensorHubError):
+    """Nobody has made this version visible yet."""
+
+
+class VersionGone(TensorHubError):
+    """The version was visible and is not any more: unpublished, or lost with its last holder."""
+
+
+class UsageError(TensorHubError, ValueError):
+    """The caller asked for something that can never work as asked."""
+
+
+class ProtocolError(TensorHubError):
+    """A message or a byte stream that no correct peer sends."""
+
+
+class DeadlineExceeded(TensorHubError, TimeoutError):
+    """A wait ended at its deadline; `phase` says which."""
+
+
+class HubUnreachable(TensorHubError, ConnectionError):
+    """No hub answers at the address."""

@@ -1,0 +1,123 @@
+"""The nouns of the store as values: immutable, comparable, ready for the wire, free of torch.
+
+One flat stream
+    A shard's tensors are sorted by name. The shard's *stream* is the concatenation of their raw bytes in that order,
+    without padding. Segment k is the stream's bytes [k*S, min((k+1)*S, size)), where S is `segment_size_bytes`. Big
+    tensors are thus split and tiny ones share a segment, with no table to send: names, sizes and S say it all. Every
+    offset in this package is a stream offset; where a tensor physically lies is its slab's private matter.
+
+What makes two shards interchangeable
+    Equal layout and equal `Manifest.root()`: same tensors, same bytes, checked segment by segment by every reader.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import accumulate
+
+import msgspec
+import xxhash
+
+from tensorhub_plugins.core.errors import ProtocolError, UsageError
+
+SEGMENT_SIZE_BYTES = 4 << 20  # big enough that per-segment work vanishes at 10 GB/s, small enough to pipeline and repair
+DIGEST_SIZE_BYTES = 16
+DIGEST_ALGORITHM = "xxh3_128"  # position sensitive and at memory speed; guards against accidents, not against forgery
+TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
+SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
+LATEST = "latest"
+CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
+
+
+class Location(msgspec.Struct, frozen=True):
+    """Where a worker is, from far to near; an empty string means unknown."""
+
+    data_center: str = ""
+    rack: str = ""
+    host: str = ""
+    device: str = ""
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor without its bytes.
+
+    dtype is torch's name without the prefix ("bfloat16"); shape counts elements; stride is None for row-major
+    contiguous tensors, else a dense permutation in elements (no overlap, no holes), whose bytes are the storage's.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    stride: tuple[int, ...] | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, dict=True):
+    """The tensors of one shard in stream order, with a digest for every segment of the stream."""
+
+    tensors: tuple[TensorSpec, ...]
+    digests: bytes
+    segment_size_bytes: int = SEGMENT_SIZE_BYTES
+    digest_algorithm: str = DIGEST_ALGORITHM
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Stream offset of every tensor, in bytes."""
+        return stream_offsets(self.tensors)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        return sum(t.size_bytes for t in self.tensors)
+
+    @property
+    def segment_count(self) -> int:
+        return -(-self.size_bytes // self.segment_size_bytes)
+
+    def segment_range(self, segment: int) -> tuple[int, int]:
+        """Stream range [start, stop) of a segment, in bytes."""
+        start = segment * self.segment_size_bytes
+        return start, min(start + self.segment_size_bytes, self.size_bytes)
+
+    def digest(self, segment: int) -> bytes:
+        return self.digests[segment * DIGEST_SIZE_BYTES : (segment + 1) * DIGEST_SIZE_BYTES]
+
+    def root(self) -> bytes:
+        """16 bytes that stand for all of it: equal roots mean equal tensors with equal bytes."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
+
+    def check(self) -> Manifest:
+        """Return self, or raise ProtocolError when a peer's manifest does not hold together."""
+        names = [t.name for t in self.tensors]
+        if len(names) > TENSORS_MAX:
+            raise ProtocolError(f"manifest has {len(names)} tensors, the limit is {TENSORS_MAX}")
+        if any(a >= b for a, b in zip(names, names[1:], strict=False)):
+            raise ProtocolError("manifest tensors are not sorted by unique name")
+        if any(t.size_bytes < 0 or min(t.shape, default=0) < 0 for t in self.tensors):
+            raise ProtocolError("manifest has a tensor of negative size")
+        if self.size_bytes > SHARD_SIZE_BYTES_MAX:
+            raise ProtocolError(f"manifest claims {self.size_bytes} bytes, the limit is {SHARD_SIZE_BYTES_MAX}")
+        if self.segment_size_bytes <= 0 or len(self.digests) != self.segment_count * DIGEST_SIZE_BYTES:
+            raise ProtocolError("manifest digests do not match its segments")
+        if self.digest_algorithm != DIGEST_ALGORITHM:
+            raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build knows {DIGEST_ALGORITHM!r}")
+        return self
+
+
+class VersionInfo(msgspec.Struct, frozen=True):
+    """What the hub knows of one version. `layouts` maps a layout to the workers ("replica/shard") that hold all of it."""
+
+    version: int
+    visible: bool
+    layouts: dict[str, tuple[str, ...]]
+
+
+def stream_offsets(specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:
+    """Stream offset of every tensor, in bytes."""
+    return tuple(accumulate((t.size_bytes for t in specs[:-1]), initial=0)) if specs else ()
+
+
+def check_version(version: object) -> int:
+    """Return version as an int, or raise UsageError: versions are positive integers that only grow."""
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise UsageError(f"version must be a positive integer (the framework's global step), not {version!r}")
+    return version
