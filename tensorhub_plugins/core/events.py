@@ -1,0 +1,85 @@
+"""An optional log of what a run did: one JSON object a line, read by the demo's report and by benchmarks.
+
+Switched on by the environment variable TENSORHUB_EVENTS, the path of a folder; every process appends to a
+file of its own in it. Unset (the default), `record` does nothing. Recording never fails a run: the first error
+is logged, and the log of that process ends there.
+
+Every line holds `t` (Unix time at the END of what is reported, in seconds), `event` and `worker`. A duration
+is `seconds`, so the thing began at `t - seconds`. Workers are named `<replica>/<shard>`: "trainer/0",
+"rollout-1/0". A field that does not apply is left out.
+
+publish        a trainer rank has published and the optimizer goes on.
+               version, layout, bytes; seconds: all that this rank waited in update_weights
+fetch          a rollout worker has a version's bytes, verified (if staged: nothing was paused for it).
+               version, layout, bytes, seconds, sources {worker: bytes}, transports {name: bytes}
+pause          a replica's engine stands still.
+               version: the one it had; seconds: to come to a stop; in_flight: requests frozen
+install        a rollout worker's bytes are in its live parameters.
+               version, layout ("checkpoint": converted here; "runtime:...": copied raw), seconds
+resume         a replica generates again.
+               version: the new one; seconds: since the pause was asked for, all the time it could not generate;
+               in_flight: requests that go on; lost: requests frozen by the pause and not there after it
+serve          a rollout worker became a source. version, layout, bytes
+digests        what a worker's weights are. version, layout, digests {"root": hex of that layout's
+               Manifest.root()}, computed from the bytes in the worker's own memory, never from those it was
+               promised. A converter reports two: "checkpoint" (as received) and its runtime layout (as
+               installed). Digests of different workers must be equal where version, layout and key are
+request        one request ended at a replica. seconds, outcome ("stop", "length", "abort", "error"),
+               versions [first, last] that its tokens came from, tokens
+update_failed  an update of a replica ended in an error. version, error
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+
+VARIABLE = "TENSORHUB_EVENTS"
+
+_log = logging.getLogger(__name__)
+_lock = threading.Lock()
+_file: tuple[int, str, int] | None = None  # (pid, folder, file descriptor): a forked child opens its own
+_failed_pid = -1
+
+
+def record(event: str, *, worker: str = "", **fields: object) -> None:
+    """Append one line, or do nothing when TENSORHUB_EVENTS is unset. Never raises; None is left out.
+
+    Pass `t=` (Unix seconds) to report something that ended earlier than now.
+    """
+    global _failed_pid
+    folder = os.environ.get(VARIABLE)
+    if not folder or _failed_pid == os.getpid():
+        return
+    line = {"t": round(time.time(), 6), "event": event, "worker": worker}
+    line.update((name, value) for name, value in fields.items() if value is not None)
+    try:
+        data = json.dumps(line, default=str).encode() + b"\n"
+        # One write per line on a descriptor opened for appending: lines of several threads never interleave,
+        # and a process that is killed leaves whole lines behind.
+        os.write(_descriptor(folder), data)
+    except Exception as error:  # a full disk must not end a training run
+        _failed_pid = os.getpid()
+        _log.warning("events are no longer recorded in %s: %s", folder, error)
+
+
+def enabled() -> bool:
+    """Whether events are recorded: ask before computing something only an event needs."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def _descriptor(folder: str) -> int:
+    global _file
+    with _lock:
+        pid = os.getpid()
+        if _file is None or _file[:2] != (pid, folder):
+            if _file is not None and _file[0] == pid:
+                os.close(_file[2])
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, f"{socket.gethostname()}-{pid}.jsonl")
+            _file = (pid, folder, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+        return _file[2]
