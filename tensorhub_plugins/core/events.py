@@ -1,8 +1,8 @@
 """An optional log of what a run did: one JSON object a line, read by the demo's report and by benchmarks.
 
 Switched on by the environment variable TENSORHUB_EVENTS, the path of a folder; every process appends to a
-file of its own in it. Unset (the default), `record` does nothing. Recording never fails a run: the first error
-is logged, and the log of that process ends there.
+file of its own in it. Unset (the default), `record` does nothing. Recording never fails a run: the first
+error is logged, and the log of that process ends there.
 
 Every line holds `t` (Unix time at the END of what is reported, in seconds), `event` and `worker`. A duration
 is `seconds`, so the thing began at `t - seconds`. Workers are named `<replica>/<shard>`: "trainer/0",
@@ -17,7 +17,7 @@ pause          a replica's engine stands still.
 install        a rollout worker's bytes are in its live parameters.
                version, layout ("checkpoint": converted here; "runtime:...": copied raw), seconds
 resume         a replica generates again.
-               version: the new one; seconds: since the pause was asked for, all the time it could not generate;
+               version: the new one; seconds: since the pause was asked for (it could not generate);
                in_flight: requests that go on; lost: requests frozen by the pause and not there after it
 serve          a rollout worker became a source. version, layout, bytes
 digests        what a worker's weights are. version, layout, digests {"root": hex of that layout's
