@@ -103,6 +103,18 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return self
 
 
+class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Names one shard of one replica of one version: what a lease is for and what a peer opens."""
+
+    version: int
+    layout: str
+    shard: int = 0
+    shard_count: int = 1
+
+    def __str__(self) -> str:
+        return f"version {self.version}, {self.layout}, shard {self.shard}/{self.shard_count}"
+
+
 class VersionInfo(msgspec.Struct, frozen=True):
     """What the hub knows of one version. `layouts` maps a layout to the workers ("replica/shard") that hold all of it."""
 

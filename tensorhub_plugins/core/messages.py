@@ -1,0 +1,322 @@
+"""Everything that is said between a client and the hub.
+
+Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magic bytes, one protocol-version byte and
+one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the
+limits below bound what one message may hold. Nothing is ever unpickled.
+
+Requests carry `request`, a number that is unique within the session. A request may be sent again with the same
+number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
+the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.values import Location, ShardKey, VersionInfo
+
+MAGIC = b"TH"
+PROTOCOL = 1
+MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker process's life, also its ZeroMQ identity
+Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
+Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
+Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
+Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# --- facts that both directions carry ---------------------------------------------------------------------------------
+
+
+class Holding(_Message):
+    """This worker has this shard. `complete`: all of it, verified; else it is still arriving (and served as it does)."""
+
+    key: ShardKey
+    root: Root
+    size_bytes: Count
+    complete: bool = True
+    was_read: bool = False  # it came from a visible version, which is evidence after a hub's restart
+
+
+class HeldLease(_Message):
+    """This worker reads these shards from these sources, under a lease the hub may have forgotten."""
+
+    request: Count
+    version: Count
+    layout: Name
+    sources: Annotated[dict[int, Session], msgspec.Meta(max_length=65536)]
+    seconds_left: Seconds
+
+
+class Grant(_Message):
+    """The right to read one shard from one source until the lease ends."""
+
+    shard: Count
+    session: Session
+    worker: Name
+    endpoints: Endpoints
+    location: Location
+    root: Root
+    size_bytes: Count
+
+
+# --- client to hub ----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message):
+    """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it."""
+
+    run: Name
+    model: Name
+    replica: Name
+    shard: Count
+    shard_count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    location: Location
+    endpoints: Endpoints
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=65536)] = ()
+    leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
+    claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
+    retain_newest: Count | None = None
+
+
+class Heartbeat(_Message):
+    """I live, and I still wait for the replies to these requests."""
+
+    pending: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)] = ()
+
+
+class Bye(_Message):
+    """The worker ends; what it held is gone."""
+
+
+class Publish(_Message):
+    request: Count
+    holding: Holding
+
+
+class Unpublish(_Message):
+    """Stop leasing these shards; answer when no reader is left, or at the deadline."""
+
+    request: Count
+    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
+    deadline_s: Seconds
+
+
+class Acquire(_Message):
+    """Find me sources. version 0: the newest visible one, resolved once for the replica's group.
+
+    layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
+    shard that this worker is. claim: when nobody has the first layout, make me the one who converts the last into it.
+    shards: only these (after a loss). avoid: sources that failed me, the last resort. exclude: never again.
+    """
+
+    request: Count
+    version: Count
+    at_least: Count
+    layouts: Layouts
+    deadline_s: Seconds
+    claim: bool = False
+    shards: Shards | None = None
+    avoid: Sessions = ()
+    exclude: Sessions = ()
+
+
+class Release(_Message):
+    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source failed me."""
+
+    request: Count
+    shard: Count | None = None
+    lost: bool = False
+
+
+class Abandon(_Message):
+    """I shall not publish what I claimed to convert."""
+
+    request: Count
+    key: ShardKey
+
+
+class Wait(_Message):
+    """Tell me when `version` (0: any) that is newer than `newer_than` is visible."""
+
+    request: Count
+    version: Count
+    newer_than: Count
+    deadline_s: Seconds
+
+
+class Retain(_Message):
+    request: Count
+    newest: Annotated[int, msgspec.Meta(ge=0, le=1024)]
+
+
+class AskVersions(_Message):
+    request: Count
+
+
+class AskStatus(_Message):
+    """The whole hub's state for people. Needs no session."""
+
+    request: Count
+
+
+ClientMessage: TypeAlias = (
+    Hello
+    | Heartbeat
+    | Bye
+    | Publish
+    | Unpublish
+    | Acquire
+    | Release
+    | Abandon
+    | Wait
+    | Retain
+    | AskVersions
+    | AskStatus
+)
+
+# --- hub to client ----------------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message):
+    hub: Session  # this hub's life
+    heartbeat_s: Seconds
+    session_timeout_s: Seconds
+
+
+class Unknown(_Message):
+    """I do not know this session (I was restarted, or gave you up): say Hello again."""
+
+
+class Alive(_Message):
+    """Answer to a heartbeat. resend: requests I have never seen."""
+
+    resend: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)] = ()
+
+
+class Done(_Message):
+    """The request was carried out (Publish, Retain, Abandon)."""
+
+    request: Count
+
+
+class Unpublished(_Message):
+    """No lease is left on these shards. cut_off: readers whose lease ended at the deadline only.
+
+    keep: this is the last copy of a retained version: move it to host memory and go on serving it from there.
+    """
+
+    request: Count
+    cut_off: Annotated[tuple[Name, ...], msgspec.Meta(max_length=65536)] = ()
+    keep: bool = False
+
+
+class Granted(_Message):
+    request: Count
+    version: Count
+    layout: Name
+    shard_count: Count
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
+    claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
+
+
+class Visible(_Message):
+    request: Count
+    version: Count
+
+
+class Refused(_Message):
+    """The request failed; `error` is the name of a class in errors.py."""
+
+    request: Count
+    error: Name
+    message: Text
+
+
+class Versions(_Message):
+    request: Count
+    versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
+
+
+class Status(_Message):
+    request: Count
+    report: dict[str, object]
+
+
+class SourceGone(_Message):
+    """A source you read from has left or was given up."""
+
+    session: Session
+
+
+class MayDrop(_Message):
+    """Copies that were kept for retention and are not needed any more."""
+
+    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
+
+
+HubMessage: TypeAlias = (
+    Welcome
+    | Unknown
+    | Alive
+    | Done
+    | Unpublished
+    | Granted
+    | Visible
+    | Refused
+    | Versions
+    | Status
+    | SourceGone
+    | MayDrop
+)
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+_HEADER = MAGIC + bytes([PROTOCOL])
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_from_hub: msgspec.msgpack.Decoder[HubMessage] = msgspec.msgpack.Decoder(HubMessage)
+
+
+def encode(message: ClientMessage | HubMessage) -> bytes:
+    return _HEADER + _encoder.encode(message)
+
+
+def decode_from_client(frame: bytes) -> ClientMessage:
+    """Raise ProtocolError unless frame is a message that a client of this protocol version may send."""
+    return _decode(frame, _from_client)
+
+
+def decode_from_hub(frame: bytes) -> HubMessage:
+    """Raise ProtocolError unless frame is a message that a hub of this protocol version may send."""
+    return _decode(frame, _from_hub)
+
+
+def _decode(frame, decoder):  # type: ignore[no-untyped-def]
+    if len(frame) > MESSAGE_SIZE_BYTES_MAX:
+        raise ProtocolError(f"message of {len(frame)} bytes, the limit is {MESSAGE_SIZE_BYTES_MAX}", phase="decode")
+    if frame[: len(MAGIC)] != MAGIC:
+        raise ProtocolError("not a tensorhub message: is something else talking to this port?", phase="decode")
+    if frame[: len(_HEADER)] != _HEADER:
+        raise ProtocolError(
+            f"protocol version {frame[2] if len(frame) > 2 else 'missing'}, this side speaks {PROTOCOL}: "
+            "install the same tensorhub_plugins on both sides",
+            phase="decode",
+        )
+    try:
+        return decoder.decode(memoryview(frame)[len(_HEADER) :])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}", phase="decode") from error
