@@ -1,0 +1,46 @@
+# `make` prints what there is. Every command first makes (or finds) its environment under .envs/.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint bench-verl-stall clean distclean python
+
+# The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	then echo $$python; break; fi; done)
+
+# Puts the environment's own tools first.
+IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it, or name it: make PYTHON=..." >&2; exit 1; }; \
+	env=$$($(PYTHON) recipes/environments/build.py verl-cpu); export PATH="$$env/bin:$$PATH"
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+env:  ## the environment alone (about 4 minutes the first time)
+	@$(IN_ENV); echo "$$env"
+
+demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
+	@$(IN_ENV); python -m recipes.demo
+
+test: lint ## lint, the quick tests, then those that start vLLM and verl; stops at the first failure
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -x -q -m "not heavy"
+	python -m pytest -x -v -m heavy
+
+lint: ## ruff, and mypy (strict on the core)
+	@$(IN_ENV); ruff check .; mypy
+
+bench-verl-stall: ## how long trainer and rollouts stand still: verl's own path against the store's, in one run
+	@$(IN_ENV); python -m recipes.bench.verl_stall
+
+clean: ## results and caches
+	@rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find tensorhub_plugins recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## that, and the environments
+	@rm -rf .envs
+
+python:
+	@echo "$(PYTHON)"
