@@ -11,7 +11,7 @@ the same reply. Deadlines travel as seconds that are left, never as clock times,
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -24,12 +24,13 @@ MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker process's life, also its ZeroMQ identity
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, also its ZeroMQ identity
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
 Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
 Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
+Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
@@ -38,10 +39,10 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# --- facts that both directions carry ---------------------------------------------------------------------------------
+# --- facts that both directions carry ---
 
 
-class Holding(_Message):
+class Holding(_Message, frozen=True):
     """This worker has this shard. `complete`: all of it, verified; else it is still arriving (and served as it does)."""
 
     key: ShardKey
@@ -51,7 +52,7 @@ class Holding(_Message):
     was_read: bool = False  # it came from a visible version, which is evidence after a hub's restart
 
 
-class HeldLease(_Message):
+class HeldLease(_Message, frozen=True):
     """This worker reads these shards from these sources, under a lease the hub may have forgotten."""
 
     request: Count
@@ -61,7 +62,7 @@ class HeldLease(_Message):
     seconds_left: Seconds
 
 
-class Grant(_Message):
+class Grant(_Message, frozen=True):
     """The right to read one shard from one source until the lease ends."""
 
     shard: Count
@@ -73,11 +74,15 @@ class Grant(_Message):
     size_bytes: Count
 
 
-# --- client to hub ----------------------------------------------------------------------------------------------------
+# --- client to hub ---
 
 
-class Hello(_Message):
-    """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it."""
+class Hello(_Message, frozen=True):
+    """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it.
+
+    sequence: the highest request number used so far; of those up to it only `pending` are still wanted, so that a
+    message that was delayed or doubled on the way cannot bring back what is over.
+    """
 
     run: Name
     model: Name
@@ -90,24 +95,28 @@ class Hello(_Message):
     leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
     claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
     retain_newest: Count | None = None
+    sequence: Count = 0
+    pending: Requests = ()
 
 
-class Heartbeat(_Message):
-    """I live, and I still wait for the replies to these requests."""
+class Heartbeat(_Message, frozen=True):
+    """I live. Of my requests up to `sequence` I wait for `pending` and read under the leases of `leases`, no others."""
 
-    pending: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)] = ()
+    sequence: Count = 0
+    pending: Requests = ()
+    leases: Requests = ()
 
 
-class Bye(_Message):
+class Bye(_Message, frozen=True):
     """The worker ends; what it held is gone."""
 
 
-class Publish(_Message):
+class Publish(_Message, frozen=True):
     request: Count
     holding: Holding
 
 
-class Unpublish(_Message):
+class Unpublish(_Message, frozen=True):
     """Stop leasing these shards; answer when no reader is left, or at the deadline."""
 
     request: Count
@@ -115,12 +124,13 @@ class Unpublish(_Message):
     deadline_s: Seconds
 
 
-class Acquire(_Message):
+class Acquire(_Message, frozen=True):
     """Find me sources. version 0: the newest visible one, resolved once for the replica's group.
 
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
     shard that this worker is. claim: when nobody has the first layout, make me the one who converts the last into it.
-    shards: only these (after a loss). avoid: sources that failed me, the last resort. exclude: never again.
+    shards: of `shards_layout` in `shard_count` shards I need only these, the rest I have (after a loss).
+    avoid: sources that failed me, the last resort. exclude: never again.
     """
 
     request: Count
@@ -129,12 +139,14 @@ class Acquire(_Message):
     layouts: Layouts
     deadline_s: Seconds
     claim: bool = False
-    shards: Shards | None = None
+    shards: Shards = ()
+    shards_layout: Text = ""
+    shard_count: Count = 0
     avoid: Sessions = ()
     exclude: Sessions = ()
 
 
-class Release(_Message):
+class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source failed me."""
 
     request: Count
@@ -142,14 +154,14 @@ class Release(_Message):
     lost: bool = False
 
 
-class Abandon(_Message):
+class Abandon(_Message, frozen=True):
     """I shall not publish what I claimed to convert."""
 
     request: Count
     key: ShardKey
 
 
-class Wait(_Message):
+class Wait(_Message, frozen=True):
     """Tell me when `version` (0: any) that is newer than `newer_than` is visible."""
 
     request: Count
@@ -158,16 +170,16 @@ class Wait(_Message):
     deadline_s: Seconds
 
 
-class Retain(_Message):
+class Retain(_Message, frozen=True):
     request: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
-class AskVersions(_Message):
+class AskVersions(_Message, frozen=True):
     request: Count
 
 
-class AskStatus(_Message):
+class AskStatus(_Message, frozen=True):
     """The whole hub's state for people. Needs no session."""
 
     request: Count
@@ -188,32 +200,32 @@ ClientMessage: TypeAlias = (
     | AskStatus
 )
 
-# --- hub to client ----------------------------------------------------------------------------------------------------
+# --- hub to client ---
 
 
-class Welcome(_Message):
+class Welcome(_Message, frozen=True):
     hub: Session  # this hub's life
     heartbeat_s: Seconds
     session_timeout_s: Seconds
 
 
-class Unknown(_Message):
+class Unknown(_Message, frozen=True):
     """I do not know this session (I was restarted, or gave you up): say Hello again."""
 
 
-class Alive(_Message):
+class Alive(_Message, frozen=True):
     """Answer to a heartbeat. resend: requests I have never seen."""
 
-    resend: Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)] = ()
+    resend: Requests = ()
 
 
-class Done(_Message):
+class Done(_Message, frozen=True):
     """The request was carried out (Publish, Retain, Abandon)."""
 
     request: Count
 
 
-class Unpublished(_Message):
+class Unpublished(_Message, frozen=True):
     """No lease is left on these shards. cut_off: readers whose lease ended at the deadline only.
 
     keep: this is the last copy of a retained version: move it to host memory and go on serving it from there.
@@ -224,7 +236,7 @@ class Unpublished(_Message):
     keep: bool = False
 
 
-class Granted(_Message):
+class Granted(_Message, frozen=True):
     request: Count
     version: Count
     layout: Name
@@ -233,12 +245,12 @@ class Granted(_Message):
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
 
 
-class Visible(_Message):
+class Visible(_Message, frozen=True):
     request: Count
     version: Count
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True):
     """The request failed; `error` is the name of a class in errors.py."""
 
     request: Count
@@ -246,44 +258,32 @@ class Refused(_Message):
     message: Text
 
 
-class Versions(_Message):
+class Versions(_Message, frozen=True):
     request: Count
     versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
 
 
-class Status(_Message):
+class Status(_Message, frozen=True):
     request: Count
     report: dict[str, object]
 
 
-class SourceGone(_Message):
+class SourceGone(_Message, frozen=True):
     """A source you read from has left or was given up."""
 
     session: Session
 
 
-class MayDrop(_Message):
+class MayDrop(_Message, frozen=True):
     """Copies that were kept for retention and are not needed any more."""
 
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
 
 
-HubMessage: TypeAlias = (
-    Welcome
-    | Unknown
-    | Alive
-    | Done
-    | Unpublished
-    | Granted
-    | Visible
-    | Refused
-    | Versions
-    | Status
-    | SourceGone
-    | MayDrop
-)
+Reply: TypeAlias = Done | Unpublished | Granted | Visible | Refused | Versions | Status  # each names its request
+HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayDrop | Reply
 
-# --- frames -----------------------------------------------------------------------------------------------------------
+# --- frames ---
 
 _HEADER = MAGIC + bytes([PROTOCOL])
 _encoder = msgspec.msgpack.Encoder()
@@ -305,7 +305,10 @@ def decode_from_hub(frame: bytes) -> HubMessage:
     return _decode(frame, _from_hub)
 
 
-def _decode(frame, decoder):  # type: ignore[no-untyped-def]
+_Decoded = TypeVar("_Decoded")
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded]) -> _Decoded:
     if len(frame) > MESSAGE_SIZE_BYTES_MAX:
         raise ProtocolError(f"message of {len(frame)} bytes, the limit is {MESSAGE_SIZE_BYTES_MAX}", phase="decode")
     if frame[: len(MAGIC)] != MAGIC:

@@ -20,9 +20,11 @@ import xxhash
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 
-SEGMENT_SIZE_BYTES = 4 << 20  # big enough that per-segment work vanishes at 10 GB/s, small enough to pipeline and repair
+SEGMENT_SIZE_BYTES = (
+    4 << 20
+)  # big enough that per-segment work vanishes at 10 GB/s, small enough to pipeline and repair
 DIGEST_SIZE_BYTES = 16
-DIGEST_ALGORITHM = "xxh3_128"  # position sensitive and at memory speed; guards against accidents, not against forgery
+DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards against accidents, not forgery
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
 LATEST = "latest"
@@ -99,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if self.segment_size_bytes <= 0 or len(self.digests) != self.segment_count * DIGEST_SIZE_BYTES:
             raise ProtocolError("manifest digests do not match its segments")
         if self.digest_algorithm != DIGEST_ALGORITHM:
-            raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build knows {DIGEST_ALGORITHM!r}")
+            raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build {DIGEST_ALGORITHM!r}")
         return self
 
 
@@ -116,7 +118,7 @@ class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class VersionInfo(msgspec.Struct, frozen=True):
-    """What the hub knows of one version. `layouts` maps a layout to the workers ("replica/shard") that hold all of it."""
+    """What the hub knows of one version. `layouts` maps a layout to the workers ("replica/shard") that hold it."""
 
     version: int
     visible: bool

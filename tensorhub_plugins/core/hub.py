@@ -1,0 +1,869 @@
+"""The reference server's state machine. PURE: `handle(event, now)` returns what to send; no clock, socket or thread.
+
+What it knows
+    Workers (one session each), the shards they hold, the leases under which they read each other, and who waits
+    for what. Never a weight byte. All of it is soft: the Hello of every worker rebuilds a restarted hub (rule 6).
+
+The rules it keeps (numbers as in the design)
+    1  A holding that is being unpublished gets no new lease; its unpublish is answered when its last lease has
+       ended or at its deadline, when the leases that are left are ended and named in the answer.
+    2  A version becomes visible when one replica holds all its shards. "latest" is resolved once per reading
+       replica and never below what the reader has seen.
+    3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
+       not, over any number of steps, read from that reader.
+    4  The last copy of a retained version is not given up: its holder is told to keep it, and later that it may drop it.
+    5  Every pending request has a deadline and ends in a reply.
+    6  In the first `GRACE` after its start the hub says nothing that depends on having heard everybody: it confirms no
+       unpublish, declares no version gone and elects no converter.
+
+Who converts
+    Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
+    checkpoint) gets runtime if anybody has it, waits if somebody has claimed to make it, and else makes the claim
+    itself: it gets the checkpoint and is expected to publish the runtime layout. A claim ends with that publication,
+    when it is abandoned, when its holder is lost, or at its deadline; then the next waiting reader makes it.
+
+All state changes happen in `handle`; `validate` states what is true between any two calls.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+from typing_extensions import assert_never
+
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core import placement
+from tensorhub_plugins.core.values import CHECKPOINT, ShardKey, VersionInfo
+
+HEARTBEAT_S = 1.0
+SESSION_TIMEOUT_S = 15.0  # a worker whose interpreter is held by one long kernel launch or compile must not be given up
+GRACE_S = 3.0  # three heartbeats: every live worker has said Hello again by then
+CLAIM_S = 120.0  # reading and converting the largest models takes less; a dead converter is noticed much sooner
+READERS_PER_SOURCE_MAX = 16  # beyond that one source's link is shared so thinly that waiting for a peer is faster
+PENDING_PER_SESSION_MAX = 256
+REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
+HOLDINGS_PER_SESSION_MAX = 65536
+VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
+
+
+# --- events and effects ---
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message from the worker whose session (ZeroMQ identity) this is."""
+
+    session: bytes
+    message: m.ClientMessage
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+class Send(msgspec.Struct, frozen=True):
+    session: bytes
+    message: m.HubMessage
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Something a person may want to know."""
+
+    text: str
+
+
+Event: TypeAlias = Received | Tick
+Effect: TypeAlias = Send | Log
+
+# --- state ---
+
+
+@dataclass
+class Holding:
+    worker: Worker
+    key: ShardKey
+    root: bytes
+    size_bytes: int
+    complete: bool
+    was_read: bool
+    unpublishing: int | None = None  # the request that withdraws it
+    kept: bool = False  # the holder wanted to give it up and was told to keep it
+
+
+@dataclass
+class Lease:
+    reader: Worker
+    request: int
+    version: int
+    layout: str
+    sources: dict[int, bytes]  # shard -> session of its source
+    deadline: float
+
+
+@dataclass
+class Claim:
+    worker: Worker
+    deadline: float
+
+
+@dataclass
+class Pending:
+    worker: Worker
+    message: m.Acquire | m.Unpublish | m.Wait
+    deadline: float
+    version: int = 0  # the one "latest" was resolved to
+
+
+@dataclass(eq=False)
+class Worker:
+    session: bytes
+    hello: m.Hello
+    history: History
+    last_heard: float
+    suspect: bool = False  # a reader lost it and it has not been heard since
+    seen_version: int = 0
+    holdings: dict[ShardKey, Holding] = field(default_factory=dict)
+    leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
+    readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
+    pending: dict[int, Pending] = field(default_factory=dict)
+    replies: OrderedDict[int, m.Reply] = field(default_factory=OrderedDict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.hello.replica}/{self.hello.shard}"
+
+
+@dataclass
+class Version:
+    number: int
+    visible: bool = False
+    holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
+    # (layout, shard_count) -> shard -> session -> holding
+    roots: dict[tuple[str, int, int], bytes] = field(default_factory=dict)  # (layout, shard_count, shard) -> root
+    claims: dict[ShardKey, Claim] = field(default_factory=dict)
+
+    def holders(self, key: ShardKey) -> dict[bytes, Holding]:
+        return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
+
+    def layouts(self) -> Iterator[tuple[str, int]]:
+        return iter(self.holdings)
+
+    def has(
+        self, layout: str, shard_count: int, shards: Iterable[int], *, without: frozenset[int] = frozenset()
+    ) -> bool:
+        """Whether each of these shards has a complete holder that stays. without: ids of holdings not to count."""
+        by_shard = self.holdings.get((layout, shard_count), {})
+        return all(
+            any(
+                h.complete and (h.unpublishing is None or h.kept) and id(h) not in without
+                for h in by_shard.get(shard, {}).values()
+            )
+            for shard in shards
+        )
+
+    def has_whole(self, layout: str, *, without: frozenset[int] = frozenset()) -> bool:
+        return any(
+            self.has(layout, count, range(count), without=without) for held, count in self.holdings if held == layout
+        )
+
+    def is_held(self, *, without: frozenset[int] = frozenset()) -> bool:
+        return any(self.has_whole(layout, without=without) for layout, _ in self.holdings)
+
+
+@dataclass
+class History:
+    """All versions of one model in one run."""
+
+    run: str
+    model: str
+    retain_newest: int = 1
+    newest_visible: int = 0  # ever
+    versions: dict[int, Version] = field(default_factory=dict)
+    workers: dict[bytes, Worker] = field(default_factory=dict)
+    group_latest: dict[str, tuple[int, set[int]]] = field(
+        default_factory=dict
+    )  # replica -> version, shards that have it
+    waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
+    settle_at: float = 0.0  # when the next deadline of a pending request or a claim is due
+
+    def retained(self) -> set[int]:
+        visible = sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
+        return set(visible[: self.retain_newest])
+
+
+class Hub:
+    """One hub. `hub_session` is its life's identity, sent in every Welcome; `now` is seconds on any steady clock."""
+
+    def __init__(self, hub_session: bytes, now: float) -> None:
+        self.session = hub_session
+        self.started = now
+        self.workers: dict[bytes, Worker] = {}
+        self.histories: dict[tuple[str, str], History] = {}
+        self._effects: list[Effect] = []
+        self._dirty: dict[tuple[str, str], History] = {}
+
+    # --- the one mutator ---
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self._effects = []
+        match event:
+            case Received(session, message):
+                self._receive(session, message, now)
+            case Tick():
+                self._tick(now)
+            case _:
+                assert_never(event)
+        while self._dirty:
+            _, history = self._dirty.popitem()
+            self._settle(history, now)
+        return self._effects
+
+    def next_deadline(self, now: float) -> float:
+        """When the next Tick is due at the latest."""
+        return now + HEARTBEAT_S / 2
+
+    def recovering(self, now: float) -> bool:
+        """Within the time in which not everybody may have said Hello yet (rule 6)."""
+        return now < self.started + GRACE_S
+
+    # --- messages ---
+
+    def _receive(self, session: bytes, message: m.ClientMessage, now: float) -> None:
+        if isinstance(message, m.AskStatus):  # for people, who have no session
+            self._send(session, m.Status(message.request, self.report(now)))
+            return
+        worker = self.workers.get(session)
+        if isinstance(message, m.Hello):
+            self._hello(session, message, worker, now)
+            return
+        if worker is None:
+            if not isinstance(message, m.Bye):
+                self._send(session, m.Unknown())
+            return
+        worker.last_heard, worker.suspect = now, False
+        match message:
+            case m.Heartbeat():
+                self._heartbeat(worker, message, now)
+                return
+            case m.Bye():
+                self._forget(worker, "left", now)
+                return
+            case m.Release(request, shard, lost):
+                self._release(worker, request, shard, lost)
+                return
+            case _:
+                pass
+        if message.request <= worker.hello.sequence and message.request not in worker.hello.pending:
+            return  # from before a hub's restart, and over
+        if message.request in worker.replies:  # sent again: the first answer was lost
+            self._send(session, worker.replies[message.request])
+            return
+        if message.request in worker.pending:
+            return
+        if len(worker.pending) >= PENDING_PER_SESSION_MAX:
+            self._refuse(worker, message.request, "UsageError", f"more than {PENDING_PER_SESSION_MAX} requests pending")
+            return
+        match message:
+            case m.Publish(request, holding):
+                self._publish(worker, request, holding)
+            case m.Acquire() | m.Unpublish() | m.Wait():
+                self._wait(worker, message, now)
+            case m.Abandon(request, key):
+                self._end_claim(worker, key)
+                self._reply(worker, m.Done(request))
+            case m.Retain(request, newest):
+                worker.history.retain_newest = newest
+                self._touch(worker.history)
+                self._reply(worker, m.Done(request))
+            case m.AskVersions(request):
+                self._reply(worker, m.Versions(request, self._version_infos(worker.history)))
+            case _:
+                assert_never(message)
+
+    def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
+        """Make up for what was lost on the way, in either direction."""
+        unseen = []
+        for request in heartbeat.pending:
+            if request in worker.replies:
+                self._send(worker.session, worker.replies[request])
+            elif request not in worker.pending:
+                unseen.append(request)
+        for lease in list(worker.leases.values()):
+            if lease.request <= heartbeat.sequence and lease.request not in (*heartbeat.pending, *heartbeat.leases):
+                self._end_lease(lease)
+        self._send(worker.session, m.Alive(tuple(unseen)))
+        if not self.recovering(now):
+            kept = [h for h in worker.holdings.values() if h.kept]
+            spare = tuple(h.key for h in kept if not self._is_last_copy(worker.history, h, [h]))
+            if spare:
+                self._send(worker.session, m.MayDrop(spare))
+
+    def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
+        if hello.shard >= hello.shard_count:
+            self._refuse_session(session, f"shard {hello.shard} of {hello.shard_count}: shards count from 0")
+            return
+        key = (hello.run, hello.model)
+        history = self.histories.setdefault(key, History(hello.run, hello.model))
+        if known is not None and known.history is history:
+            known.last_heard, known.suspect = now, False
+            if hello.sequence < known.hello.sequence:  # delayed on the way, and stale
+                self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S))
+                return
+            known.hello = hello
+            worker = known
+        else:
+            if known is not None:
+                self._forget(known, "joined another run", now)
+            worker = Worker(session, hello, history, now)
+            self.workers[session] = worker
+            history.workers[session] = worker
+        if hello.retain_newest is not None:
+            history.retain_newest = hello.retain_newest
+        for announced in hello.holdings:
+            problem = self._hold(worker, announced)
+            if problem:
+                self._effects.append(Log(f"{worker.name}: {problem}"))
+        for held in hello.leases:
+            if held.request not in worker.leases:
+                self._lease(worker, held.request, held.version, held.layout, held.sources, now + held.seconds_left)
+        for claimed in hello.claims:
+            version = history.versions.setdefault(claimed.version, Version(claimed.version))
+            version.claims.setdefault(claimed, Claim(worker, now + CLAIM_S))
+        self._touch(history)
+        self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S))
+
+    def _publish(self, worker: Worker, request: int, holding: m.Holding) -> None:
+        problem = self._hold(worker, holding)
+        if problem:
+            self._refuse(worker, request, "UsageError", problem)
+        else:
+            self._end_claim(worker, holding.key)
+            self._reply(worker, m.Done(request))
+
+    def _wait(self, worker: Worker, message: m.Acquire | m.Unpublish | m.Wait, now: float) -> None:
+        pending = Pending(worker, message, now + message.deadline_s)
+        worker.pending[message.request] = pending
+        worker.history.waiting[worker.session, message.request] = pending
+        if isinstance(message, m.Unpublish):
+            for key in message.keys:
+                held = worker.holdings.get(key)
+                if held is not None:
+                    held.unpublishing, held.kept = message.request, False
+        self._touch(worker.history)
+
+    # --- holdings ---
+
+    def _hold(self, worker: Worker, announced: m.Holding) -> str | None:
+        """Record a holding; return what is wrong with it, if anything."""
+        key = announced.key
+        if key.version < 1 or key.shard >= key.shard_count:
+            return f"no such shard: {key}"
+        if len(worker.holdings) >= HOLDINGS_PER_SESSION_MAX and key not in worker.holdings:
+            return f"more than {HOLDINGS_PER_SESSION_MAX} shards held by one worker"
+        history = worker.history
+        version = history.versions.setdefault(key.version, Version(key.version))
+        root = version.roots.setdefault((key.layout, key.shard_count, key.shard), announced.root)
+        if root != announced.root:
+            return (
+                f"other bytes are already published as {key}: a version is never changed; use a higher version, or "
+                "another run name when a run starts again"
+            )
+        mine = worker.holdings.get(key)
+        if mine is None:
+            mine = Holding(worker, key, root, announced.size_bytes, announced.complete, announced.was_read)
+            worker.holdings[key] = mine
+            by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
+            by_shard.setdefault(key.shard, {})[worker.session] = mine
+        else:
+            mine.complete |= announced.complete
+        if mine.complete and not version.visible and (mine.was_read or self._replica_is_whole(version, worker, key)):
+            version.visible = True
+            history.newest_visible = max(history.newest_visible, key.version)
+            self._effects.append(Log(f"{history.run}/{history.model}: version {key.version} is visible"))
+        self._touch(history)
+        return None
+
+    def _replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
+        """Rule 2: whether worker's replica by itself holds every shard."""
+        by_shard = version.holdings.get((key.layout, key.shard_count), {})
+        return all(
+            any(h.complete and h.worker.hello.replica == worker.hello.replica for h in by_shard.get(shard, {}).values())
+            for shard in range(key.shard_count)
+        )
+
+    def _drop(self, holding: Holding) -> None:
+        """Forget a holding and end the leases on it."""
+        worker, key = holding.worker, holding.key
+        worker.holdings.pop(key, None)
+        version = worker.history.versions[key.version]
+        by_shard = version.holdings[key.layout, key.shard_count]
+        by_shard[key.shard].pop(worker.session, None)
+        if not by_shard[key.shard]:
+            del by_shard[key.shard]
+        if not by_shard:
+            del version.holdings[key.layout, key.shard_count]
+        for lease in self._leases_on(worker, key):
+            self._end_lease_shard(lease, key.shard)
+        self._touch(worker.history)
+
+    def _leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
+        return [
+            lease
+            for lease in worker.readers.values()
+            if lease.version == key.version
+            and lease.layout == key.layout
+            and lease.sources.get(key.shard) == worker.session
+        ]
+
+    # --- leases ---
+
+    def _lease(
+        self, reader: Worker, request: int, version: int, layout: str, sources: dict[int, bytes], deadline: float
+    ) -> None:
+        lease = Lease(reader, request, version, layout, dict(sources), deadline)
+        reader.leases[request] = lease
+        for session in set(sources.values()):
+            source = self.workers.get(session)
+            if source is not None:
+                source.readers[reader.session, request] = lease
+
+    def _end_lease_shard(self, lease: Lease, shard: int) -> None:
+        session = lease.sources.pop(shard, None)
+        if session is not None and session not in lease.sources.values():
+            source = self.workers.get(session)
+            if source is not None:
+                source.readers.pop((lease.reader.session, lease.request), None)
+        if not lease.sources:
+            lease.reader.leases.pop(lease.request, None)
+        self._touch(lease.reader.history)
+
+    def _end_lease(self, lease: Lease) -> None:
+        for shard in list(lease.sources):
+            self._end_lease_shard(lease, shard)
+
+    def _release(self, worker: Worker, request: int, shard: int | None, lost: bool) -> None:
+        pending = worker.pending.get(request)
+        if pending is not None:  # the reader gave up before it was answered
+            self._forget_pending(pending)
+        lease = worker.leases.get(request)
+        if lease is None:
+            return
+        for each in list(lease.sources) if shard is None else [shard]:
+            source = self.workers.get(lease.sources.get(each, b""))
+            if lost and source is not None:
+                source.suspect = True
+            self._end_lease_shard(lease, each)
+
+    # --- the end of things ---
+
+    def _tick(self, now: float) -> None:
+        for worker in list(self.workers.values()):
+            if now - worker.last_heard > SESSION_TIMEOUT_S:
+                self._forget(worker, f"not heard for {SESSION_TIMEOUT_S:g} s", now)
+                continue
+            for lease in [lease for lease in worker.leases.values() if lease.deadline <= now]:
+                self._end_lease(lease)
+        for history in self.histories.values():
+            if now >= history.settle_at:
+                self._touch(history)
+
+    def _forget(self, worker: Worker, why: str, now: float) -> None:
+        history = worker.history
+        self._effects.append(Log(f"{history.run}/{history.model}: {worker.name} {why}"))
+        for lease in list(worker.leases.values()):
+            self._end_lease(lease)
+        for reader in {lease.reader.session: None for lease in worker.readers.values()}:
+            if reader in self.workers and reader != worker.session:
+                self._send(reader, m.SourceGone(worker.session))
+        for pending in list(worker.pending.values()):
+            self._forget_pending(pending)
+        for holding in list(worker.holdings.values()):
+            self._drop(holding)
+        for lease in list(worker.readers.values()):  # announced after a restart for shards it never had
+            for shard in [s for s, session in lease.sources.items() if session == worker.session]:
+                self._end_lease_shard(lease, shard)
+        for version in history.versions.values():
+            for key in [key for key, claim in version.claims.items() if claim.worker is worker]:
+                del version.claims[key]
+        del self.workers[worker.session]
+        del history.workers[worker.session]
+        if not any(w.hello.replica == worker.hello.replica for w in history.workers.values()):
+            history.group_latest.pop(worker.hello.replica, None)
+        self._touch(history)
+
+    def _end_claim(self, worker: Worker, key: ShardKey) -> None:
+        version = worker.history.versions.get(key.version)
+        claim = version.claims.get(key) if version else None
+        if version is not None and claim is not None and claim.worker is worker:
+            del version.claims[key]
+            self._touch(worker.history)
+
+    def _forget_pending(self, pending: Pending) -> None:
+        pending.worker.pending.pop(pending.message.request, None)
+        pending.worker.history.waiting.pop((pending.worker.session, pending.message.request), None)
+
+    # --- settling: answer whatever can be answered now ---
+
+    def _settle(self, history: History, now: float) -> None:
+        for version in history.versions.values():
+            for key in [k for k, c in version.claims.items() if c.deadline <= now]:
+                self._effects.append(Log(f"{version.claims[key].worker.name}: claim to convert {key} has expired"))
+                del version.claims[key]
+        self._lose_versions(history, now)
+        for pending in list(history.waiting.values()):
+            match pending.message:
+                case m.Unpublish():
+                    reply = self._try_unpublish(pending, pending.message, now)
+                case m.Acquire():
+                    reply = self._try_acquire(pending, pending.message, now)
+                case m.Wait():
+                    reply = self._try_wait(pending, pending.message, now)
+                case _:
+                    assert_never(pending.message)
+            if reply is not None:
+                self._forget_pending(pending)
+                self._reply(pending.worker, reply)
+        self._forget_old_versions(history)
+        deadlines = [p.deadline for p in history.waiting.values()]
+        deadlines += [c.deadline for v in history.versions.values() for c in v.claims.values()]
+        if self.recovering(now):
+            deadlines.append(self.started + GRACE_S)
+        history.settle_at = min(deadlines, default=float("inf"))
+        if not history.workers:
+            self.histories.pop((history.run, history.model), None)
+
+    def _lose_versions(self, history: History, now: float) -> None:
+        if self.recovering(now):
+            return
+        for version in history.versions.values():
+            if version.visible and not version.is_held():
+                version.visible = False
+                if version.number == history.newest_visible:
+                    self._effects.append(
+                        Log(f"{history.run}/{history.model}: version {version.number} is lost with its last holder")
+                    )
+
+    def _try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
+        history = pending.worker.history
+        number = self._newest(history, max(wait.newer_than + 1, pending.worker.seen_version))
+        if wait.version:
+            version = history.versions.get(wait.version)
+            number = wait.version if version is not None and version.visible else None
+            if number is None and self._is_gone(history, wait.version, now):
+                return self._gone(wait.request, history, wait.version)
+        if number is not None:
+            pending.worker.seen_version = max(pending.worker.seen_version, number)
+            return m.Visible(wait.request, number)
+        if pending.deadline <= now:
+            what = f"version {wait.version}" if wait.version else f"a version newer than {wait.newer_than}"
+            return m.Refused(wait.request, "NotPublished", f"{what} was not published before the deadline")
+        return None
+
+    def _try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
+        if self.recovering(now) and now < pending.deadline:  # others may still have to say that they read or hold it
+            return None
+        worker, history = pending.worker, pending.worker.history
+        holdings = [h for h in (worker.holdings.get(key) for key in unpublish.keys) if h is not None]
+        if any(h.complete and self._is_last_copy(history, h, holdings) for h in holdings):
+            for h in holdings:
+                h.unpublishing, h.kept = None, True
+            return m.Unpublished(unpublish.request, keep=True)
+        leases = [lease for h in holdings for lease in self._leases_on(worker, h.key)]
+        if leases and now < pending.deadline:
+            return None
+        cut_off = tuple(sorted({lease.reader.name for lease in leases}))
+        for h in holdings:
+            self._drop(h)
+        return m.Unpublished(unpublish.request, cut_off)
+
+    def _is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
+        """Rule 4: whether giving these up would lose a retained version, or its universal checkpoint layout."""
+        if holding.key.version not in history.retained():
+            return False
+        version = history.versions[holding.key.version]
+        without = frozenset(id(h) for h in leaving)
+        if holding.key.layout == CHECKPOINT:
+            return version.has_whole(CHECKPOINT) and not version.has_whole(CHECKPOINT, without=without)
+        return not version.is_held(without=without)
+
+    def _try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
+        worker, history = pending.worker, pending.worker.history
+        number = acquire.version or self._resolve_latest(pending, acquire)
+        version = history.versions.get(number) if number else None
+        if version is not None and version.visible:
+            for layout in acquire.layouts:
+                granted = self._grant(pending, acquire, version, layout, now)
+                if granted is not None:
+                    worker.seen_version = max(worker.seen_version, version.number)
+                    return granted
+                if acquire.claim and self._somebody_converts(version, worker, layout):
+                    break  # wait for it instead of reading the next layout and doing the same work
+        elif number and self._is_gone(history, number, now):
+            return self._gone(acquire.request, history, number)
+        if pending.deadline <= now:
+            if version is not None and version.visible:
+                return m.Refused(
+                    acquire.request,
+                    "DeadlineExceeded",
+                    f"version {version.number} is visible but no source had room or a readable layout "
+                    f"({', '.join(acquire.layouts)}) before the deadline; held: {self._held_text(version)}",
+                )
+            what = f"version {number}" if number else f"a version from {acquire.at_least} on"
+            return m.Refused(acquire.request, "NotPublished", f"{what} was not published before the deadline")
+        return None
+
+    def _resolve_latest(self, pending: Pending, acquire: m.Acquire) -> int:
+        """Rule 2: one version for all shards of the reading replica; 0 when there is none yet."""
+        worker, history = pending.worker, pending.worker.history
+        if pending.version and history.versions[pending.version].visible:
+            return pending.version
+        at_least = max(acquire.at_least, worker.seen_version)
+        replica, shard = worker.hello.replica, worker.hello.shard
+        number, joined = history.group_latest.get(replica, (0, set()))
+        agreed = history.versions.get(number)
+        if agreed is None or not agreed.visible or number < at_least or shard in joined:
+            number, joined = self._newest(history, at_least) or 0, set()
+        if number:
+            joined.add(shard)
+            history.group_latest[replica] = (number, joined)
+            pending.version = number
+        return number
+
+    def _grant(
+        self, pending: Pending, acquire: m.Acquire, version: Version, layout: str, now: float
+    ) -> m.Granted | None:
+        """Sources for every shard that is needed in this layout, all or none."""
+        worker = pending.worker
+        for shard_count in sorted({count for held, count in version.layouts() if held == layout}):
+            if layout == CHECKPOINT:
+                needed: Iterable[int] = range(shard_count)
+            elif shard_count == worker.hello.shard_count:
+                needed = (worker.hello.shard,)
+            else:
+                continue
+            again = acquire.shards and (layout, shard_count) == (acquire.shards_layout, acquire.shard_count)
+            shards = acquire.shards if again else tuple(needed)
+            grants = []
+            for shard in shards:
+                source = self._choose(worker, acquire, version, ShardKey(version.number, layout, shard, shard_count))
+                if source is None:
+                    break
+                grants.append(
+                    m.Grant(
+                        shard,
+                        source.worker.session,
+                        source.worker.name,
+                        source.worker.hello.endpoints,
+                        source.worker.hello.location,
+                        source.root,
+                        source.size_bytes,
+                    )
+                )
+            else:
+                claim = None
+                if acquire.claim and layout != acquire.layouts[0]:
+                    if self.recovering(now):
+                        return None
+                    claim = self._claimed_by(version, worker, acquire.layouts[0])
+                    version.claims[claim] = Claim(worker, now + CLAIM_S)
+                sources = {grant.shard: grant.session for grant in grants}
+                self._lease(worker, acquire.request, version.number, layout, sources, pending.deadline)
+                return m.Granted(acquire.request, version.number, layout, shard_count, tuple(grants), claim)
+        return None
+
+    def _choose(self, reader: Worker, acquire: m.Acquire, version: Version, key: ShardKey) -> Holding | None:
+        holders = {
+            session: h
+            for session, h in version.holders(key).items()
+            if h.worker is not reader
+            and (h.unpublishing is None or h.kept)
+            and session not in acquire.exclude
+            and len(h.worker.readers) < READERS_PER_SOURCE_MAX
+            and (h.complete or not self._reads_from(h.worker, reader))
+        }
+        best = placement.order(
+            (
+                placement.Candidate(
+                    session,
+                    h.worker.hello.location,
+                    len(h.worker.readers),
+                    not h.was_read,
+                    session in acquire.avoid or h.worker.suspect,
+                )
+                for session, h in holders.items()
+            ),
+            reader.hello.location,
+            reader.session,
+        )
+        return holders[best[0].session] if best else None
+
+    def _reads_from(self, worker: Worker, reader: Worker) -> bool:
+        """Rule 3: whether worker's own reading depends on reader, over any number of steps."""
+        seen: set[bytes] = set()
+        todo = [worker]
+        while todo:
+            for lease in todo.pop().leases.values():
+                for session in lease.sources.values():
+                    if session == reader.session:
+                        return True
+                    source = self.workers.get(session)
+                    if source is not None and session not in seen:
+                        seen.add(session)
+                        todo.append(source)
+        return False
+
+    @staticmethod
+    def _claimed_by(version: Version, worker: Worker, layout: str) -> ShardKey:
+        return ShardKey(version.number, layout, worker.hello.shard, worker.hello.shard_count)
+
+    def _somebody_converts(self, version: Version, worker: Worker, layout: str) -> bool:
+        claim = version.claims.get(self._claimed_by(version, worker, layout))
+        if claim is not None and claim.worker is not worker:
+            return True
+        # all its holders may be busy, or on their way: that is still cheaper than to convert again
+        key = self._claimed_by(version, worker, layout)
+        return layout != CHECKPOINT and any(
+            h.unpublishing is None and h.worker is not worker for h in version.holders(key).values()
+        )
+
+    def _newest(self, history: History, at_least: int) -> int | None:
+        return max((n for n, v in history.versions.items() if v.visible and n >= at_least), default=None)
+
+    def _is_gone(self, history: History, number: int, now: float) -> bool:
+        return not self.recovering(now) and number <= history.newest_visible
+
+    def _gone(self, request: int, history: History, number: int) -> m.Refused:
+        visible = sorted(n for n, v in history.versions.items() if v.visible)
+        text = f"version {number} has been unpublished or lost with its last holder; visible now: {visible or 'none'}"
+        return m.Refused(request, "VersionGone", text)
+
+    def _forget_old_versions(self, history: History) -> None:
+        idle = [n for n, v in history.versions.items() if not v.holdings and not v.claims and not v.visible]
+        for number in sorted(idle):
+            if number < history.newest_visible or len(idle) > VERSIONS_REMEMBERED_MAX:
+                del history.versions[number]
+
+    # --- sending ---
+
+    def _touch(self, history: History) -> None:
+        self._dirty[history.run, history.model] = history
+
+    def _send(self, session: bytes, message: m.HubMessage) -> None:
+        self._effects.append(Send(session, message))
+
+    def _reply(self, worker: Worker, message: m.Reply) -> None:
+        worker.replies[message.request] = message
+        while len(worker.replies) > REPLIES_KEPT_MAX:
+            worker.replies.popitem(last=False)
+        self._send(worker.session, message)
+
+    def _refuse(self, worker: Worker, request: int, error: str, text: str) -> None:
+        self._effects.append(Log(f"{worker.name}: refused: {text}"))
+        self._reply(worker, m.Refused(request, error, text))
+
+    def _refuse_session(self, session: bytes, text: str) -> None:
+        self._effects.append(Log(f"refused: {text}"))
+        self._send(session, m.Refused(0, "UsageError", text))
+
+    # --- for people and for tests ---
+
+    def _version_infos(self, history: History) -> tuple[VersionInfo, ...]:
+        infos = []
+        for number, version in sorted(history.versions.items()):
+            layouts: dict[str, list[str]] = {}
+            for (layout, _), by_shard in version.holdings.items():
+                names = layouts.setdefault(layout, [])
+                for holders in by_shard.values():
+                    names.extend(h.worker.name for h in holders.values() if h.complete and h.worker.name not in names)
+            infos.append(VersionInfo(number, version.visible, {k: tuple(sorted(v)) for k, v in layouts.items()}))
+        return tuple(infos)
+
+    def _held_text(self, version: Version) -> str:
+        held = sorted({layout for layout, _ in version.layouts()})
+        return ", ".join(held) or "nothing"
+
+    def report(self, now: float) -> dict[str, object]:
+        """All of the state as plain lists and dicts, for `tensorhub status`."""
+        models = []
+        for history in self.histories.values():
+            versions = [
+                {
+                    "version": info.version,
+                    "visible": info.visible,
+                    "layouts": {k: list(v) for k, v in info.layouts.items()},
+                }
+                for info in self._version_infos(history)
+            ]
+            workers = [
+                {
+                    "worker": w.name,
+                    "location": msgspec.to_builtins(w.hello.location),
+                    "endpoints": dict(w.hello.endpoints),
+                    "last_heard_s": round(now - w.last_heard, 3),
+                    "holds": sorted({h.key.version for h in w.holdings.values() if h.complete}),
+                    "bytes_held": sum(h.size_bytes for h in w.holdings.values() if h.complete),
+                    "pending": len(w.pending),
+                }
+                for w in history.workers.values()
+            ]
+            leases = [
+                {
+                    "reader": w.name,
+                    "version": lease.version,
+                    "layout": lease.layout,
+                    "sources": {
+                        str(shard): self.workers[s].name if s in self.workers else "unknown"
+                        for shard, s in lease.sources.items()
+                    },
+                    "seconds_left": round(lease.deadline - now, 3),
+                }
+                for w in history.workers.values()
+                for lease in w.leases.values()
+            ]
+            models.append(
+                {
+                    "run": history.run,
+                    "model": history.model,
+                    "newest": history.newest_visible,
+                    "retain_newest": history.retain_newest,
+                    "versions": versions,
+                    "workers": workers,
+                    "leases": leases,
+                }
+            )
+        return {"hub": self.session.hex(), "up_s": round(now - self.started, 3), "models": models}
+
+    def validate(self) -> None:
+        """Assert what is true between any two calls of handle."""
+        for session, worker in self.workers.items():
+            assert worker.session == session and worker.history.workers[session] is worker
+            for key, h in worker.holdings.items():
+                assert h.worker is worker and h.key == key
+                version = worker.history.versions[key.version]
+                assert version.holders(key)[session] is h
+                assert version.roots[key.layout, key.shard_count, key.shard] == h.root
+            for request, lease in worker.leases.items():
+                assert lease.request == request and lease.reader is worker and lease.sources
+                for source_session in lease.sources.values():
+                    source = self.workers.get(source_session)
+                    assert source is None or source.readers[session, request] is lease
+            for (reader, request), lease in worker.readers.items():
+                assert self.workers[reader].leases[request] is lease
+                assert session in lease.sources.values()
+            for request, pending in worker.pending.items():
+                assert worker.history.waiting[session, request] is pending
+        for history in self.histories.values():
+            for number, version in history.versions.items():
+                assert version.number == number
+                for (layout, count), by_shard in version.holdings.items():
+                    for shard, holders in by_shard.items():
+                        assert shard < count and holders
+                        for session, h in holders.items():
+                            assert self.workers[session].holdings[ShardKey(number, layout, shard, count)] is h
+                for claim in version.claims.values():
+                    assert claim.worker.session in self.workers
+            for (session, request), pending in history.waiting.items():
+                assert self.workers[session].pending[request] is pending
