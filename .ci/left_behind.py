@@ -1,7 +1,7 @@
-"""Did a run leave something on the machine? `--before` prints what there is, `--after FILE` names what is new and fails.
+"""Did a run leave something on the machine? `--before` prints what there is, `--after FILE` names what is new.
 
-Looks at processes that carry the run's mark (TENSORHUB_CI_RUN in their environment), files in shared memory, network
-namespaces, and files in the work tree that git neither has nor ignores.
+Looks at processes that carry the run's mark (TENSORHUB_CI_RUN in their environment), files in shared memory,
+network namespaces, and files in the work tree that git neither has nor ignores. Fails when it names anything.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def names(folder: str) -> list[str]:
 
 
 def of_a_stranger(file: str) -> bool:
-    """Somebody else's program on the same machine has it open or mapped; the run's own have been waited for."""
+    """Somebody else's program on this machine has it mapped, so it is not for us to judge."""
     return any(file in read(process / "maps") for process in processes() if not ours(process))
 
 

@@ -3,10 +3,10 @@
 Prints the environment's path on stdout; progress goes to stderr, what pip says to .envs/<name>.log.
 
 The folder's name carries a hash of the requirements and of the Python version, so that a change of either
-makes a new environment and never bends an old one. A virtual environment cannot be renamed (its scripts name
-its path), so it is built in place and a stamp is written last: without the stamp, a folder is the rest of a
-build that was cut off and is thrown away. A file lock lets the second of two builds wait for the first and find
-it done.
+makes a new environment and never bends an old one. A virtual environment cannot be renamed (its scripts
+name its path), so it is built in place and a stamp is written last: without the stamp, a folder is the rest
+of a build that was cut off and is thrown away. A file lock lets the second of two builds wait for the first
+and find it done.
 
 Only the standard library: this is the first thing that runs on a new machine.
 """
