@@ -1,0 +1,120 @@
+"""`tensorhub server` starts a hub; `tensorhub status` shows what one knows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+import time
+from typing import Any
+
+import zmq
+
+from tensorhub_plugins.core import messages
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError
+from tensorhub_plugins.core.server import Server, new_session
+
+HUB_ENVIRONMENT = "TENSORHUB_HUB"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    import os
+
+    parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
+    server.add_argument("--address", default="tcp://0.0.0.0:7070", help="where to listen; port 0 takes a free one")
+    server.add_argument("--verbose", action="store_true", help="log every decision")
+    status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
+    status.add_argument(
+        "--hub", default=os.environ.get(HUB_ENVIRONMENT), help=f"tcp://host:port (or {HUB_ENVIRONMENT})"
+    )
+    status.add_argument("--json", action="store_true", help="for machines")
+    status.add_argument("--deadline", type=float, default=5.0, help="seconds to wait for the hub")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "server":
+            return serve(options.address, verbose=options.verbose)
+        if not options.hub:
+            parser.error(f"status needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
+        report = fetch_status(options.hub, deadline_s=options.deadline)
+        print(json.dumps(report, indent=2) if options.json else status_text(report))
+        return 0
+    except TensorHubError as error:
+        print(f"tensorhub: {error}", file=sys.stderr)
+        return 1
+
+
+def serve(address: str, *, verbose: bool = False) -> int:
+    """Run a hub until SIGINT or SIGTERM."""
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(name)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    with Server(address) as server:
+        print(f"tensorhub server at {server.address}", flush=True)
+        signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            server.join()
+        except KeyboardInterrupt:
+            pass
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
+    """The hub's report; HubUnreachable when none answers in time."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IDENTITY, new_session())
+        socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            raise HubUnreachable(f"{address!r} is no address: use tcp://host:port", peer=address) from error
+        socket.send(messages.encode(messages.AskStatus(1)))
+        end = time.monotonic() + deadline_s
+        while socket.poll(int(1000 * max(0.0, end - time.monotonic()))):
+            reply = messages.decode_from_hub(socket.recv())
+            if isinstance(reply, messages.Status):
+                return reply.report
+        raise HubUnreachable("no hub answers", peer=address, phase="status", deadline_s=deadline_s)
+    finally:
+        socket.close()
+        context.term()
+
+
+def status_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
+    for model in report["models"]:
+        lines.append(f"\n{model['run']}/{model['model']}: newest version {model['newest'] or 'none'}")
+        for version in model["versions"]:
+            state = "visible" if version["visible"] else "not visible"
+            lines.append(f"  version {version['version']} ({state})")
+            lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
+        for worker in model["workers"]:
+            host = worker["location"]["host"] or "host unknown"
+            lines.append(
+                f"  worker {worker['worker']} on {host}: holds {worker['holds'] or 'nothing'}, "
+                f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
+            )
+        for lease in model["leases"]:
+            sources = ", ".join(sorted(set(lease["sources"].values())))
+            lines.append(
+                f"  lease: {lease['reader']} reads version {lease['version']} {lease['layout']} from {sources}, "
+                f"{lease['seconds_left']:.0f} s left"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The hub on the network: a ZeroMQ ROUTER around the pure `Hub`. One thread, no state of its own.
+
+Who may talk: anybody who can reach the port, so every frame is decoded strictly, sizes are bounded before memory is
+taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from tensorhub_plugins.core import hub, messages
+from tensorhub_plugins.core.errors import ProtocolError, UsageError
+
+log = logging.getLogger("tensorhub.hub")
+
+SEND_QUEUE_MESSAGES_MAX = 10_000  # per worker; beyond that the worker does not read and its messages are dropped
+RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
+REFUSALS_LOGGED_PER_S = 10
+
+
+def new_session() -> bytes:
+    """16 random bytes that name one life of a worker or hub; the first is never 0, which ZeroMQ keeps for itself."""
+    return bytes([os.urandom(1)[0] | 1]) + os.urandom(15)
+
+
+class Server:
+    """A running hub.
+
+    address: "tcp://host:port"; port 0 takes a free one. The address it got is in `.address`. Raise UsageError when the
+    address cannot be bound.
+    """
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0", *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._hub = hub.Hub(new_session(), clock())
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            self._context.term()
+            raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._stop = threading.Event()
+        self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
+        self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; closing twice is fine."""
+        self._stop.set()
+        self._thread.join()
+
+    def join(self) -> None:
+        """Block until the server is closed."""
+        self._thread.join()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        log.info("hub %s listens on %s", self._hub.session.hex()[:8], self.address)
+        next_tick = self._clock()
+        try:
+            while not self._stop.is_set():
+                now = self._clock()
+                if now >= next_tick:
+                    next_tick = self._hub.next_deadline(now)
+                    self._carry_out(self._hub.handle(hub.Tick(), now))
+                if self._socket.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
+                    self._receive_burst()
+        except Exception:
+            log.exception("the hub has failed")
+            raise
+        finally:
+            self._socket.close()
+            self._context.term()
+
+    def _receive_burst(self) -> None:
+        for _ in range(RECEIVE_BURST_MAX):
+            try:
+                session, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 1 or len(session) != 16:
+                    raise ProtocolError("not a tensorhub client: is something else talking to this port?")
+                message = messages.decode_from_client(frames[0])
+            except ProtocolError as error:
+                self._log_refusal(session, error)
+                self._send(session, messages.Refused(0, "ProtocolError", str(error)))
+                continue
+            self._carry_out(self._hub.handle(hub.Received(session, message), self._clock()))
+
+    def _carry_out(self, effects: list[hub.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case hub.Send(session, message):
+                    self._send(session, message)
+                case hub.Log(text):
+                    log.info("%s", text)
+
+    def _send(self, session: bytes, message: messages.HubMessage) -> None:
+        try:
+            self._socket.send_multipart([session, messages.encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
+            log.debug("message to %s dropped: %s", session.hex()[:8], error)
+
+    def _log_refusal(self, session: bytes, error: ProtocolError) -> None:
+        now = self._clock()
+        if now - self._refused_at[0] > 1.0:
+            self._refused_at = [*self._refused_at[1:], now]
+            log.warning("refused a message from %s: %s", session.hex()[:8], error)
+
+
+def start_server(address: str = "tcp://127.0.0.1:0") -> Server:
+    """A hub in a thread of this process, for adapters that bring their own and for tests."""
+    return Server(address)

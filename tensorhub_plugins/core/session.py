@@ -1,0 +1,294 @@
+"""The client's side of the talk with the hub. PURE: events in, effects out, `now` as an argument.
+
+It numbers requests, sends them again when they or their answers were lost, beats the heart, and remembers all that the
+hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert. The truth is
+here, in the workers; the hub only has a copy (rule 6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+from typing_extensions import assert_never
+
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core.values import ShardKey
+
+HELLO_EVERY_S = 0.5
+HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is away
+ANSWER_MARGIN_S = 2.0  # beyond a request's own deadline, for the hub's answer that it has passed
+
+Request: TypeAlias = m.Publish | m.Unpublish | m.Acquire | m.Abandon | m.Wait | m.Retain | m.AskVersions
+
+# --- events ---
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Send this request (its number from `Session.number`); it is to be answered by `deadline`, on `now`'s clock."""
+
+    message: Request
+    deadline: float
+
+
+class EndLease(msgspec.Struct, frozen=True):
+    """The lease of this Acquire ends, whole or for one shard; cancels the Acquire if it is still unanswered."""
+
+    request: int
+    shard: int | None = None
+    lost: bool = False
+
+
+class Heard(msgspec.Struct, frozen=True):
+    message: m.HubMessage
+
+
+class Tick(msgspec.Struct, frozen=True):
+    pass
+
+
+Event: TypeAlias = Ask | EndLease | Heard | Tick
+
+# --- effects ---
+
+
+class Send(msgspec.Struct, frozen=True):
+    message: m.ClientMessage
+
+
+class Answered(msgspec.Struct, frozen=True):
+    request: int
+    reply: m.Reply
+
+
+class Expired(msgspec.Struct, frozen=True):
+    """No answer by the deadline. hub_silent: because no hub answers at all."""
+
+    request: int
+    hub_silent: bool
+
+
+class SourceGone(msgspec.Struct, frozen=True):
+    session: bytes
+
+
+class MayDrop(msgspec.Struct, frozen=True):
+    """Kept copies that are worth another attempt to unpublish."""
+
+    keys: tuple[ShardKey, ...]
+
+
+class HubAway(msgspec.Struct, frozen=True):
+    silent_s: float
+
+
+class HubBack(msgspec.Struct, frozen=True):
+    restarted: bool
+
+
+Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | HubAway | HubBack
+
+# --- the machine ---
+
+
+@dataclass
+class _Asked:
+    message: Request
+    deadline: float
+
+
+@dataclass
+class _Lease:
+    version: int
+    layout: str
+    sources: dict[int, bytes]
+    deadline: float
+
+
+@dataclass
+class Session:
+    """`identity` names the hub-side facts of this worker's Hello; `now` is the time of creation."""
+
+    identity: m.Hello
+    now: float
+    hub: bytes | None = None  # the hub's life that has welcomed us
+    sequence: int = 0
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
+    kept: set[ShardKey] = field(default_factory=set)  # for retention only
+    claims: dict[ShardKey, None] = field(default_factory=dict)
+    retain_newest: int | None = None
+    heartbeat_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._welcomed = False
+        self._heard_at = self.now
+        self._away = False
+        self._next_hello = self.now
+        self._next_heartbeat = self.now
+        self._effects: list[Effect] = []
+
+    def number(self) -> int:
+        """A fresh request number."""
+        self.sequence += 1
+        return self.sequence
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self._effects = []
+        match event:
+            case Ask(message, deadline):
+                self._ask(message, deadline, now)
+            case EndLease(request, shard, lost):
+                self._end_lease(request, shard, lost)
+            case Heard(message):
+                self._hear(message, now)
+            case Tick():
+                self._tick(now)
+            case _:
+                assert_never(event)
+        return self._effects
+
+    def next_deadline(self) -> float:
+        """When the next Tick is due."""
+        due = self._next_heartbeat if self._welcomed else self._next_hello
+        return min([due, *(a.deadline + ANSWER_MARGIN_S for a in self.asked.values())])
+
+    def _ask(self, message: Request, deadline: float, now: float) -> None:
+        self.asked[message.request] = _Asked(message, deadline)
+        if isinstance(message, m.Publish):
+            self.holdings[message.holding.key] = message.holding
+        elif isinstance(message, m.Retain):
+            self.retain_newest = message.newest
+        if self._welcomed:
+            self._send(self._dated(message.request, now))
+
+    def _dated(self, request: int, now: float) -> Request:
+        """The request with the seconds that are left of its deadline."""
+        asked = self.asked[request]
+        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait):
+            return msgspec.structs.replace(asked.message, deadline_s=max(0.0, asked.deadline - now))
+        return asked.message
+
+    def _end_lease(self, request: int, shard: int | None, lost: bool) -> None:
+        self.asked.pop(request, None)
+        lease = self.leases.get(request)
+        if lease is not None:
+            if shard is not None:
+                lease.sources.pop(shard, None)
+            if shard is None or not lease.sources:
+                del self.leases[request]
+        if self._welcomed:
+            self._send(m.Release(request, shard, lost))
+
+    def _hear(self, message: m.HubMessage, now: float) -> None:
+        self._heard_at = now
+        match message:
+            case m.Welcome(hub, heartbeat_s, _):
+                restarted = self.hub is not None and hub != self.hub
+                if self._away or restarted:
+                    self._away = False
+                    self._effects.append(HubBack(restarted))
+                again = not self._welcomed or hub != self.hub
+                self.hub, self._welcomed, self.heartbeat_s = hub, True, heartbeat_s
+                self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
+                if again:
+                    for request in list(self.asked):
+                        self._send(self._dated(request, now))
+                    if self.kept:
+                        self._effects.append(MayDrop(tuple(sorted(self.kept))))
+            case m.Unknown():
+                self._welcomed = False
+                self._hello(now)
+            case m.Alive(resend):
+                for request in resend:
+                    if request in self.asked:
+                        self._send(self._dated(request, now))
+            case m.SourceGone(session):
+                self._effects.append(SourceGone(session))
+            case m.MayDrop(keys):
+                wanted = tuple(key for key in keys if key in self.kept)
+                if wanted:
+                    self._effects.append(MayDrop(wanted))
+            case _:
+                self._answered(message, now)
+
+    def _answered(self, reply: m.Reply, now: float) -> None:
+        asked = self.asked.pop(reply.request, None)
+        if asked is None:
+            if isinstance(reply, m.Granted) and reply.request not in self.leases:  # nobody waits for it any more
+                self._send(m.Release(reply.request))
+                if reply.claim is not None and reply.claim not in self.claims:
+                    request = self.number()
+                    self._ask(m.Abandon(request, reply.claim), now + ANSWER_MARGIN_S, now)
+            elif reply.request == 0:  # a refused Hello answers no request
+                self._effects.append(Answered(0, reply))
+            return
+        match asked.message, reply:
+            case m.Publish(_, holding), m.Refused():
+                self.holdings.pop(holding.key, None)
+            case m.Publish(_, holding), _:
+                self.claims.pop(holding.key, None)
+            case m.Unpublish(_, keys, _), m.Unpublished(_, _, keep):
+                for key in keys:
+                    if keep and key in self.holdings:
+                        self.kept.add(key)
+                    else:
+                        self.holdings.pop(key, None)
+                        self.kept.discard(key)
+            case m.Abandon(_, key), _:
+                self.claims.pop(key, None)
+            case m.Acquire(), m.Granted():
+                sources = {grant.shard: grant.session for grant in reply.grants}
+                self.leases[reply.request] = _Lease(reply.version, reply.layout, sources, asked.deadline)
+                if reply.claim is not None:
+                    self.claims[reply.claim] = None
+            case _:
+                pass
+        self._effects.append(Answered(reply.request, reply))
+
+    def _tick(self, now: float) -> None:
+        for request, asked in list(self.asked.items()):
+            if now >= asked.deadline + ANSWER_MARGIN_S:
+                del self.asked[request]
+                if isinstance(asked.message, m.Unpublish):  # the source cuts its readers off by itself then
+                    for key in asked.message.keys:
+                        self.holdings.pop(key, None)
+                        self.kept.discard(key)
+                if isinstance(asked.message, m.Acquire) and self._welcomed:
+                    self._send(m.Release(request))
+                self._effects.append(Expired(request, now - self._heard_at > ANSWER_MARGIN_S))
+        for request in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
+            del self.leases[request]
+        if not self._away and now - self._heard_at > HUB_SILENT_S:
+            self._away = True
+            self._effects.append(HubAway(now - self._heard_at))
+        if not self._welcomed:
+            if now >= self._next_hello:
+                self._hello(now)
+        elif now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.heartbeat_s
+            self._send(m.Heartbeat(self.sequence, tuple(self.asked), tuple(self.leases)))
+
+    def _hello(self, now: float) -> None:
+        self._next_hello = now + HELLO_EVERY_S
+        self._send(
+            msgspec.structs.replace(
+                self.identity,
+                holdings=tuple(self.holdings.values()),
+                leases=tuple(
+                    m.HeldLease(
+                        request, lease.version, lease.layout, dict(lease.sources), max(0.0, lease.deadline - now)
+                    )
+                    for request, lease in self.leases.items()
+                ),
+                claims=tuple(self.claims),
+                retain_newest=self.retain_newest,
+                sequence=self.sequence,
+                pending=tuple(self.asked),
+            )
+        )
+
+    def _send(self, message: m.ClientMessage) -> None:
+        self._effects.append(Send(message))
