@@ -1,0 +1,600 @@
+"""One shard's memory, seen as one flat stream of bytes.
+
+A slab turns tensors into the stream that `values` describes and back. Three kinds:
+
+* adopted: the live tensors themselves (a model's parameters), wherever they lie, CPU or accelerator;
+* allocated: one block the tensors are written into, an anonymous memfd, so that a reader on the same host can map it
+  and nothing is left behind when this process is killed;
+* mapped: another process' allocated slab, seen through its memfd, read-only.
+
+Where the bytes lie
+    `place(specs)` says where each tensor lies in an allocated block. It is a pure function of the specs, so that
+    whoever maps the block knows its layout from the manifest alone. Neighbours in the stream that are neighbours in
+    memory form one *run*; everything below works on runs, found by bisection. A model whose tensor sizes are multiples
+    of 64 bytes is a single run, 5,000 tiny adopted tensors are 5,000.
+
+Host and device
+    On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
+    memory is staged through pinned host memory; a range is committed to the device when `writable` is left without an
+    exception, and not at all otherwise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.values import SEGMENT_SIZE_BYTES, Manifest, TensorSpec, stream_offsets
+
+# 30 GB/s on one core where memcpy reaches 13, releases the GIL, and sees two swapped blocks (an XOR or a sum does not).
+DIGESTER = xxhash.xxh3_128
+
+ALIGNMENT_BYTES = 64  # a cache line, the widest vector, and what torch's own allocator gives
+COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
+DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
+DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
+
+_log = logging.getLogger(__name__)
+
+
+class Slab:
+    """The registered memory of one shard. Make one with `adopt`, `allocate` or `map`.
+
+    Ranges are stream offsets in bytes, [start, stop). Reading and writing may happen in several threads at once;
+    that nobody writes what others read is the publisher's contract, not the slab's.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    size_bytes: int
+    kind: Literal["adopted", "allocated", "mapped"]
+
+    def __init__(
+        self,
+        kind: Literal["adopted", "allocated", "mapped"],
+        specs: tuple[TensorSpec, ...],
+        runs: list[_Run],
+        *,
+        tensors: dict[str, torch.Tensor] | None = None,
+        staging: torch.device | None = None,
+        fd: int = -1,
+        pinned: int = 0,
+    ) -> None:
+        """Private: use `adopt`, `allocate` or `map`."""
+        self.kind = kind
+        self.specs = specs
+        self.size_bytes = sum(spec.size_bytes for spec in specs)
+        self._runs = runs
+        self._starts = [run.start for run in runs]
+        self._tensors = tensors
+        self._spec_of = {spec.name: spec for spec in specs}
+        self._unwritten = dict.fromkeys(self._spec_of) if kind == "allocated" else {}
+        self._staging = staging
+        self._fd = fd
+        self._pinned = pinned  # address of memory registered with CUDA, 0: none
+        self._closed = False
+        self._lock = threading.Lock()
+
+    # --- three ways to get one ---
+
+    @classmethod
+    def adopt(cls, tensors: Mapping[str, torch.Tensor]) -> Slab:
+        """Take live tensors as they are: read and written in place, never copied.
+
+        Each must be dense (any permutation of contiguous, no overlap with itself, no holes) and all must be on the CPU
+        or on one device. Two names may be the same memory (tied weights), but may not overlap in part. UsageError
+        names the tensor otherwise.
+        """
+        specs: list[TensorSpec] = []
+        runs: list[_Run] = []
+        extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
+        start = 0
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            spec = spec_of(name, tensor)
+            specs.append(spec)
+            if not spec.size_bytes:
+                continue
+            if tensor.is_meta:
+                raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
+            flat = _flat(tensor)
+            extents.append((str(tensor.device), flat.data_ptr(), spec.size_bytes, name))
+            view = _memory(flat) if flat.device.type == "cpu" else None
+            runs.append(_Run(start, spec.size_bytes, view, flat))
+            start += spec.size_bytes
+        _check_overlap(extents)
+        devices = {run.flat.device for run in runs if run.flat is not None}
+        if len(devices) > 1:
+            names = sorted(map(str, devices))
+            raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
+        device = devices.pop() if devices else torch.device("cpu")
+        return cls(
+            "adopted",
+            tuple(specs),
+            runs,
+            tensors=dict(tensors),
+            staging=None if device.type == "cpu" else device,
+        )
+
+    @classmethod
+    def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:
+        """One zeroed block of host memory for these tensors, mappable by other processes of this host.
+
+        pin: register the block with CUDA (None: where CUDA is there and allows it; True: or raise UsageError). Where
+        the system has no memfd the block is private memory and `shared_fd` is None.
+        """
+        ordered = _in_order(specs)
+        places, extent = place(ordered)
+        fd = _sealed_memfd(max(extent, mmap.PAGESIZE))
+        if fd >= 0:
+            block = mmap.mmap(fd, max(extent, mmap.PAGESIZE))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                try:
+                    block.madvise(mmap.MADV_HUGEPAGE)  # half the time for the first write, where the kernel allows it
+                except OSError:
+                    _log.debug("no huge pages for shared memory here")
+            memory = memoryview(block)
+            base = torch.frombuffer(memory, dtype=torch.uint8)
+        else:
+            base = torch.zeros(max(extent, 1), dtype=torch.uint8)
+            memory = _memory(base)
+        try:
+            pinned = _pin(base, required=bool(pin)) if pin is not False else 0
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        tensors = {spec.name: _view(base, spec, at) for spec, at in zip(ordered, places, strict=True)}
+        return cls("allocated", ordered, _runs(ordered, places, memory, base), tensors=tensors, fd=fd, pinned=pinned)
+
+    @classmethod
+    def map(cls, specs: Sequence[TensorSpec], fd: int) -> Slab:
+        """Another process' allocated slab of these specs, read-only. Takes `fd` over, and closes it whatever happens.
+
+        The memory must be sealed against shrinking: a process that touches a mapping whose end was cut away dies of
+        SIGBUS, and no peer shall be able to do that to us. UsageError when it is not, or is too small.
+        """
+        try:
+            ordered = _in_order(specs)
+            places, extent = place(ordered)
+            if not _is_sealed(fd):
+                raise UsageError("the peer's memory is not sealed against shrinking: refusing to map it")
+            if os.fstat(fd).st_size < extent:
+                raise UsageError(f"the peer's memory has {os.fstat(fd).st_size} bytes, its manifest needs {extent}")
+            block = mmap.mmap(fd, max(extent, mmap.PAGESIZE), prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return cls("mapped", ordered, _runs(ordered, places, memoryview(block), None))
+
+    # --- tensors ---
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab."""
+        return dict(self._named())
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""
+        target = self._target(name)
+        spec = self._spec_of[name]
+        _check_plain(name, tensor)
+        if tensor.is_meta:
+            raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to write")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise UsageError(
+                f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
+            )
+        with torch.no_grad():
+            if tensor.is_conj() or tensor.is_neg() or _stride_of(tensor) != spec.stride:
+                target.copy_(tensor)
+            elif spec.size_bytes:
+                _copy_flat(_flat(tensor), _flat(target))  # also for packed dtypes, for which torch has no copy
+        with self._lock:
+            self._unwritten.pop(name, None)
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """Names of an allocated slab's tensors that nobody has written since it was allocated or `expect_writes`."""
+        with self._lock:
+            return tuple(self._unwritten)
+
+    def mark_written(self, names: Iterable[str] | None = None) -> None:
+        """These tensors (None: all) were filled by other means than `write`: through their views, or by a reader."""
+        with self._lock:
+            for name in tuple(self._unwritten) if names is None else names:
+                self._unwritten.pop(name, None)
+
+    def expect_writes(self) -> None:
+        """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
+        with self._lock:
+            self._unwritten = dict.fromkeys(self._spec_of)
+
+    # --- bytes ---
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The memfd behind an allocated slab, its file descriptor still owned by the slab; None: not shareable."""
+        return self._fd if self._fd >= 0 and not self._closed else None
+
+    def readable(self, start: int, stop: int) -> list[memoryview]:
+        """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
+        self._check_range(start, stop)
+        if self._staging is None:
+            return list(self._pieces(start, stop))
+        host = self._host_buffer(stop - start)
+        at = 0
+        for flat in self._flats(start, stop):
+            host[at : at + flat.numel()].copy_(flat, non_blocking=True)
+            at += flat.numel()
+        self._synchronize()
+        return [_memory(host)]
+
+    @contextmanager
+    def writable(self, start: int, stop: int) -> Iterator[list[memoryview]]:
+        """Memory to receive a stream range into, in order. Device memory is written when the block ends well."""
+        with self.writable_ranges([(start, stop)]) as views:
+            yield views
+
+    @contextmanager
+    def writable_ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
+        """`writable` for several stream ranges at once, their views one after the other."""
+        if self.kind == "mapped":
+            raise UsageError("a mapped slab is another process' memory: it cannot be written")
+        for start, stop in ranges:
+            self._check_range(start, stop)
+        if self._staging is None:
+            yield [view for start, stop in ranges for view in self._pieces(start, stop)]
+            return
+        hosts = [self._host_buffer(stop - start) for start, stop in ranges]
+        yield [_memory(host) for host in hosts]
+        for (start, stop), host in zip(ranges, hosts, strict=True):
+            at = 0
+            for flat in self._flats(start, stop):
+                flat.copy_(host[at : at + flat.numel()], non_blocking=True)
+                at += flat.numel()
+        self._synchronize()
+
+    def digest(self, start: int, stop: int) -> bytes:
+        """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
+        return digest_of(self.readable(start, stop))
+
+    def manifest(self, segment_size_bytes: int = SEGMENT_SIZE_BYTES, *, threads: int | None = None) -> Manifest:
+        """Names, sizes and the digest of every segment, from the bytes as they are now.
+
+        threads: None picks by size. On an accelerator this first waits for the work queued on the device, so that it is
+        the finished bytes that are described.
+        """
+        self._check_open()
+        if segment_size_bytes <= 0:
+            raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
+        if self._staging is not None and self._staging.type == "cuda":
+            torch.cuda.synchronize(self._staging)
+        starts = range(0, self.size_bytes, segment_size_bytes)
+
+        def digest(start: int) -> bytes:
+            return self.digest(start, min(start + segment_size_bytes, self.size_bytes))
+
+        if threads is None:
+            big = self.size_bytes >= DIGEST_THREADS_FROM_BYTES
+            threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if big else 1
+        if threads > 1:
+            with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
+                digests = b"".join(pool.map(digest, starts))
+        else:
+            digests = b"".join(map(digest, starts))
+        return Manifest(self.specs, digests, segment_size_bytes)
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Let go of the memory; twice is fine. It returns to the system when the last view of it has gone."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._pinned:
+                _cudart().cudaHostUnregister(self._pinned)
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+            self._tensors = None
+            self._runs = []
+            self._starts = []
+
+    def __enter__(self) -> Slab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save.
+        if not sys.is_finalizing() and hasattr(self, "_lock"):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Slab {self.kind}, {len(self.specs)} tensors, {self.size_bytes} bytes{', closed' * self._closed}>"
+
+    # --- inside ---
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        self._check_open()
+        if self._tensors is None:
+            raise UsageError("a mapped slab is another process' memory: it has bytes, and no tensors")
+        return self._tensors
+
+    def _target(self, name: str) -> torch.Tensor:
+        target = self._named().get(name)
+        if target is None:
+            raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
+        return target
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the slab is closed")
+
+    def _check_range(self, start: int, stop: int) -> None:
+        self._check_open()
+        if not 0 <= start <= stop <= self.size_bytes:
+            raise UsageError(f"range [{start}, {stop}) is outside the slab's {self.size_bytes} bytes")
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[_Run, int, int]]:
+        """The runs that hold [start, stop), each with the part of it that is meant."""
+        runs, starts = self._runs, self._starts  # a close meanwhile leaves us these lists
+        index = bisect_right(starts, start) - 1
+        while start < stop:
+            run = runs[index]
+            end = min(stop, run.start + run.size_bytes)
+            yield run, start - run.start, end - run.start
+            start = end
+            index += 1
+
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        for run, low, high in self._spans(start, stop):
+            assert run.view is not None
+            yield run.view[low:high]
+
+    def _flats(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        for run, low, high in self._spans(start, stop):
+            assert run.flat is not None
+            yield run.flat[low:high]
+
+    def _host_buffer(self, size_bytes: int) -> torch.Tensor:
+        # Torch caches pinned blocks, so that this costs little after the first time, and frees them by itself.
+        pinned = self._staging is not None and self._staging.type == "cuda"
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+    def _synchronize(self) -> None:
+        if self._staging is not None and self._staging.type == "cuda":
+            torch.cuda.current_stream(self._staging).synchronize()
+
+
+class _Run(NamedTuple):
+    """Stream bytes that are contiguous in memory: [start, start + size_bytes)."""
+
+    start: int
+    size_bytes: int
+    view: memoryview | None  # host memory; None on a device
+    flat: torch.Tensor | None  # uint8; None for mapped memory
+
+
+# --- pure functions ---
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a dense tensor, or raise UsageError that names it."""
+    _check_plain(name, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(f"tensor {name!r} is a lazy conjugate or negation: pass tensor.resolve_conj().resolve_neg()")
+    shape = tuple(tensor.shape)
+    stride = _stride_of(tensor)
+    if stride is not None and not _is_dense(shape, stride):
+        raise UsageError(
+            f"tensor {name!r} of shape {list(shape)} and strides {list(tensor.stride())} has holes or overlaps itself: "
+            "pass a contiguous copy"
+        )
+    size_bytes = tensor.numel() * tensor.element_size()
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, size_bytes, stride)
+
+
+def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
+    """Where each tensor of an allocated block begins, in bytes, and how long the block is. Part of the shm protocol."""
+    ends = accumulate((_aligned(spec.size_bytes) for spec in specs), initial=0)
+    *places, extent = ends
+    return tuple(places), extent
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
+        raise UsageError(
+            f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "
+            "(a DTensor's full_tensor() or to_local())"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(f"tensor {name!r} is {tensor.layout} {tensor.dtype}: its bytes do not say all that it holds")
+
+
+def digest_of(views: Iterable[memoryview]) -> bytes:
+    """Digest of these bytes, one after the other."""
+    digester = DIGESTER()
+    for view in views:
+        digester.update(view)
+    result: bytes = digester.digest()
+    return result
+
+
+def copy_views(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
+    """Copy between two lists of views, equally long in bytes but cut differently; without the GIL where that pays."""
+    if len(sources) == len(targets) == 1:
+        _copy(sources[0], targets[0])
+        return
+    rest = iter(sources)
+    source = memoryview(b"")
+    for target in targets:
+        at = 0
+        while at < len(target):
+            if not len(source):
+                source = next(rest)
+                continue
+            count = min(len(source), len(target) - at)
+            _copy(source[:count], target[at : at + count])
+            source = source[count:]
+            at += count
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    if len(source) < COPY_GIL_SIZE_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.device.type == target.device.type == "cpu":
+        _copy(_memory(source), _memory(target))
+    else:
+        target.copy_(source)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None when contiguous, else the strides in elements, those of dimensions of size 1 (which mean nothing) as 1."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(s if n != 1 else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    expected = 1
+    for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """The specs sorted by name, checked: they may come from a peer, and memory is handed out by what they say."""
+    ordered = tuple(sorted(specs, key=lambda spec: spec.name))
+    for one, other in pairwise(ordered):
+        if one.name == other.name:
+            raise UsageError(f"tensor {one.name!r} is there twice")
+    for spec in ordered:
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"tensor {spec.name!r} is {spec.dtype!r}, which torch {torch.__version__} does not know")
+        if min(spec.shape, default=0) < 0 or spec.size_bytes != math.prod(spec.shape) * dtype.itemsize:
+            raise UsageError(f"tensor {spec.name!r} claims {spec.size_bytes} bytes for {spec.dtype}{list(spec.shape)}")
+        if spec.stride is not None and (
+            len(spec.stride) != len(spec.shape) or not spec.size_bytes or not _is_dense(spec.shape, spec.stride)
+        ):
+            raise UsageError(f"tensor {spec.name!r} has strides {spec.stride} that do not fit its shape {spec.shape}")
+    return ordered
+
+
+def _runs(
+    specs: Sequence[TensorSpec], places: Sequence[int], memory: memoryview, base: torch.Tensor | None
+) -> list[_Run]:
+    """Runs of one block: neighbours without a gap between them become one."""
+    spans: list[list[int]] = []  # stream offset, place in the block, size
+    for spec, offset, at in zip(specs, stream_offsets(tuple(specs)), places, strict=True):
+        if spans and spans[-1][1] + spans[-1][2] == at:
+            spans[-1][2] += spec.size_bytes
+        elif spec.size_bytes:
+            spans.append([offset, at, spec.size_bytes])
+    return [
+        _Run(offset, size, memory[at : at + size], None if base is None else base[at : at + size])
+        for offset, at, size in spans
+    ]
+
+
+def _check_overlap(extents: list[tuple[str, int, int, str]]) -> None:
+    """Two names for the same bytes are fine; a partial overlap would let one tensor's update tear another's."""
+    for (device, address, size, name), (other_device, other, other_size, other_name) in pairwise(sorted(extents)):
+        if device == other_device and other < address + size and (address, size) != (other, other_size):
+            raise UsageError(f"tensors {name!r} and {other_name!r} overlap in part: adopt that memory under one name")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's storage as uint8[size_bytes]; works for every dtype, packed ones too."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * tensor.element_size(),
+        (size_bytes,),
+        (1,),
+    )
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    """A uint8 host tensor's own memory."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+def _view(base: torch.Tensor, spec: TensorSpec, at: int) -> torch.Tensor:
+    """The tensor of `spec` whose bytes begin at `base[at]`."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    stride = spec.stride or tuple(accumulate(spec.shape[:0:-1], lambda a, b: a * max(b, 1), initial=1))[::-1]
+    view = torch.empty(0, dtype=dtype, device=base.device)
+    return view.set_(base.untyped_storage(), at // dtype.itemsize, spec.shape, stride if spec.shape else ())
+
+
+def _sealed_memfd(size_bytes: int) -> int:
+    """An anonymous file of this size that can neither shrink nor grow any more; -1 where the system has none."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    fd = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not a memfd at all
+        return False
+
+
+def _cudart() -> Any:
+    cudart: Any = torch.cuda.cudart
+    return cudart()
+
+
+def _pin(base: torch.Tensor, *, required: bool) -> int:
+    """Register memory with CUDA and return its address; 0 when that is not possible and not required."""
+    if not torch.cuda.is_available():
+        if required:
+            raise UsageError("pin=True, but torch finds no CUDA device")
+        return 0
+    error = _cudart().cudaHostRegister(base.data_ptr(), base.numel(), 0)
+    if int(error) == 0:
+        return base.data_ptr()
+    if required:
+        raise UsageError(f"CUDA cannot pin {base.numel()} bytes (error {int(error)}): raise the locked-memory limit")
+    _log.warning("CUDA cannot pin %d bytes (error %d): copies to the device will be slower", base.numel(), int(error))
+    return 0

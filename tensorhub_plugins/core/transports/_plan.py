@@ -1,0 +1,100 @@
+"""Where the bytes of a source's segments go in a target slab, shared by all transports.
+
+Source tensors that follow each other in the target as they do in the source form one *stretch*, and so do neighbours
+that are not wanted. Reading a whole shard into an equal one is a single stretch; a shard whose tensors interleave with
+other shards' is about as many as it has tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.slab import Slab, digest_of
+from tensorhub_plugins.core.values import Manifest
+
+NOT_WANTED = -1
+
+
+class ReadPlan:
+    """One read: a source's manifest laid over a target slab, and the digests of what has arrived."""
+
+    def __init__(self, manifest: Manifest, target: Slab, placement: Sequence[int]) -> None:
+        """UsageError when a tensor would land outside the target."""
+        if len(placement) != len(manifest.tensors):
+            raise UsageError(f"{len(placement)} placements for {len(manifest.tensors)} tensors of the source")
+        self._manifest = manifest
+        self._target = target
+        self._digests: dict[int, bytes] = {}
+        self._starts: list[int] = []  # in the source's stream
+        self._places: list[int] = []  # in the target's stream, or NOT_WANTED
+        end = place_end = 0
+        for spec, start, place in zip(manifest.tensors, manifest.offsets, placement, strict=True):
+            if place != NOT_WANTED and not 0 <= place <= target.size_bytes - spec.size_bytes:
+                raise UsageError(
+                    f"tensor {spec.name!r} ({spec.size_bytes} bytes) does not fit at offset {place} of a target of "
+                    f"{target.size_bytes} bytes"
+                )
+            if not spec.size_bytes:
+                continue
+            if not self._places or place != place_end or start != end:
+                self._starts.append(start)
+                self._places.append(place)
+            end = start + spec.size_bytes
+            place_end = NOT_WANTED if place == NOT_WANTED else place + spec.size_bytes
+
+    @contextmanager
+    def receiving(self, segment: int) -> Iterator[list[memoryview]]:
+        """Memory for exactly this segment's bytes, in order. Left without an exception, the bytes are digested (so that
+        the caller can verify them) and, for a device, committed. Unwanted bytes go to memory that is dropped."""
+        pieces = list(self._pieces(*self._manifest.segment_range(segment)))
+        wanted = [(place, place + count) for place, count in pieces if place != NOT_WANTED]
+        with self._target.writable_ranges(wanted) as views:
+            if len(wanted) != len(pieces):
+                views = _with_spill(pieces, views)
+            yield views
+            self._digests[segment] = digest_of(views)
+
+    def digest(self, segment: int) -> bytes:
+        """What `receiving` computed. UsageError when that segment has not been received."""
+        if segment not in self._digests:
+            raise UsageError(f"segment {segment} was not read by the last read()")
+        return self._digests[segment]
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(place in the target or NOT_WANTED, size) of the parts of a source range."""
+        index = bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(stop, self._starts[index + 1]) if index + 1 < len(self._starts) else stop
+            place = self._places[index]
+            yield (place if place == NOT_WANTED else place + start - self._starts[index]), end - start
+            start = end
+            index += 1
+
+
+def _with_spill(pieces: Sequence[tuple[int, int]], views: Sequence[memoryview]) -> list[memoryview]:
+    """The views of the wanted pieces with memory for the unwanted ones between them."""
+    merged: list[memoryview] = []
+    rest = iter(views)
+    for place, count in pieces:
+        if place == NOT_WANTED:
+            merged.append(memoryview(bytearray(count)))
+            continue
+        while count:  # one piece may be several views
+            view = next(rest)
+            merged.append(view)
+            count -= len(view)
+    return merged
+
+
+def runs_of(segments: Sequence[int]) -> list[tuple[int, int]]:
+    """[3, 4, 5, 9] as [(3, 6), (9, 10)]: short on the wire for what is usually one run. Order is kept."""
+    runs: list[tuple[int, int]] = []
+    for segment in segments:
+        if runs and runs[-1][1] == segment:
+            runs[-1] = (runs[-1][0], segment + 1)
+        else:
+            runs.append((segment, segment + 1))
+    return runs

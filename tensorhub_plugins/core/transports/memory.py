@@ -1,0 +1,151 @@
+"""Within one process: a copy from slab to slab. For tests, and for a trainer and a rollout that share a process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+
+from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
+from tensorhub_plugins.core.slab import Slab, copy_views
+from tensorhub_plugins.core.transports import Offer, Shelf
+from tensorhub_plugins.core.transports._plan import ReadPlan
+from tensorhub_plugins.core.values import Manifest
+
+SCHEME = "memory://"
+
+_served: dict[str, MemoryTransport] = {}  # endpoint -> the transport that serves it
+_lock = threading.Lock()
+
+
+class MemoryTransport:
+    """Endpoints are names in a table of this process."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._endpoint: str | None = None
+        self._shelf: Shelf | None = None
+        self._links: set[MemoryLink] = set()
+        self._closed = False
+
+    @staticmethod
+    def available() -> str | None:
+        return None
+
+    def serve(self, shelf: Shelf) -> str:
+        with _lock:
+            if self._closed or self._endpoint is not None:
+                raise UsageError("this transport is closed or serves already: one transport, one shelf")
+            self._shelf = shelf
+            self._endpoint = SCHEME + uuid.uuid4().hex
+            _served[self._endpoint] = self
+            return self._endpoint
+
+    def connect(self, endpoint: str, *, deadline: float) -> MemoryLink:
+        with _lock:
+            if self._closed:
+                raise UsageError("the transport is closed")
+            source = _served.get(endpoint)
+            if source is None or source._shelf is None:
+                raise SourceLost("nobody serves this endpoint in this process", peer=endpoint, phase="connect")
+            link = MemoryLink(endpoint, source._shelf)
+            self._links.add(link)
+            source._links.add(link)
+            return link
+
+    def close(self) -> None:
+        with _lock:
+            self._closed = True
+            _served.pop(self._endpoint or "", None)
+            links, self._links = self._links, set()
+        for link in links:
+            link.close()
+
+
+class MemoryLink:
+    """Reads another slab of this process directly."""
+
+    def __init__(self, endpoint: str, shelf: Shelf) -> None:
+        self._endpoint = endpoint
+        self._shelf = shelf
+        self._offer: Offer | None = None
+        self._reader = -1
+        self._plan: ReadPlan | None = None
+        self._guard = threading.Lock()  # of the two below; never held while an offer's methods are called
+        self._copying = False
+        self._closed = False
+
+    def open(self, version: int, layout: str, lease: int, *, deadline: float) -> Manifest:
+        self._check_open("open")
+        self._release()
+        offer = self._shelf.find(version, layout)
+        if offer is None:
+            raise VersionGone("the source does not offer it", version=version, peer=self._endpoint, phase="open")
+        self._reader = offer.attach(self._cut)
+        self._offer = offer
+        return offer.manifest
+
+    def read(
+        self, segments: Sequence[int], target: Slab, placement: Sequence[int], *, deadline: float
+    ) -> Iterator[int]:
+        self._check_open("read")
+        if self._offer is None:
+            raise UsageError("open a version before reading it")
+        self._plan = ReadPlan(self._offer.manifest, target, placement)
+        return self._read(self._offer, self._plan, list(segments), deadline)
+
+    def _read(self, offer: Offer, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
+        finished = False
+        try:
+            for segment in segments:
+                if time.monotonic() > deadline:
+                    raise SourceLost("the deadline passed", version=offer.version, peer=self._endpoint, phase="read")
+                offer.wait_ready(segment, deadline)
+                with self._guard:
+                    self._check_open("read")
+                    self._copying = True
+                try:
+                    with plan.receiving(segment) as views:
+                        copy_views(offer.slab.readable(*offer.manifest.segment_range(segment)), views)
+                finally:
+                    with self._guard:
+                        self._copying = False
+                self._check_open("read")  # cut off meanwhile: these bytes may be torn
+                yield segment
+            finished = True
+        finally:
+            if not finished:
+                self.close()
+
+    def digest(self, segment: int) -> bytes:
+        if self._plan is None:
+            raise UsageError("nothing has been read")
+        return self._plan.digest(segment)
+
+    def check(self, *, deadline: float) -> bool:
+        same = not self._closed and self._offer is not None and not self._offer.withdrawn
+        self._release()
+        return same
+
+    def close(self) -> None:
+        self._closed = True
+        self._release()
+
+    def _cut(self) -> None:
+        """The source withdraws: end at once, or with the copy under way."""
+        with self._guard:
+            self._closed = True
+            copying = self._copying
+        if not copying:
+            self._release()
+
+    def _check_open(self, phase: str) -> None:
+        if self._closed:
+            raise SourceLost("the link is closed, or was cut off by the source", peer=self._endpoint, phase=phase)
+
+    def _release(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.detach(self._reader)
