@@ -1,0 +1,683 @@
+"""The blocking client: publish, unpublish, replicate, retain. What an adapter or a training loop needs, nothing else.
+
+    with Client("tcp://host:7070", run="r1", model="actor", replica="trainer") as trainer:
+        trainer.publish(1, state_dict)
+
+    with Client("tcp://host:7070", run="r1", model="actor", replica="rollout-0") as rollout:
+        report = rollout.replicate(parameters)      # the newest version, in place, from the best holder
+
+The way of a version: `publish` puts an offer on this worker's shelf, where the transports serve it from, and tells the
+hub. `replicate` and `fetch` ask the hub for sources and run a `Transfer`; what they have read becomes an offer too.
+Every method may be called from any thread. Every wait has a deadline, and errors say what to do (see errors.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
+
+from tensorhub_plugins.core import messages, replication, session
+from tensorhub_plugins.core.errors import (
+    HubUnreachable,
+    TensorHubError,
+    UsageError,
+)
+from tensorhub_plugins.core.hublink import HubLink
+from tensorhub_plugins.core.reads import check_cover
+from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core.transfer import Outcome, Transfer
+from tensorhub_plugins.core.transports import Offer, Transport, create
+from tensorhub_plugins.core.values import (
+    CHECKPOINT,
+    LATEST,
+    Location,
+    Manifest,
+    ShardKey,
+    TensorSpec,
+    VersionInfo,
+    check_version,
+)
+
+log = logging.getLogger("tensorhub.client")
+
+POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read
+BACKGROUND_DEADLINE_S = 30.0  # for readers of a kept copy that may be dropped
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """seconds by phase: "copy" (into the slab), "digest", "announce" (until the hub knew)."""
+
+    version: int
+    layout: str
+    size_bytes: int
+    seconds: dict[str, float]
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class UnpublishReport:
+    """cut_off: readers that had not finished by the deadline. kept: it was the last copy of a retained version."""
+
+    version: int
+    seconds: float
+    cut_off: tuple[str, ...] = ()
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class ReplicateReport:
+    """seconds by phase: "find", "read". sources: "replica/shard" -> bytes. losses: sources that failed on the way."""
+
+    version: int
+    layout: str
+    size_bytes: int
+    seconds: dict[str, float]
+    sources: dict[str, int]
+    transports: dict[str, int]
+    losses: tuple[str, ...]
+    roots: dict[int, str]  # source shard -> hex of its manifest's root
+
+
+@dataclass
+class Fetched:
+    """One version in memory of its own. slabs and manifests are by source shard.
+
+    converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it.
+    """
+
+    version: int
+    layout: str
+    slabs: dict[int, Slab]
+    manifests: dict[int, Manifest]
+    report: ReplicateReport
+    converts: str | None = None
+    _client: Client | None = field(default=None, repr=False)
+
+    @property
+    def slab(self) -> Slab:
+        """The only slab; UsageError when the source had several shards."""
+        if len(self.slabs) != 1:
+            raise UsageError(f"version {self.version} came in {len(self.slabs)} shards: use .slabs or .tensors()")
+        return next(iter(self.slabs.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, sharing the slabs' memory."""
+        return {name: t for slab in self.slabs.values() for name, t in slab.tensors().items()}
+
+    def release(self) -> None:
+        """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
+        if self._client is not None:
+            for slab in self.slabs.values():
+                if not self._client._is_offered(slab):
+                    self._client._recycle(slab)
+        self.slabs = {}
+
+
+class Client:
+    """One worker's way into the store.
+
+    address: the hub's, "tcp://host:port". run, model: name the history. replica, shard, shard_count: which part of
+    which copy this worker is; the names of live replicas must differ. location: defaults to `here()`. transports:
+    names in order of preference; those that do not work here are left out, with a line in the log. advertise_host:
+    the address under which peers reach this host; defaults to the one that faces the hub.
+
+    Raise HubUnreachable when no hub answers within connect_deadline_s (seconds), UsageError for what cannot work.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run: str,
+        model: str,
+        replica: str,
+        shard: int = 0,
+        shard_count: int = 1,
+        location: Location | None = None,
+        transports: Sequence[str] = ("shm", "tcp"),
+        advertise_host: str | None = None,
+        connect_deadline_s: float = 10.0,
+    ) -> None:
+        if not 0 <= shard < shard_count:
+            raise UsageError(f"shard {shard} of {shard_count}: shards count from 0")
+        self.replica, self.shard, self.shard_count = replica, shard, shard_count
+        self._lock = threading.Lock()
+        self._offers: dict[ShardKey, Offer] = {}
+        self._pool: list[Slab] = []
+        self._owned: WeakSet[Slab] = WeakSet()  # came from `allocate`, to be used again
+        self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
+        self._transfers: set[Transfer] = set()
+        self._seen = 0
+        self._published: dict[str, int] = {}  # layout -> newest version published here first-hand
+        self._closed = False
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
+        self._transports = _usable(transports, advertise_host or _address_towards(address))
+        try:
+            endpoints = {name: transport.serve(self) for name, transport in self._transports.items()}
+            self._hub = HubLink(
+                address,
+                messages.Hello(
+                    run=run,
+                    model=model,
+                    replica=replica,
+                    shard=shard,
+                    shard_count=shard_count,
+                    location=here() if location is None else location,
+                    endpoints=endpoints,
+                ),
+                connect_deadline_s=connect_deadline_s,
+                on_source_gone=self._source_gone,
+                on_may_drop=self._may_drop,
+            )
+        except BaseException:
+            self._close_local()
+            raise
+
+    # --- the verbs ---
+
+    def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor] | Slab,
+        layout: str = CHECKPOINT,
+        *,
+        copy: bool = True,
+        deadline_s: float = 60.0,
+    ) -> PublishReport:
+        """Offer a version to everybody; returns when the hub knows of it. Until unpublish its bytes must not change.
+
+        tensors: name -> tensor of any dtype and device; copied into host memory (copy=True) or adopted in place
+        (copy=False: dense tensors of one device). A Slab is published as it is and belongs to the client from then on.
+        Versions only grow within a layout; the same version in another layout is welcome.
+
+        Raise UsageError for what can never be published, HubUnreachable when the hub stays away until the deadline:
+        then nothing was published.
+        """
+        check_version(version)
+        key = ShardKey(version, layout, self.shard, self.shard_count)
+        self._check_open()
+        with self._lock:
+            newest = self._published.get(layout, 0)
+            if key in self._offers:
+                raise UsageError("this version is published here already: unpublish it first", version=version)
+        if version <= newest:
+            raise UsageError(f"version {newest} of layout {layout} was published here before: versions only grow")
+        began = time.monotonic()
+        if isinstance(tensors, Slab):
+            slab = tensors
+            if slab.kind == "allocated" and slab.unwritten:
+                raise UsageError(f"tensors of the slab were never written, first {slab.unwritten[:5]}", version=version)
+        elif copy:
+            slab = self._snapshot(tensors)
+        else:
+            slab = Slab.adopt(tensors)
+        copied = time.monotonic()
+        manifest = slab.manifest()
+        digested = time.monotonic()
+        self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
+        with self._lock:
+            self._published[layout] = version
+            self._seen = max(self._seen, version)
+        seconds = {"copy": copied - began, "digest": digested - copied, "announce": time.monotonic() - digested}
+        return PublishReport(version, layout, manifest.size_bytes, seconds, manifest)
+
+    def unpublish(self, version: int, layout: str | None = None, *, deadline_s: float = 30.0) -> UnpublishReport:
+        """Take a version back (layout None: in every layout). Afterwards its memory may change.
+
+        Returns when its last reader has finished, or at the deadline, when the readers that are left are cut off. The
+        last copy of a retained version is moved to host memory first and served from there until it is not needed.
+        """
+        check_version(version)
+        began = time.monotonic()
+        with self._lock:
+            keys = [k for k in self._offers if k.version == version and layout in (None, k.layout)]
+        if not keys:
+            return UnpublishReport(version, 0.0)
+        return self._unpublish(keys, version, began, deadline_s)
+
+    def replicate(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: int | str = LATEST,
+        layout: str = CHECKPOINT,
+        *,
+        deadline_s: float = 60.0,
+        serve: bool = True,
+    ) -> ReplicateReport:
+        """Read a version into these tensors, in place, from the best holders, and become a source of it.
+
+        tensors: name -> dense tensor. The checkpoint layout may be wanted in part (the names given); any other layout
+        must match shard for shard, tensor for tensor. serve: offer what was read to others, until unpublish.
+
+        An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
+        read into a `fetch`ed slab instead). Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, or
+        UsageError naming the tensor that does not fit.
+        """
+        with self._lock:
+            for key, offer in self._offers.items():
+                if offer.slab.kind == "adopted" and _share_memory(offer.slab, tensors):
+                    raise UsageError(
+                        "these tensors are published: unpublish that version before they change", version=key.version
+                    )
+        targets = _InPlace(self, tensors, serve=serve)
+        outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
+        targets.complete(outcome, deadline_s)
+        return _report(outcome)
+
+    def fetch(
+        self,
+        version: int | str = LATEST,
+        layouts: Sequence[str] = (CHECKPOINT,),
+        *,
+        deadline_s: float = 60.0,
+        converts: bool = True,
+        serve: bool = False,
+    ) -> Fetched:
+        """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
+
+        converts: when nobody has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
+        layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
+        serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
+        """
+        if not layouts:
+            raise UsageError("fetch needs at least one layout")
+        targets = _Allocated(self, serve=serve)
+        outcome = self._transfer(targets, version, tuple(layouts), deadline_s, claim=converts and len(layouts) > 1)
+        chosen = outcome.claimed is not None and outcome.layout != layouts[0]
+        if outcome.claimed is not None and not chosen:
+            self.abandon(outcome.version, layouts[0])
+        targets.complete(outcome, deadline_s)
+        return Fetched(
+            outcome.version,
+            outcome.layout,
+            targets.slabs,
+            outcome.manifests,
+            _report(outcome),
+            layouts[0] if chosen else None,
+            self,
+        )
+
+    def abandon(self, version: int, layout: str) -> None:
+        """Give up a conversion that `fetch` has put on this worker; another is chosen."""
+        key = ShardKey(version, layout, self.shard, self.shard_count)
+        self._hub.ask(lambda number: messages.Abandon(number, key), time.monotonic() + BACKGROUND_DEADLINE_S)
+
+    def wait(self, version: int | str = LATEST, *, newer_than: int = 0, deadline_s: float = 60.0) -> int:
+        """Return a visible version: this one, or the newest that is above newer_than. NotPublished at the deadline."""
+        number = 0 if version == LATEST else check_version(version)
+        reply = self._ask(lambda n: messages.Wait(n, number, newer_than, deadline_s), deadline_s)
+        assert isinstance(reply, messages.Visible)
+        return reply.version
+
+    def versions(self, *, deadline_s: float = 10.0) -> list[VersionInfo]:
+        """What the hub knows, oldest version first."""
+        reply = self._ask(messages.AskVersions, deadline_s)
+        assert isinstance(reply, messages.Versions)
+        return list(reply.versions)
+
+    def retain(self, newest: int = 1, *, deadline_s: float = 10.0) -> None:
+        """Never give up the last copy of this many newest versions (of this run and model) by an unpublish."""
+        if newest < 0:
+            raise UsageError(f"retain(newest={newest}): a count of versions")
+        self._ask(lambda number: messages.Retain(number, newest), deadline_s)
+
+    def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
+        """Host memory for these tensors, shareable with readers on this host; reused from versions that are over."""
+        wanted = tuple(sorted(specs, key=lambda spec: spec.name))
+        with self._lock:
+            for index, slab in enumerate(self._pool):
+                if slab.specs == wanted:
+                    del self._pool[index]
+                    slab.expect_writes()
+                    return slab
+        slab = Slab.allocate(wanted)
+        with self._lock:
+            self._owned.add(slab)
+        return slab
+
+    def serving(self) -> list[ShardKey]:
+        """The shards this worker offers now."""
+        with self._lock:
+            return sorted(self._offers)
+
+    def close(self) -> None:
+        """Leave: readers are cut off and go elsewhere. Closing twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._hub.close()
+        self._close_local()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- the shelf, read by the transports' serving threads ---
+
+    def find(self, key: ShardKey) -> Offer | None:
+        """Part of the Shelf protocol."""
+        with self._lock:
+            return self._offers.get(key)
+
+    # --- inside ---
+
+    def _transfer(
+        self, targets: _Targets, version: int | str, layouts: tuple[str, ...], deadline_s: float, *, claim: bool
+    ) -> Outcome:
+        self._check_open()
+        number = 0 if version == LATEST else check_version(version)
+        machine = replication.Replication(
+            version=number,
+            at_least=0 if number else self._seen,
+            layouts=layouts,
+            claim=claim,
+            deadline=time.monotonic() + deadline_s,
+            deadline_s=deadline_s,
+        )
+        transfer = Transfer(machine, self._hub, self._transports, targets)
+        with self._lock:
+            self._transfers.add(transfer)
+        try:
+            outcome = transfer.run()
+        except BaseException:
+            targets.restart()
+            if machine.claimed is not None:
+                with suppress(TensorHubError):
+                    self.abandon(machine.claimed.version, machine.claimed.layout)
+            raise
+        finally:
+            with self._lock:
+                self._transfers.discard(transfer)
+        with self._lock:
+            self._seen = max(self._seen, outcome.version)
+        for loss in outcome.losses:
+            log.warning("%s/%d: version %d: lost %s", self.replica, self.shard, outcome.version, loss)
+        return outcome
+
+    def _offer(
+        self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, deadline_s: float, ready: bool = True
+    ) -> Offer:
+        """Put a shard on the shelf and tell the hub; ready=False: it is still arriving."""
+        offer = Offer(key, manifest, slab)
+        if ready:
+            offer.mark_all_ready()
+        with self._lock:
+            self._offers[key] = offer
+        try:
+            self._announce(offer, was_read=was_read, complete=ready, deadline_s=deadline_s)
+        except BaseException:
+            self._withdraw(key)
+            raise
+        return offer
+
+    def _announce(self, offer: Offer, *, was_read: bool, complete: bool, deadline_s: float) -> None:
+        holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, was_read)
+        self._ask(lambda number: messages.Publish(number, holding), deadline_s)
+
+    def _unpublish(self, keys: list[ShardKey], version: int, began: float, deadline_s: float) -> UnpublishReport:
+        try:
+            reply = self._ask(lambda number: messages.Unpublish(number, tuple(keys), deadline_s), deadline_s)
+            assert isinstance(reply, messages.Unpublished)
+        except HubUnreachable:  # the source can keep its word without the hub: whoever still reads is cut off
+            log.warning("%s/%d: version %d is withdrawn without the hub", self.replica, self.shard, version)
+            reply = messages.Unpublished(0)
+        if reply.keep:
+            for key in keys:
+                self._keep(key, began + deadline_s)
+        else:
+            for key in keys:
+                self._withdraw(key)
+        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.keep)
+
+    def _keep(self, key: ShardKey, deadline: float) -> None:
+        """Rule 4: go on serving the last copy, from memory that the caller does not touch."""
+        with self._lock:
+            offer = self._offers[key]
+        if offer.slab.kind == "allocated":
+            return
+        copy = self._snapshot(offer.slab.tensors())
+        moved = Offer(key, offer.manifest, copy)
+        moved.mark_all_ready()
+        with self._lock:
+            self._offers[key] = moved
+        offer.wait_no_readers(deadline)
+        offer.withdraw()
+
+    def _withdraw(self, key: ShardKey) -> None:
+        with self._lock:
+            offer = self._offers.pop(key, None)
+        if offer is not None:
+            offer.withdraw()
+            self._recycle(offer.slab)
+
+    def _snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Slab:
+        """A copy of these tensors in host memory of this client's."""
+        slab = self.allocate(_specs(tensors))
+        for name, tensor in tensors.items():
+            slab.write(name, tensor)
+        return slab
+
+    def _is_offered(self, slab: Slab) -> bool:
+        with self._lock:
+            return any(offer.slab is slab for offer in self._offers.values())
+
+    def _recycle(self, slab: Slab) -> None:
+        with self._lock:
+            self._fetched.discard(slab)
+            if slab not in self._owned or slab in self._pool:
+                return
+            alike = sum(pooled.specs == slab.specs for pooled in self._pool)
+            if alike < POOLED_SLABS_MAX and not self._closed:
+                self._pool.append(slab)
+                return
+            self._owned.discard(slab)
+        slab.close()
+
+    def _ask(self, make: Callable[[int], session.Request], deadline_s: float) -> messages.Reply:
+        future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + deadline_s)
+        return future.result()  # the session machine ends every request at its deadline
+
+    def _source_gone(self, gone: bytes) -> None:
+        with self._lock:
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.source_gone(gone)
+
+    def _may_drop(self, effect: session.MayDrop) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._drop_kept, list(effect.keys))
+
+    def _drop_kept(self, keys: list[ShardKey]) -> None:
+        with self._lock:
+            keys = [key for key in keys if key in self._offers]
+        if keys:
+            try:
+                self._unpublish(keys, keys[0].version, time.monotonic(), BACKGROUND_DEADLINE_S)
+            except TensorHubError as error:
+                log.info("%s/%d: kept copies stay for now: %s", self.replica, self.shard, error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the client is closed")
+
+    def _close_local(self) -> None:
+        self._background.shutdown(wait=True, cancel_futures=True)
+        for transport in self._transports.values():
+            transport.close()
+        with self._lock:
+            offers, self._offers = list(self._offers.values()), {}
+            pool, self._pool = self._pool, []
+        for offer in offers:
+            offer.withdraw()
+            if offer.slab in self._owned:
+                offer.slab.close()
+        for slab in pool:
+            slab.close()
+
+
+# --- where a transfer's bytes go ---
+
+
+class _Targets:
+    """What `_InPlace` and `_Allocated` share: the offers through which arriving bytes are served on."""
+
+    def __init__(self, client: Client, *, serve: bool) -> None:
+        self._client = client
+        self._serve = serve
+        self._arriving: dict[int, Offer] = {}
+        self.slabs: dict[int, Slab] = {}
+
+    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        slab = self.slabs[key.shard] = self._memory(manifest)
+        if self._serve and slab.specs == manifest.tensors and self._client.find(key) is None:
+            offer = Offer(key, manifest, slab)
+            with self._client._lock:
+                self._client._offers[key] = offer
+            self._arriving[key.shard] = offer
+            holding = messages.Holding(key, manifest.root(), manifest.size_bytes, False, True)
+            self._client._hub.ask(
+                lambda number: messages.Publish(number, holding), time.monotonic() + BACKGROUND_DEADLINE_S
+            )
+        return slab
+
+    def _memory(self, manifest: Manifest) -> Slab:
+        raise NotImplementedError
+
+    def verified(self, shard: int, segment: int) -> None:
+        if shard in self._arriving:
+            self._arriving[shard].mark_ready(segment)
+
+    def restart(self) -> None:
+        """Nothing of what was prepared will be completed."""
+        for offer in self._arriving.values():
+            keys = (offer.key,)
+            self._client._hub.ask(
+                lambda number, keys=keys: messages.Unpublish(number, keys, 0.0),  # type: ignore[misc]
+                time.monotonic() + BACKGROUND_DEADLINE_S,
+            )
+            self._client._withdraw(offer.key)
+        self._arriving.clear()
+        self.slabs.clear()
+
+    def complete(self, outcome: Outcome, deadline_s: float) -> None:
+        for offer in self._arriving.values():
+            offer.mark_all_ready()
+            try:
+                self._client._announce(offer, was_read=True, complete=True, deadline_s=deadline_s)
+            except HubUnreachable as error:  # the bytes are here all the same, and the hub will be told when it is back
+                log.warning("%s: %s", offer.key, error)
+
+
+class _InPlace(_Targets):
+    def __init__(self, client: Client, tensors: Mapping[str, torch.Tensor], *, serve: bool) -> None:
+        super().__init__(client, serve=serve)
+        self._tensors = tensors
+        Slab.adopt(tensors)  # what cannot be a target is refused before anything moves
+        self._names: dict[int, list[str]] = {}
+
+    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        self._names[key.shard] = [spec.name for spec in manifest.tensors]
+        if len(self._names) == key.shard_count or key.layout != CHECKPOINT:
+            check_cover(self._names, self._tensors)
+        return super().prepare(key, manifest)
+
+    def _memory(self, manifest: Manifest) -> Slab:
+        return Slab.adopt({s.name: self._tensors[s.name] for s in manifest.tensors if s.name in self._tensors})
+
+    def restart(self) -> None:
+        super().restart()
+        self._names.clear()
+
+
+class _Allocated(_Targets):
+    def _memory(self, manifest: Manifest) -> Slab:
+        return self._client.allocate(manifest.tensors)
+
+    def restart(self) -> None:
+        slabs = list(self.slabs.values())
+        super().restart()
+        for slab in slabs:
+            self._client._recycle(slab)
+
+    def complete(self, outcome: Outcome, deadline_s: float) -> None:
+        for slab in self.slabs.values():
+            slab.mark_written()
+        self._client._fetched.update(self.slabs.values())
+        super().complete(outcome, deadline_s)
+
+
+# --- small things ---
+
+
+def here() -> Location:
+    """This worker's location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
+    return Location(
+        data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
+        rack=os.environ.get("TENSORHUB_RACK", ""),
+        host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
+        device=os.environ.get("TENSORHUB_DEVICE", ""),
+    )
+
+
+def _address_towards(address: str) -> str:
+    """The address of this host's interface that faces the hub, found without sending anything."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{address!r} is no hub address that can be reached: use tcp://host:port ({error})") from error
+
+
+def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
+    transports = {}
+    for name in names:
+        try:
+            transports[name] = create(name, advertise_host=advertise_host)
+        except UsageError as error:
+            log.warning("transport %s is left out: %s", name, error)
+    if not transports:
+        raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
+    return transports
+
+
+def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
+    """What a contiguous copy of these tensors looks like."""
+    return [
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size())
+        for name, t in tensors.items()
+    ]
+
+
+def _share_memory(slab: Slab, tensors: Mapping[str, torch.Tensor]) -> bool:
+    mine = {t.data_ptr() for t in slab.tensors().values() if t.numel()}
+    return any(t.numel() and t.data_ptr() in mine for t in tensors.values())
+
+
+def _report(outcome: Outcome) -> ReplicateReport:
+    return ReplicateReport(
+        outcome.version,
+        outcome.layout,
+        outcome.size_bytes,
+        outcome.seconds,
+        dict(outcome.sources),
+        dict(outcome.transports),
+        outcome.losses,
+        {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
+    )
