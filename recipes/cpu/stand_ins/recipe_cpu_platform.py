@@ -1,4 +1,4 @@
-"""A CPU platform for verl 0.9.1, registered from outside: VERL_USE_EXTERNAL_MODULES=recipe_cpu_platform VERL_PLATFORM=cpu.
+"""A CPU platform for verl 0.9.1, registered from outside (VERL_USE_EXTERNAL_MODULES, VERL_PLATFORM=cpu).
 
 verl knows CUDA and NPU. This gives it the same questions answered for a machine that has neither, so that FSDP, the
 rollout servers and the checkpoint engines run unchanged on gloo.
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+import torch.distributed.fsdp._init_utils as fsdp_init
 import verl.utils.distributed as verl_distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
@@ -138,7 +139,7 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-# The one patch: verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
+# Two patches. verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
 # torch refuses that. Its callers import the name from the module after this plug-in ran.
 _initialize = verl_distributed.initialize_global_process_group_ray
 
@@ -148,3 +149,6 @@ def _initialize_on_cpu(timeout_second=None, backend=None):
 
 
 verl_distributed.initialize_global_process_group_ray = _initialize_on_cpu
+
+# FSDP1 refuses to synchronise the ranks' first weights on CPU because NCCL could not; gloo can.
+fsdp_init._check_module_states_for_sync_module_states = lambda module: None

@@ -1,0 +1,162 @@
+"""A real verl GRPO run whose rollouts get every new policy from the store, in front of your eyes.
+
+    python -m recipes.demo [--size small|tiny] [--steps 8] [--control-steps 4] [--out FOLDER]
+
+One trainer, two vLLM replicas, pull mode. After --steps steps the replicas stop pulling (the negative control) while
+training goes on for --control-steps more: trainer and rollouts must then drift apart. Ends with a table, the reward
+curve and what was claimed, checked; leaves report.json, run.png and the logs in FOLDER. Returns 0 if every claim holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from recipes.demo import report as reports
+
+ROOT = Path(__file__).resolve().parents[2]
+REPLICAS = 2
+TICK_S = 0.5
+QUIET_S = 20.0  # without news, say that it still runs
+STOP_S = 30.0  # what verl and Ray get to end by themselves
+STORE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m recipes.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model")
+    parser.add_argument("--steps", type=int, default=8, help="of training with pulling on")
+    parser.add_argument("--control-steps", type=int, default=5, help="of training after it was switched off")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "demo")
+    parser.add_argument("--deadline-s", type=float, default=900.0, help="for the whole run")
+    parser.add_argument("--report-only", action="store_true", help="of the run that FOLDER already holds")
+    parser.add_argument("overrides", nargs="*", help="for verl's configuration, e.g. data.max_response_length=64")
+    arguments = parser.parse_args()
+    run = arguments.out.resolve()
+    if not arguments.report_only:
+        code = train(run, arguments)
+        if code != 0:
+            print(f"verl ended with {code}; its log is {run / 'verl.log'}, and ends like this:", file=sys.stderr)
+            print("\n".join((run / "verl.log").read_text(errors="replace").splitlines()[-30:]), file=sys.stderr)
+            return 1
+    return show(run, arguments)
+
+
+def train(run: Path, arguments: argparse.Namespace) -> int:
+    """Start the recipe and tell what happens until it has ended; its exit status."""
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    command = [
+        str(ROOT / "recipes/verl_grpo/run.sh"),
+        "separate_async",
+        "pull",
+        f"trainer.total_training_steps={arguments.steps + arguments.control_steps}",
+        # verl's step 0 is the model before training.
+        f"+{STORE}.pull_until={arguments.steps}",
+        f"+{STORE}.verify=true",
+        *arguments.overrides,
+    ]
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "SIZE": arguments.size,
+        "RUN": str(run),
+        "OUT": str(run.parent),
+        "TENSORHUB_EVENTS": str(run / "events"),
+    }
+    print(f"verl GRPO: one trainer, {REPLICAS} vLLM replicas, a {arguments.size} model; log: {run / 'verl.log'}")
+    print("starting Ray, the trainer and the engines (imports, mostly: one to two minutes) ...", flush=True)
+    started = time.monotonic()
+    with open(run / "verl.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            progress = Progress(run, started)
+            while process.poll() is None:
+                progress.tell()
+                if time.monotonic() - started > arguments.deadline_s:
+                    print(f"not finished after {arguments.deadline_s:.0f} s: giving up", file=sys.stderr)
+                    return 124
+                time.sleep(TICK_S)
+            progress.tell()
+        finally:
+            _end(process)
+    return process.returncode
+
+
+class Progress:
+    """Prints what is new in the event log and in verl's metrics since it was last asked."""
+
+    def __init__(self, run: Path, started: float) -> None:
+        self.run, self.started = run, started
+        self.told_at = started
+        self.steps = 0
+        self.pulled: set[tuple[str, int]] = set()
+        self.fetched: dict[tuple[str, int], str] = {}
+
+    def tell(self) -> None:
+        events = reports.read_events(self.run / "events") if (self.run / "events").exists() else []
+        for event in events:
+            key = (reports.replica_of(event["worker"]), event.get("version", 0))
+            if event["event"] == "fetch":
+                sources = sorted({reports.replica_of(source) for source in event["sources"]})
+                self.fetched[key] = f"from {' and '.join(sources)} in {1000 * event['seconds']:.0f} ms"
+            if event["event"] == "resume" and key not in self.pulled:
+                self.pulled.add(key)
+                how = self.fetched.get(key, "")
+                self._say(f"{key[0]} has version {key[1]} {how}, stood still for {1000 * event['seconds']:.0f} ms")
+        for row in reports.read_metrics(self.run / "metrics.jsonl")[self.steps :]:
+            self.steps += 1
+            data = row["data"]
+            self._say(
+                f"step {row['step']}: reward {data.get('critic/score/mean', float('nan')):.3f}, "
+                f"KL {data.get('rollout_corr/k3_kl', float('nan')):.1e}, "
+                f"trainer waited {1000 * data.get('timing_s/update_weights', float('nan')):.0f} ms in update_weights"
+            )
+        if time.monotonic() - self.told_at > QUIET_S:
+            self._say("...")
+
+    def _say(self, text: str) -> None:
+        self.told_at = time.monotonic()
+        print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the process group that we started, and only that; Ray's daemons leave when their driver does."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def show(run: Path, arguments: argparse.Namespace) -> int:
+    from recipes.demo.picture import draw
+
+    events = reports.read_events(run / "events")
+    report = reports.make_report(
+        events,
+        reports.read_metrics(run / "metrics.jsonl"),
+        replicas=REPLICAS,
+        steps=arguments.steps,
+        control_steps=arguments.control_steps,
+    )
+    (run / "report.json").write_text(report.to_json())
+    draw(report, events, run / "run.png")
+    print("\n" + reports.table(report))
+    print("\n" + reports.reward_curve(report))
+    print("\n" + reports.claims(report))
+    print(f"\n{run / 'report.json'}\n{run / 'run.png'}")
+    return 0 if report.holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

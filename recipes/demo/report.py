@@ -1,0 +1,345 @@
+"""What a run did, from its event log and verl's metrics, and whether it did what we claim.
+
+PURE but for `read_events` and `read_metrics`: events and metrics in, a Report out. Each claim names the rows that
+break it. A claim about something the log does not show fails: no evidence is not a pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KL_MAX = 1e-3
+CONTROL_FACTOR_MIN = 3.0  # with pulling off, KL must leave what it was by at least this factor
+TRAINER = "trainer"
+
+
+@dataclass
+class Pull:
+    """One replica taking one version."""
+
+    replica: str
+    version: int
+    pull_s: float = 0.0  # bytes on their way, engine generating; the slowest worker of the replica
+    pause_s: float | None = None  # the engine stood still; None: it never resumed with this version
+    bytes_from_trainer: int = 0
+    bytes_from_peers: int = 0
+    sources: list[str] = field(default_factory=list)
+    transports: list[str] = field(default_factory=list)
+    kept: int = 0
+    lost: int = 0
+
+
+@dataclass
+class Version:
+    version: int
+    bytes: int
+    publish_wait_s: float
+    pulls: list[Pull]
+    digests_equal: bool
+    digests: str  # what was compared, or what is wrong
+
+    @property
+    def trainer_bytes(self) -> int:
+        return sum(pull.bytes_from_trainer for pull in self.pulls)
+
+    @property
+    def peer_bytes(self) -> int:
+        return sum(pull.bytes_from_peers for pull in self.pulls)
+
+
+@dataclass
+class Step:
+    step: int
+    reward: float
+    kl: float | None
+    staleness: float
+    pulling: bool
+
+
+@dataclass
+class Claim:
+    claim: str
+    holds: bool
+    detail: str
+
+
+@dataclass
+class Report:
+    replicas: list[str]
+    pulled_until: int  # the last version that replicas were to take; later ones are the negative control
+    versions: list[Version]
+    steps: list[Step]
+    requests: dict[str, int]  # outcome -> count
+    failures: list[str]
+    claims: list[Claim]
+
+    @property
+    def holds(self) -> bool:
+        return all(claim.holds for claim in self.claims)
+
+    def to_json(self) -> str:
+        fields = asdict(self)
+        for plain, version in zip(fields["versions"], self.versions, strict=True):
+            plain.update(trainer_bytes=version.trainer_bytes, peer_bytes=version.peer_bytes)
+        return json.dumps({"holds": self.holds, **fields}, indent=1)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All processes' events by time. A last line cut off by a kill is left out; any other broken line is an error."""
+    events = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text().split("\n")
+        events += [json.loads(line) for line in lines[:-1]]
+    return sorted(events, key=lambda event: event["t"])
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """verl's file logger: one {"step": n, "data": {...}} a line."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def replica_of(worker: str) -> str:
+    return worker.rpartition("/")[0]
+
+
+def make_report(
+    events: Sequence[dict[str, Any]],
+    metrics: Sequence[dict[str, Any]],
+    *,
+    replicas: int,
+    steps: int,
+    control_steps: int,
+) -> Report:
+    """replicas: how many should be there. steps: how many are trained with pulling on, control_steps: off after them.
+
+    Step s publishes version s + 1; version 1 is the model before training.
+    """
+    pulled_until = steps + 1
+    by_version: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        by_version[event.get("version", 0)].append(event)
+    versions = [
+        _version(version, found) for version, found in sorted(by_version.items()) if _named(found, "publish")
+    ]
+    names = sorted({pull.replica for version in versions for pull in version.pulls})
+    requests: dict[str, int] = defaultdict(int)
+    for event in _named(events, "request"):
+        requests[event.get("outcome", "unknown")] += 1
+    failures = [f"{e['worker']}, version {e.get('version')}: {e.get('error')}" for e in _named(events, "update_failed")]
+    rows = [_step(row, steps) for row in metrics]
+    report = Report(names, pulled_until, versions, rows, dict(requests), failures, [])
+    report.claims = [
+        _all_pulled(report, replicas),
+        _peers_serve(report),
+        _digests_equal(report),
+        _no_request_lost(report),
+        _log_probs_agree(report, steps),
+        _control_diverges(report, control_steps),
+    ]
+    return report
+
+
+def _named(events: Iterable[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["event"] == name]
+
+
+def _version(version: int, events: list[dict[str, Any]]) -> Version:
+    published = _named(events, "publish")
+    pulls: dict[str, Pull] = {}
+    for event in _named(events, "fetch"):
+        name = replica_of(event["worker"])
+        pull = pulls.setdefault(name, Pull(name, version))
+        pull.pull_s = max(pull.pull_s, event["seconds"])
+        for source, count in event.get("sources", {}).items():
+            if replica_of(source) == TRAINER:
+                pull.bytes_from_trainer += count
+            else:
+                pull.bytes_from_peers += count
+            if count and source not in pull.sources:
+                pull.sources.append(source)
+        pull.transports += [t for t, count in event.get("transports", {}).items() if count and t not in pull.transports]
+    for event in _named(events, "resume"):
+        name = replica_of(event["worker"])
+        pull = pulls.setdefault(name, Pull(name, version))
+        pull.pause_s = event["seconds"]
+        pull.kept, pull.lost = event.get("in_flight", 0), event.get("lost", 0)
+    equal, text = _compare_digests(_named(events, "digests"))
+    return Version(
+        version=version,
+        bytes=sum(event["bytes"] for event in published),
+        publish_wait_s=max(event["seconds"] for event in published),
+        pulls=[pulls[name] for name in sorted(pulls)],
+        digests_equal=equal,
+        digests=text,
+    )
+
+
+def _compare_digests(events: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Equal where layout and key are; the trainer must be among those compared, and so must every engine seen."""
+    seen: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for event in events:
+        for key, digest in event.get("digests", {}).items():
+            seen[event["layout"], key][event["worker"]] = digest
+    for (layout, key), workers in seen.items():
+        if len(set(workers.values())) > 1:
+            return False, f"{layout} {key}: " + ", ".join(f"{w} {d[:8]}" for w, d in sorted(workers.items()))
+    together = [sorted(workers) for workers in seen.values() if len(workers) > 1]
+    if not any(replica_of(worker) == TRAINER for group in together for worker in group):
+        return False, "nobody's digest can be compared with the trainer's"
+    return True, "; ".join(" = ".join(group) for group in together)
+
+
+def _step(row: dict[str, Any], steps: int) -> Step:
+    data = row["data"]
+    return Step(
+        step=row["step"],
+        reward=data.get("critic/score/mean", float("nan")),
+        kl=data.get("rollout_corr/k3_kl"),
+        staleness=data.get("training/off_policy/trajectory_staleness/mean", float("nan")),
+        # Step s trains on what was generated while step s - 1 was being trained, so with the weights of step s - 2.
+        # The first step whose samples can miss a version is two after the last one pulled.
+        pulling=row["step"] <= steps + 2,
+    )
+
+
+def _all_pulled(report: Report, replicas: int) -> Claim:
+    name = f"every replica takes every version up to {report.pulled_until}, and none after it"
+    wrong = []
+    if len(report.replicas) != replicas:
+        wrong.append(f"{len(report.replicas)} replicas pulled, not {replicas}")
+    done = {version.version: {p.replica for p in version.pulls if p.pause_s is not None} for version in report.versions}
+    for version in range(1, report.pulled_until + 1):
+        missing = [replica for replica in report.replicas if replica not in done.get(version, set())]
+        wrong += [f"{replica} did not install version {version}" for replica in missing]
+    late = sorted(version for version, who in done.items() if version > report.pulled_until and who)
+    wrong += [f"version {version} was installed though pulling was off" for version in late]
+    wrong += report.failures
+    done_text = f"{len(report.replicas)} replicas, {report.pulled_until} versions"
+    return Claim(name, not wrong, "; ".join(wrong) or done_text)
+
+
+def _peers_serve(report: Report) -> Claim:
+    name = "from the second version on the trainer serves one replica, the others pull from peers"
+    wrong, count = [], 0
+    for version in report.versions:
+        if not 2 <= version.version <= report.pulled_until:
+            continue
+        count += 1
+        served = [p.replica for p in version.pulls if p.bytes_from_trainer]
+        mixed = [p.replica for p in version.pulls if p.bytes_from_trainer and p.bytes_from_peers]
+        from_peers = [p.replica for p in version.pulls if p.bytes_from_peers and not p.bytes_from_trainer]
+        if len(served) != 1 or mixed or len(from_peers) != len(report.replicas) - 1:
+            sources = ", ".join(f"{p.replica} <- {' + '.join(p.sources) or 'nobody'}" for p in version.pulls)
+            wrong.append(f"version {version.version}: {sources or 'not pulled'}")
+    return Claim(name, count > 0 and not wrong, "; ".join(wrong) or f"{count} versions")
+
+
+def _digests_equal(report: Report) -> Claim:
+    versions = [version for version in report.versions if version.version <= report.pulled_until]
+    wrong = [f"version {version.version}: {version.digests}" for version in versions if not version.digests_equal]
+    for version in versions:
+        wrong += [
+            f"version {version.version}: no digest of {replica}"
+            for replica in report.replicas
+            if version.digests_equal and f"{replica}/" not in version.digests
+        ]
+    detail = "; ".join(wrong) or f"{len(versions)} versions, e.g. {versions[-1].digests}" if versions else "no version"
+    return Claim("the digests of trainer and engines are equal", bool(versions) and not wrong, detail)
+
+
+def _no_request_lost(report: Report) -> Claim:
+    pulls = [pull for version in report.versions for pull in version.pulls]
+    kept, lost = sum(pull.kept for pull in pulls), sum(pull.lost for pull in pulls)
+    broken = {outcome: count for outcome, count in report.requests.items() if outcome not in ("stop", "length")}
+    ended = sum(report.requests.values())
+    detail = f"{ended} requests, {kept} in flight during an update and kept, {lost} lost"
+    if broken:
+        detail += f", ended as {broken}"
+    if not kept:
+        detail += ": no update met a request in flight, so nothing was shown"
+    return Claim("no request is lost", bool(ended and kept) and not lost and not broken, detail)
+
+
+def _log_probs_agree(report: Report, steps: int) -> Claim:
+    values = [step.kl for step in report.steps if step.pulling and step.kl is not None]
+    complete = sum(step.step <= steps and step.kl is not None for step in report.steps) == steps
+    worst = max(values, default=float("nan"))
+    return Claim(
+        f"trainer and rollout log-probabilities agree (KL below {KL_MAX:g})",
+        complete and worst < KL_MAX,
+        f"largest KL {worst:.2g} in {len(values)} steps" + ("" if complete else f", of {steps} or more expected"),
+    )
+
+
+def _control_diverges(report: Report, control_steps: int) -> Claim:
+    pulled = [step.kl for step in report.steps if step.pulling and step.kl is not None]
+    control = [step.kl for step in report.steps if not step.pulling and step.kl is not None]
+    name = "negative control: with pulling off the KL grows"
+    if len(control) < 2 or not pulled:
+        return Claim(name, False, f"{len(control)} steps with KL after pulling went off: too few to see anything")
+    factor = control[-1] / max(pulled)
+    grows = control[-1] > control[0] and factor >= CONTROL_FACTOR_MIN
+    detail = f"{control[0]:.2g} -> {control[-1]:.2g} in {len(control)} steps, {factor:.1f} times the largest before"
+    return Claim(name, grows, detail)
+
+
+def table(report: Report) -> str:
+    """For people. Seconds in milliseconds, bytes in MB (10^6)."""
+    head = ["version", "MB from trainer", "MB from peers", "publish wait"]
+    for replica in report.replicas:
+        head += [f"{replica} from", "pull", "pause", "kept/lost"]
+    head.append("digests")
+    rows = [head]
+    for version in report.versions:
+        row = [
+            str(version.version),
+            f"{version.trainer_bytes / 1e6:.1f}",
+            f"{version.peer_bytes / 1e6:.1f}",
+            _milliseconds(version.publish_wait_s),
+        ]
+        pulls = {pull.replica: pull for pull in version.pulls}
+        for replica in report.replicas:
+            pull = pulls.get(replica)
+            if pull is None:
+                row += ["-", "-", "-", "-"]
+                continue
+            row += [
+                " + ".join(sorted({replica_of(source) for source in pull.sources})) or "-",
+                _milliseconds(pull.pull_s),
+                _milliseconds(pull.pause_s),
+                f"{pull.kept}/{pull.lost}",
+            ]
+        off = version.version > report.pulled_until
+        row.append("pulling off" if off else "equal" if version.digests_equal else "DIFFER")
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def reward_curve(report: Report, width: int = 40) -> str:
+    """One bar a step, with the KL beside it."""
+    top = max((step.reward for step in report.steps), default=0.0) or 1.0
+    lines = []
+    for step in report.steps:
+        bar = "#" * round(width * max(step.reward, 0.0) / top)
+        kl = f"{step.kl:.1e}" if step.kl is not None else "-"
+        note = "" if step.pulling else "  pulling off"
+        lines.append(f"step {step.step:3d}  reward {step.reward:6.3f}  {bar:<{width}}  KL {kl}{note}")
+    return "\n".join(lines)
+
+
+def claims(report: Report) -> str:
+    return "\n".join(f"{'ok  ' if c.holds else 'FAIL'}  {c.claim}\n        {c.detail}" for c in report.claims)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms"
