@@ -1,0 +1,33 @@
+"""The weight store for verl 0.9.1. Importing this module registers it with verl; nothing else happens.
+
+Drop-in, under verl's own manager:
+    actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tensorhub_plugins.verl
+Pull mode, where every rollout replica follows the newest version by itself, with these two more:
+    actor_rollout_ref.model.external_lib=tensorhub_plugins.verl
+    actor_rollout_ref.rollout.name=vllm_tensorhub
+Options: config.py.
+"""
+
+from __future__ import annotations
+
+from tensorhub_plugins.verl.config import ROLLOUT
+
+
+def _register() -> None:
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    import tensorhub_plugins.verl.checkpoint_engine  # noqa: F401  registers the back end
+
+    RolloutReplicaRegistry.register(ROLLOUT, _replica)
+    _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
+
+
+def _replica() -> type:
+    from tensorhub_plugins.verl.replica import TensorHubReplica  # imports vLLM
+
+    return TensorHubReplica
+
+
+_register()

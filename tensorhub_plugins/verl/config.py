@@ -1,0 +1,157 @@
+"""The options under actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub, and what refuses wrong ones.
+
+Every refusal is a UsageError whose sentence says what to change, raised before the first step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, Literal
+
+import msgspec
+
+from tensorhub_plugins.core import Location, UsageError, here
+
+BACKEND = "tensorhub"
+ROLLOUT = "vllm_tensorhub"
+WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
+
+# Both adapters reach into parts of verl and vLLM that change without notice: only what was run counts as tested.
+TESTED_VERL = ("0.9.1",)
+TESTED_VLLM = ("0.29",)
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+LocationPart = Literal["data_center", "rack"]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    hub: str | None = None  # tcp://host:port of a running `tensorhub server`; None: verl's head node runs one itself
+    run: str | None = None  # names the history at the hub; None: unique for this Ray job
+    model: str = "actor"
+    location: dict[LocationPart, str] = {}  # or per node: TENSORHUB_DATA_CENTER, TENSORHUB_RACK
+    transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
+    install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
+    serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
+    dtype: str | None = None  # what floating-point weights are published as; None: as verl hands them over
+    keep: int = 2  # versions the trainer holds for readers; memory on each trainer host is keep + 1 of its shard
+    deadline_s: float = 120.0  # for one publish, one fetch, one installation
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
+    recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
+    spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py
+    replica_timeout_s: float = 15.0  # a replica that has not answered for this long gets no requests
+    pull_until: int | None = None  # the last step whose weights replicas take, for experiments with staleness
+    restarts: int = 10  # of one replica's server before it is given up
+    verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
+    allow_untested: bool = False  # run with versions of verl and vLLM that were not tested
+
+
+def parse(given: Mapping[str, Any] | None) -> Options:
+    """Options from verl's configuration (a mapping, also omegaconf's), or UsageError naming the option."""
+    plain = _plain(given or {})
+    names = [field.name for field in msgspec.structs.fields(Options)]
+    for name in plain:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+            raise UsageError(f"{WHERE} has no option {name!r}: {hint}")
+    try:
+        options = msgspec.convert(plain, Options, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{WHERE}: {_readable(error)}") from error
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    limits = {
+        "keep": (1, 64),
+        "restarts": (0, 1000),
+        "deadline_s": (0.1, 86_400),
+        "replica_timeout_s": (1, 3600),
+    }
+    for name, (low, high) in limits.items():
+        value = getattr(options, name)
+        if not low <= value <= high:
+            raise UsageError(f"{WHERE}.{name} is {value}: choose a number from {low} to {high}")
+    if options.hub is not None and not options.hub.startswith("tcp://"):
+        raise UsageError(
+            f"{WHERE}.hub is {options.hub!r}: give the address `tensorhub server` prints, e.g. tcp://10.0.0.1:7070, "
+            "or leave it out to run the hub on verl's head node"
+        )
+    if not options.transports:
+        raise UsageError(f"{WHERE}.transports is empty: name at least one, e.g. [tcp]")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UsageError(f"{WHERE}.dtype is {options.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
+    for name in ("model", "run"):
+        if getattr(options, name) == "":
+            raise UsageError(f"{WHERE}.{name} is empty: give a name, or leave it out")
+
+
+def check_versions(
+    *, allow_untested: bool, packages: Mapping[str, tuple[str, ...]], installed: Mapping[str, str]
+) -> None:
+    """Refuse versions outside the tested range. packages: name -> tested versions or prefixes of them."""
+    for package, tested in packages.items():
+        version = installed[package]
+        if allow_untested or any(version == t or version.startswith(f"{t}.") for t in tested):
+            continue
+        raise UsageError(
+            f"{package} {version} was not tested with this adapter: install {package} {' or '.join(tested)}, "
+            f"or set {WHERE}.allow_untested=true at your own risk"
+        )
+
+
+def check_verl(options: Options) -> None:
+    check_versions(
+        allow_untested=options.allow_untested,
+        packages={"verl": TESTED_VERL},
+        installed={"verl": metadata.version("verl")},
+    )
+
+
+def check_vllm(options: Options) -> None:
+    import vllm
+
+    check_versions(
+        allow_untested=options.allow_untested, packages={"vllm": TESTED_VLLM}, installed={"vllm": vllm.__version__}
+    )
+
+
+def location(options: Options) -> Location:
+    """Where this process is. Options are the same on every node, so what a node's own environment says comes first."""
+    place = here()
+    return Location(
+        data_center=place.data_center or options.location.get("data_center", ""),
+        rack=place.rack or options.location.get("rack", ""),
+        host=place.host,
+        device=place.device,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping) or hasattr(value, "items"):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, str) or value is None:
+        return value
+    if hasattr(value, "__iter__"):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.keep`" as "keep: expected `int`, got `str`"."""
+    text, _, path = str(error).partition(" - at ")
+    name = path.strip("`").removeprefix("$.")
+    return f"{name}: {text[:1].lower()}{text[1:]}" if name else text
+
+
+def refused(error: Exception, address: str) -> UsageError:
+    """What a hub that cannot be reached at start is reported as."""
+    return UsageError(
+        f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {WHERE}.hub, "
+        f"or leave it out to run the hub on verl's head node ({error})"
+    )

@@ -1,0 +1,152 @@
+"""Trainer side: every rank keeps a snapshot of its part of each version and offers it to whoever wants to read.
+
+A version is written straight into an allocated slab while verl gathers it tensor by tensor, so the next optimizer step
+may change the weights at once. Old versions are withdrawn in the background: a slow reader holds up memory, never the
+training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import TensorSpec, spec_of
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.events import record
+from tensorhub_plugins.core.values import CHECKPOINT
+from tensorhub_plugins.verl.config import WHERE, Options
+from tensorhub_plugins.verl.ownership import Ownership
+
+log = logging.getLogger(__name__)
+
+UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
+
+
+class Publisher:
+    """One rank. `client` is its core Client (shard = rank, shard_count = ranks)."""
+
+    def __init__(self, client: Any, *, rank: int, ranks: int, options: Options, worker: str) -> None:
+        self.client = client
+        self.rank, self.ranks = rank, ranks
+        self.options = options
+        self.worker = worker
+        self._specs: tuple[TensorSpec, ...] = ()  # of the last version: the next one almost always has the same
+        self._published: deque[int] = deque()
+        self._root = b""  # of the last version
+        self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
+        self._retiring.start()
+
+    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+        """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's part, publish it.
+
+        Returns verl metrics in seconds and bytes."""
+        started = time.monotonic()
+        slab = self._snapshot(weights)
+        gathered = time.monotonic()
+        if self._published and version <= self._published[-1]:
+            return self._again(version, slab)
+        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.options.deadline_s)
+        ended = time.monotonic()
+        record(
+            "publish",
+            worker=self.worker,
+            version=version,
+            layout=CHECKPOINT,
+            bytes=slab.size_bytes,
+            seconds=ended - started,
+        )
+        if self.options.verify:
+            record(
+                "digests",
+                worker=self.worker,
+                version=version,
+                layout=CHECKPOINT,
+                digests={self._digest_key(): report.manifest.root().hex()},
+            )
+        self._published.append(version)
+        self._root = report.manifest.root()
+        while len(self._published) > self.options.keep:
+            self._retired.put(self._published.popleft())
+        return {
+            "tensorhub/publish/seconds": ended - started,
+            "tensorhub/publish/gather_seconds": gathered - started,
+            "tensorhub/publish/bytes": float(slab.size_bytes),
+        }
+
+    def _again(self, version: int, slab: Any) -> dict[str, float]:
+        """A step that was sent before. Fine if nothing changed; else the rollouts would keep the old weights."""
+        same = version == self._published[-1] and slab.manifest().root() == self._root
+        slab.close()
+        if same:
+            return {}
+        raise UsageError(
+            "verl sent other weights for a step that is already published (steps must grow): after a rollback start a "
+            f"new history with another {WHERE}.run",
+            version=version,
+        )
+
+    def _digest_key(self) -> str:
+        return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
+
+    def _snapshot(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        """A slab with this rank's tensors. The first time their names are unknown until all have passed: they are
+        staged in ordinary memory and copied once more."""
+        ownership = Ownership(self.ranks)
+        expected = {spec.name: (spec.dtype, spec.shape) for spec in self._specs}
+        slab = self.client.allocate(self._specs) if self._specs else None
+        staged: dict[str, torch.Tensor] = {}
+        written: set[str] = set()
+        for name, tensor in weights:
+            tensor = self._cast(tensor.detach())
+            if ownership.give(tensor.nbytes) != self.rank:
+                continue
+            kind = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            if slab is not None and expected.get(name) == kind:
+                slab.write(name, tensor)
+                written.add(name)
+            else:
+                staged[name] = tensor.to("cpu", copy=True).contiguous()
+        if slab is not None and not staged and written == set(expected):
+            return slab
+        return self._reshape(slab, written, staged)
+
+    def _reshape(self, slab: Any, written: set[str], staged: dict[str, torch.Tensor]) -> Any:
+        """The names or shapes are new: put together a slab of what there is now."""
+        tensors = dict(staged)
+        if slab is not None:
+            views = slab.tensors()
+            tensors.update({name: views[name] for name in written})
+        self._specs = tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
+        fresh = self.client.allocate(self._specs)
+        for name, tensor in tensors.items():
+            fresh.write(name, tensor)
+        if slab is not None:
+            slab.close()
+        return fresh
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.options.dtype is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+            return tensor  # a one-byte float is a quantized weight: a cast would lose its scale's meaning
+        return tensor.to(getattr(torch, self.options.dtype))
+
+    def _retire(self) -> None:
+        while (version := self._retired.get()) is not None:
+            try:
+                self.client.unpublish(version, CHECKPOINT, deadline_s=UNPUBLISH_S)
+            except TensorHubError as error:
+                log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
+
+    def close(self) -> None:
+        self._retired.put(None)
+        self._retiring.join(timeout=1.0)
+        with contextlib.suppress(TensorHubError):
+            self.client.close()

@@ -1,0 +1,132 @@
+"""Pull mode for verl's stock manager: `rollout.name=vllm_tensorhub`.
+
+verl's manager moves weights by stopping all replicas, calling all their workers, and starting all again. To it, this
+replica has nothing to stop (abort, release and resume do nothing) and one worker that is done at once (`NullWorker`),
+so an update ends when the trainer has published. The servers follow by themselves (server.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import resources
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, open_dict
+from verl.workers.rollout.replica import RolloutMode
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.verl import config as configuration
+from tensorhub_plugins.verl.server import TensorHubServer
+
+log = logging.getLogger(__name__)
+
+NULL_WORKER = "tensorhub_null_worker"
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class NullWorker:
+    """Stands where verl's manager expects the workers of the replicas."""
+
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        return None
+
+
+class TensorHubReplica(vLLMReplica):
+    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(replica_rank, config, model_config, *args, **kwargs)
+        engine = self.config.checkpoint_engine
+        if engine.backend != configuration.BACKEND:
+            raise UsageError(
+                f"rollout.name={configuration.ROLLOUT} follows the store, but "
+                f"rollout.checkpoint_engine.backend is {engine.backend!r}: set it to {configuration.BACKEND!r} and "
+                "rollout.checkpoint_engine.custom_backend_module to tensorhub_plugins.verl"
+            )
+        options = configuration.parse(engine.engine_kwargs.get(configuration.BACKEND))
+        configuration.check_verl(options)
+        configuration.check_vllm(options)
+        has_router = _route(config)
+        spans = _spans(options.spans, config) if has_router else "oldest"
+        # The servers get this copy of the configuration.
+        engine.engine_kwargs = {
+            **engine.engine_kwargs,
+            configuration.BACKEND: {**engine.engine_kwargs.get(configuration.BACKEND, {}), "spans": spans},
+        }
+        self.server_class = ray.remote(max_restarts=options.restarts)(TensorHubServer)
+        self._placeholders: list[Any] = []
+
+    @property
+    def follows(self) -> bool:
+        """Hybrid replicas share the trainer's GPUs: verl puts them to sleep and gives them weights in its own way."""
+        return self.rollout_mode == RolloutMode.STANDALONE
+
+    def _get_server_name_prefix(self) -> str:
+        return f"{self.config.name}_"
+
+    async def launch_servers(self) -> None:
+        await super().launch_servers()
+        if self.follows:
+            # verl's own workers hold the placement group, and are never asked to move weights.
+            self._placeholders = self.workers
+            self.workers = [NullWorker.options(name=NULL_WORKER, get_if_exists=True).remote()]
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        if self.follows:
+            return {"aborted_count": 0, "request_ids": [], "server_results": []}
+        return dict(await super().abort_all_requests(reject_request=reject_request))
+
+    async def release_kv_cache(self) -> None:
+        if not self.follows:
+            await super().release_kv_cache()
+
+    async def resume_kv_cache(self) -> None:
+        if not self.follows:
+            await super().resume_kv_cache()
+
+    async def resume_generation(self) -> None:
+        if not self.follows:
+            await super().resume_generation()
+
+    async def sleep(self) -> None:
+        if not self.follows:  # waits for the engine, and a standalone replica never sleeps
+            await super().sleep()
+
+
+def _route(config: Any) -> bool:
+    """Have verl make our router where it would make its own. The load balancer is built from this configuration,
+    after the replicas and in the same process."""
+    if config.get("full_determinism", False):
+        return False
+    ours = str(resources.files("tensorhub_plugins.verl") / "router.yaml")
+    theirs = config.get("router_config_path", None)
+    if theirs == ours:
+        return True
+    if theirs is not None or not isinstance(config, DictConfig):
+        log.warning(
+            "rollout.router_config_path is %r: requests are not moved away from lost replicas, "
+            "and samples of several versions are reported as of their oldest",
+            theirs,
+        )
+        return False
+    with open_dict(config):
+        config.router_config_path = ours
+    return True
+
+
+def _spans(choice: str, config: Any) -> str:
+    """How samples of several versions are handed to verl's client. "auto": split where the client of this trainer
+    understands pieces (verl chooses the client by the trainer, see versions.py)."""
+    if choice != "auto":
+        return choice
+    root = config._get_root() if isinstance(config, DictConfig) else {}
+    async_training = root.get("async_training")
+    if async_training is not None:
+        return "split" if async_training.get("partial_rollout") else "oldest"
+    trainer = root.get("trainer") or {}
+    v1 = trainer.get("v1") or {}
+    understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
+    return "split" if understands else "oldest"

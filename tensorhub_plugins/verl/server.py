@@ -1,0 +1,222 @@
+"""The server actor of one pull-mode replica: verl's vLLM server plus a Follower, and a heartbeat for the router.
+
+One failure path: whatever breaks this replica for good (its engine's process died, its server was killed), the actor
+ends and Ray starts it again at the same place. The new one loads the model as at the beginning, fetches the newest
+version, and only then says that it is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tensorhub_plugins.core import Client
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.events import record
+from tensorhub_plugins.verl import config, hub
+from tensorhub_plugins.verl.follower import Follower
+from tensorhub_plugins.verl.router import ReplicaLost
+from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version
+
+log = logging.getLogger(__name__)
+
+PROBE_S = 1.0  # how often the engine is asked whether it lives
+LAUNCH_S = 1800.0  # loading the largest models and capturing graphs
+
+
+class TensorHubServer(vLLMHttpServer):
+    """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
+        self.worker = f"rollout-{self.replica_rank}/0"
+        self.follower: Follower | None = None
+        self._client: Client | None = None
+        self._ledger = Ledger()
+        self._spans: dict[str, tuple[Span, ...]] = {}  # of requests that ended and are about to be reported
+        self._engine_heard_at = time.monotonic()
+        self._launch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def follows(self) -> bool:
+        return self.rollout_mode == RolloutMode.STANDALONE
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        await super().launch_server(*args, **kwargs)
+        if self.follows and self.node_rank == 0:
+            self._tasks.append(asyncio.create_task(self._start_following()))
+            self._tasks.append(asyncio.create_task(self._probe_engine()))
+
+    def _get_worker_extension_cls(self) -> str:
+        if not self.follows:
+            return str(super()._get_worker_extension_cls())
+        return "tensorhub_plugins.verl.worker.TensorHubVerlWorkerExtension"
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    async def _start_following(self) -> None:
+        """The manager starts the hub at its first update, which may come much later than this."""
+        while True:
+            try:
+                await asyncio.to_thread(self._connect)
+                break
+            except TensorHubError as error:
+                log.warning("%s: no hub yet: %s", self.worker, error)
+                await asyncio.sleep(1.0)
+        assert self._client is not None
+        await self.rpc("tensorhub_connect", self._worker_config())
+        self.follower = Follower(
+            self, self._client.wait, worker=self.worker, deadline_s=self.options.deadline_s, on_dead=self._die
+        )
+        await self.follower.follow()
+
+    def _connect(self) -> None:
+        self._address = hub.find(self.options)
+        self._client = Client(
+            self._address,
+            run=hub.run_name(self.options),
+            model=self.options.model,
+            replica=f"server-{self.replica_rank}",  # it only waits; the vLLM workers are the replica's shards
+            location=config.location(self.options),
+            transports=self.options.transports,
+        )
+
+    def _worker_config(self) -> dict[str, Any]:
+        place = config.location(self.options)
+        return {
+            "hub": self._address,
+            "run": hub.run_name(self.options),
+            "model": self.options.model,
+            "replica": f"rollout-{self.replica_rank}",
+            "location": {"data_center": place.data_center, "rack": place.rack, "host": place.host},
+            "transports": list(self.options.transports),
+            "install": self.options.install,
+            "advertise_host": ray.util.get_node_ip_address().strip("[]"),
+            "verify": self.options.verify,
+        }
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return list(await self.engine.collective_rpc(method, args=args))
+        except EngineDeadError as error:
+            self._die(error)
+            raise
+
+    async def pause(self) -> None:
+        await self.engine.pause_generation(mode=self.options.pause_mode, clear_cache=self.options.recompute)
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
+    def running(self) -> Mapping[str, int]:
+        states = self.engine.output_processor.request_states
+        return {state.external_req_id: _tokens(state) for state in states.values()}
+
+    def switch(self, version: int, running: Mapping[str, int]) -> None:
+        if self.global_steps is not None:
+            self._ledger.switched(self.global_steps, running)
+        self.global_steps = step_of_version(version)
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        if not self.follows:
+            return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        if self.global_steps is None:
+            raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
+        started = time.monotonic()
+        first = self.global_steps
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        except EngineDeadError as error:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            self._die(error)
+            raise ReplicaLost(f"{self.worker}: {error}") from error
+        except BaseException:
+            self._ledger.forget(request_id)
+            raise
+        spans = self._ledger.finished(request_id, len(output.token_ids), self.global_steps)
+        spans = spans or (Span(first, 0),)
+        output.extra_fields["global_steps"] = spans[0].step
+        output.extra_fields["tensorhub_spans"] = [tuple(span) for span in spans]
+        output.extra_fields["tensorhub_split"] = self.options.spans == "split"
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome={"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason)),
+            versions=[spans[0].step + 1, spans[-1].step + 1],
+            tokens=len(output.token_ids),
+        )
+        return output
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        """What the router asks every second. Also how a server that Ray has started again comes back to life."""
+        if not hasattr(self, "engine"):
+            if self._launch is None:
+                log.warning("%s was started again: launching its engine", self.worker)
+                self._launch = asyncio.create_task(self.launch_server())
+                self._launch.add_done_callback(_exit_on_error)
+            return self._heartbeat(ready=False, silent_s=0.0)
+        follower = self.follower
+        silent_s = time.monotonic() - self._engine_heard_at
+        if follower is not None and follower.installing_since is not None:
+            # The engine's loop is busy with the installation and answers nothing else; that has its own deadline.
+            busy_s = time.monotonic() - follower.installing_since
+            silent_s = silent_s if busy_s > self.options.deadline_s else 0.0
+        ready = follower is not None and follower.version > 0 and not follower.is_broken
+        return self._heartbeat(ready=ready, silent_s=silent_s)
+
+    def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
+        return {
+            "ready": ready,
+            "version": self.follower.version if self.follower else 0,
+            "silent_s": silent_s,
+            "timeout_s": self.options.replica_timeout_s,
+        }
+
+    async def _probe_engine(self) -> None:
+        """A server can be well while its engine's processes are frozen: only their answer counts."""
+        while True:
+            if self.engine.errored:
+                self._die(self.engine.dead_error)
+            await self.rpc("tensorhub_ping")
+            self._engine_heard_at = time.monotonic()
+            await asyncio.sleep(PROBE_S)
+
+    def _die(self, error: BaseException) -> None:
+        log.error("%s: the engine is dead, leaving so that Ray starts this replica again: %s", self.worker, error)
+        # A moment for answers that are on their way out; requests still here fail with the actor and are retried.
+        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
+
+    # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        if not self.follows:
+            await super().set_global_steps(global_steps)
+
+
+def _tokens(state: Any) -> int:
+    detokenizer = state.detokenizer
+    return detokenizer.num_output_tokens() if detokenizer is not None else 0
+
+
+def _exit_on_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the engine could not be launched again", exc_info=task.exception())
+        os._exit(1)

@@ -1,0 +1,66 @@
+"""PURE: verl's steps and the store's versions, and which versions a sample's tokens came from.
+
+verl counts steps from 0 (the weights before training); the store's versions are positive. Version = step + 1.
+
+An engine that keeps its requests while its weights change gives samples whose tokens come from several versions. A
+`Span` says so exactly. verl's accounting reads `min_global_steps` and `max_global_steps` of a sample, which two clients
+fill in: `LLMServerClient` takes what the server gives. `FullyAsyncLLMServerClient` (separate_async, fully_async) knows
+one step per answer, and takes the first and last of several answers when a request was interrupted. For it a sample
+of several versions is handed over as that: piece by piece, each with its step, all but the last "aborted" (`split`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+def version_of_step(step: int) -> int:
+    return step + 1
+
+
+def step_of_version(version: int) -> int:
+    return version - 1
+
+
+class Span(NamedTuple):
+    """`tokens` tokens in a row that one step's weights produced."""
+
+    step: int
+    tokens: int
+
+
+class Ledger:
+    """What an engine's running requests have produced so far, step by step."""
+
+    def __init__(self) -> None:
+        self._closed: dict[str, list[Span]] = {}
+
+    def switched(self, old_step: int, produced: Mapping[str, int]) -> None:
+        """The weights change now. produced: tokens that each running request has so far."""
+        for request, total in produced.items():
+            spans = self._closed.get(request, [])
+            new = total - sum(span.tokens for span in spans)
+            if new > 0:
+                self._closed[request] = [*spans, Span(old_step, new)]
+
+    def finished(self, request: str, total: int, step: int) -> tuple[Span, ...]:
+        """The spans of a request that ended with `total` tokens while `step` was live."""
+        spans = self._closed.pop(request, [])
+        rest = total - sum(span.tokens for span in spans)
+        if rest > 0:
+            spans = [*spans, Span(step, rest)]
+        return tuple(spans)
+
+    def forget(self, request: str) -> None:
+        """The request failed; it will never be reported."""
+        self._closed.pop(request, None)
+
+
+def cuts(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """(step, start, stop) of every piece, in tokens."""
+    pieces, at = [], 0
+    for span in spans:
+        pieces.append((span.step, at, at + span.tokens))
+        at += span.tokens
+    return pieces

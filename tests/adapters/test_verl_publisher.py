@@ -1,0 +1,131 @@
+"""The trainer side against a real hub: ranks that share a model, snapshots, versions that go."""
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+
+from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, UsageError, start_server  # noqa: E402
+from tensorhub_plugins.verl.config import parse  # noqa: E402
+from tensorhub_plugins.verl.publisher import Publisher  # noqa: E402
+
+
+@pytest.fixture
+def address():
+    with start_server() as server:
+        yield server.address
+
+
+def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3, 3, 3))):
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
+
+
+def publisher(address, rank=0, ranks=1, **options):
+    client = Client(address, run="r", model="actor", replica="trainer", shard=rank, shard_count=ranks)
+    return Publisher(client, rank=rank, ranks=ranks, options=parse(options), worker=f"trainer/{rank}")
+
+
+def read(address, version):
+    with Client(address, run="r", model="actor", replica="reader") as client:
+        fetched = client.fetch(version, (CHECKPOINT,), deadline_s=10)
+        return {name: tensor.clone() for name, tensor in fetched.tensors().items()}, fetched.report
+
+
+def assert_equal(a, b):
+    assert sorted(a) == sorted(b)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_ranks_each_serve_half(address, dtype):
+    ranks = [publisher(address, rank, 2) for rank in range(2)]
+    for step in (1, 2, 3):
+        model = weights(step, dtype)
+        for rank in ranks:
+            rank.publish(step, iter(model.items()))
+        tensors, report = read(address, step)
+        assert_equal(tensors, model)
+        assert sorted(report.sources) == ["trainer/0", "trainer/1"]
+        assert max(report.sources.values()) <= 0.9 * report.size_bytes
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_version_of_which_a_rank_is_missing_is_not_visible(address):
+    ranks = [publisher(address, rank, 2) for rank in range(2)]
+    ranks[0].publish(1, iter(weights(1).items()))
+    with Client(address, run="r", model="actor", replica="reader") as client, pytest.raises(NotPublished):
+        client.wait(1, deadline_s=0.3)
+    ranks[1].publish(1, iter(weights(1).items()))
+    assert_equal(read(address, 1)[0], weights(1))
+    for rank in ranks:
+        rank.close()
+
+
+def test_the_snapshot_is_the_weights_as_they_were(address):
+    rank = publisher(address)
+    model = weights(1)
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    for version in (1, 2):  # staged the first time, straight into the slab from then on
+        rank.publish(version, iter(model.items()))
+        for tensor in model.values():
+            tensor.add_(1)  # the next optimizer step
+        assert_equal(read(address, version)[0], before)
+        before = {name: tensor.clone() for name, tensor in model.items()}
+    rank.close()
+
+
+def test_fp32_masters_are_cast_when_asked_to(address):
+    rank = publisher(address, dtype="bfloat16")
+    model = weights(1) | {"steps": torch.tensor([3], dtype=torch.int64)}
+    rank.publish(1, iter(model.items()))
+    tensors, _ = read(address, 1)
+    assert_equal(tensors, {n: t.bfloat16() if t.is_floating_point() else t for n, t in model.items()})
+    rank.close()
+
+
+def test_new_names_and_shapes_are_published_too(address):
+    rank = publisher(address)
+    rank.publish(1, iter(weights(1).items()))
+    grown = weights(2, shapes=((64, 32), (9,), (4, 4)))
+    rank.publish(2, iter(grown.items()))
+    assert_equal(read(address, 2)[0], grown)
+    rank.close()
+
+
+def test_old_versions_go_and_their_memory_is_used_again(address):
+    rank = publisher(address, keep=2)
+    gone = threading.Event()
+    unpublish = rank.client.unpublish
+    rank.client.unpublish = lambda *a, **k: (unpublish(*a, **k), gone.set())
+    for version in (1, 2, 3):
+        rank.publish(version, iter(weights(version).items()))
+    assert gone.wait(10)
+    visible = [info.version for info in rank.client.versions() if any(info.layouts.values())]
+    assert visible == [2, 3]
+    assert_equal(read(address, 2)[0], weights(2))
+    rank.close()
+
+
+def test_the_same_step_twice(address):
+    rank = publisher(address)
+    rank.publish(1, iter(weights(1).items()))
+    assert rank.publish(1, iter(weights(1).items())) == {}  # nothing changed
+    with pytest.raises(UsageError, match="other weights for a step that is already published"):
+        rank.publish(1, iter(weights(2).items()))
+    assert_equal(read(address, 1)[0], weights(1))
+    rank.close()
+
+
+def test_all_ranks_exhaust_the_generator(address):
+    """Every step of it is a collective: a rank that stops early hangs the others."""
+    ranks = [publisher(address, rank, 3) for rank in range(3)]
+    for rank in ranks:
+        seen = []
+        rank.publish(1, ((name, seen.append(name) or tensor) for name, tensor in weights(1).items()))
+        assert seen == list(weights(1))
+        rank.close()

@@ -1,0 +1,180 @@
+"""The verl adapter's decisions, which need no engine: options, ownership, spans, health."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub_plugins.core.errors import UsageError
+
+pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+
+from tensorhub_plugins.verl import config, health, ownership, versions  # noqa: E402
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_options_are_fine():
+    assert config.parse(None) == config.parse({}) == config.Options()
+
+
+def test_options_arrive_from_a_command_line_as_text():
+    options = config.parse({"keep": "3", "deadline_s": "5", "transports": ["tcp"], "verify": "true"})
+    assert (options.keep, options.deadline_s, options.transports, options.verify) == (3, 5.0, ("tcp",), True)
+
+
+@pytest.mark.parametrize(
+    ("given_options", "says"),
+    [
+        ({"kepp": 3}, "no option 'kepp': did you mean 'keep'?"),
+        ({"zzz": 3}, "the options are hub, run"),
+        ({"keep": "many"}, "keep"),
+        ({"keep": 0}, "keep is 0: choose a number from 1 to 64"),
+        ({"deadline_s": -1}, "deadline_s is -1"),
+        ({"hub": "localhost:7000"}, "give the address `tensorhub server` prints"),
+        ({"transports": []}, "name at least one"),
+        ({"dtype": "int8"}, "choose one of bfloat16"),
+        ({"pause_mode": "drain"}, "pause_mode"),
+        ({"location": {"planet": "x"}}, "location"),
+        ({"run": ""}, "run is empty"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_to_change(given_options, says):
+    with pytest.raises(UsageError) as refusal:
+        config.parse(given_options)
+    assert says in str(refusal.value)
+    assert config.WHERE in str(refusal.value)
+
+
+def test_untested_versions_are_refused_unless_allowed():
+    packages = {"verl": ("0.9.1",), "vllm": ("0.29",)}
+    config.check_versions(allow_untested=False, packages=packages, installed={"verl": "0.9.1", "vllm": "0.29.0"})
+    for installed in ({"verl": "0.9.2", "vllm": "0.29.0"}, {"verl": "0.9.1", "vllm": "0.290.1"}):
+        with pytest.raises(UsageError, match="was not tested with this adapter: install"):
+            config.check_versions(allow_untested=False, packages=packages, installed=installed)
+        config.check_versions(allow_untested=True, packages=packages, installed=installed)
+
+
+def test_a_nodes_environment_says_where_it_is(monkeypatch):
+    options = config.parse({"location": {"data_center": "a", "rack": "r1"}})
+    assert config.location(options).rack == "r1"
+    monkeypatch.setenv("TENSORHUB_RACK", "r2")
+    assert (config.location(options).data_center, config.location(options).rack) == ("a", "r2")
+
+
+def test_options_survive_rays_pickle():
+    import pickle
+
+    options = config.parse({"keep": 3, "location": {"rack": "r"}})
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert msgspec.to_builtins(options)["keep"] == 3
+
+
+# --- ownership --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1 << 30), max_size=200), st.integers(1, 9))
+def test_ranks_agree_and_none_is_the_funnel(sizes, ranks):
+    decisions = []
+    for _ in range(2):  # two ranks, each with its own copy of the rule
+        rule = ownership.Ownership(ranks)
+        decisions.append([rule.give(size) for size in sizes])
+    assert decisions[0] == decisions[1]
+    load = [sum(s for s, owner in zip(sizes, decisions[0], strict=True) if owner == r) for r in range(ranks)]
+    assert max(load) - min(load) <= max(sizes, default=0)  # never more apart than one tensor
+
+
+# --- versions of a sample ---------------------------------------------------------------------------------------------
+
+
+def test_verls_steps_and_the_stores_versions():
+    assert versions.version_of_step(0) == 1
+    assert all(versions.step_of_version(versions.version_of_step(s)) == s for s in range(10))
+
+
+def test_a_request_across_two_switches():
+    ledger = versions.Ledger()
+    ledger.switched(4, {"a": 3, "b": 0})
+    ledger.switched(5, {"a": 3, "b": 2})  # a produced nothing between them
+    assert ledger.finished("a", 7, 6) == (versions.Span(4, 3), versions.Span(6, 4))
+    assert ledger.finished("b", 2, 6) == (versions.Span(5, 2),)
+    assert ledger.finished("c", 5, 6) == (versions.Span(6, 5),)
+    assert ledger.finished("d", 0, 6) == ()
+    assert not ledger._closed
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20))
+def test_spans_hold_every_token_once_in_order(tokens_per_step):
+    ledger, total = versions.Ledger(), 0
+    for step, tokens in enumerate(tokens_per_step[:-1]):
+        total += tokens
+        ledger.switched(step, {"r": total})
+    total += tokens_per_step[-1]
+    spans = ledger.finished("r", total, len(tokens_per_step) - 1)
+    assert {s.step: s.tokens for s in spans} == {i: t for i, t in enumerate(tokens_per_step) if t}
+    assert [s.step for s in spans] == sorted(s.step for s in spans)
+    pieces = versions.cuts(spans)
+    assert [start for _, start, _ in pieces[1:]] == [stop for _, _, stop in pieces[:-1]]
+    assert sum(stop - start for _, start, stop in pieces) == total
+
+
+# --- health -----------------------------------------------------------------------------------------------------------
+
+
+def _watch():
+    watch = health.Watch(timeout_s=10)
+    for name in ("a", "b"):
+        watch.add(name, 0)
+        watch.heard(name, 1, ready=True, version=5)
+    return watch
+
+
+def test_a_replica_without_weights_gets_no_requests():
+    watch = health.Watch(timeout_s=10)
+    watch.add("a", 0)
+    assert not watch.in_rotation("a")
+    watch.heard("a", 1, ready=False, version=0)
+    assert not watch.in_rotation("a")
+    watch.heard("a", 2, ready=True, version=1)
+    assert watch.in_rotation("a")
+
+
+def test_a_silent_replica_is_out_until_it_has_caught_up():
+    watch = _watch()
+    watch.heard("b", 11, ready=True, version=7)
+    assert watch.silent(11) == []  # exactly the timeout is still well
+    assert watch.silent(11.5) == ["a"]
+    assert watch.silent(12) == []  # told once
+    assert not watch.in_rotation("a") and watch.in_rotation("b")
+    assert not watch.is_same_life("a", 0) and watch.is_same_life("b", 0)
+    watch.heard("b", 30, ready=True, version=9)
+    assert not watch.heard("a", 30, ready=True, version=5)  # awake, but its first answers would be stale
+    assert not watch.in_rotation("a")
+    watch.heard("b", 31, ready=True, version=10)
+    assert watch.heard("a", 31, ready=True, version=9)  # what the others had when it woke is enough
+    assert watch.in_rotation("a")
+    assert not watch.is_same_life("a", 0)  # its old requests are with others
+
+
+def test_a_failed_replica_comes_back_ready():
+    watch = _watch()
+    assert watch.failed("a", 2)
+    assert not watch.failed("a", 2)
+    assert not watch.heard("a", 3, ready=False, version=0)  # started again, no weights yet
+    assert watch.heard("a", 60, ready=True, version=5)
+    assert watch.in_rotation("a")
+
+
+def test_the_last_one_standing_is_never_kept_out():
+    watch = _watch()
+    watch.silent(20)  # both at once: it was the machine that stood still
+    assert watch.newest() == 0
+    assert watch.heard("a", 21, ready=True, version=5)
+    assert watch.in_rotation("a")
+
+
+def test_what_verl_takes_away_is_not_put_back():
+    watch = _watch()
+    watch.remove("a")
+    assert not watch.heard("a", 2, ready=True, version=5)
+    assert not watch.in_rotation("a")

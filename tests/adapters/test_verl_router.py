@@ -1,0 +1,244 @@
+"""Requests outlive their replica: the router actor's class and its handles, with actors made of plain coroutines."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl", reason="the router is a subclass of verl's")
+ray = pytest.importorskip("ray")
+
+from verl.workers.rollout.replica import TokenOutput  # noqa: E402
+
+from tensorhub_plugins.verl import router as module  # noqa: E402
+from tensorhub_plugins.verl.router import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
+from tensorhub_plugins.verl.versions import Span  # noqa: E402
+
+
+class Method:
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+    def remote(self, *args, **kwargs):
+        return asyncio.ensure_future(self.call(*args, **kwargs))
+
+
+class Actor:
+    """Looks like a Ray actor handle: every coroutine method has `.remote`."""
+
+    def __getattribute__(self, name):
+        value = object.__getattribute__(self, name)
+        if asyncio.iscoroutinefunction(value):
+            return Method(value)
+        return value
+
+
+class Server(Actor):
+    def __init__(self, name, *, version=1, spans=None):
+        self.name, self.version, self.spans = name, version, spans
+        self.asked, self.dead, self.frozen = 0, None, asyncio.Event()
+        self.frozen.set()
+
+    async def tensorhub_heartbeat(self):
+        await self.frozen.wait()
+        if self.dead:
+            raise self.dead
+        return {"ready": self.version > 0, "version": self.version, "silent_s": 0.0, "timeout_s": 0.2}
+
+    async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+        self.asked += 1
+        if self.dead:
+            raise self.dead
+        await self.frozen.wait()
+        spans = self.spans or [(3, 2)]
+        tokens = list(range(sum(n for _, n in spans)))
+        return TokenOutput(
+            token_ids=tokens,
+            log_probs=[-0.5 * t for t in tokens],
+            stop_reason="completed",
+            extra_fields={"global_steps": spans[0][0], "tensorhub_spans": spans, "tensorhub_split": bool(self.spans)},
+        )
+
+
+class Router(Actor):
+    """The real class behind actor-like methods."""
+
+    def __init__(self, servers):
+        self.real = TensorHubRouter(servers, {})
+
+    async def acquire(self, request_id):
+        return await self.real.acquire(request_id)
+
+    async def is_lost(self, *args):
+        return await self.real.is_lost(*args)
+
+    async def report_lost(self, *args):
+        return await self.real.report_lost(*args)
+
+    async def release_server(self, server_id):
+        return await self.real.release_server(server_id)
+
+    async def handle(self, request_id):  # what acquire_server gives to verl's client
+        server_id, actor, epoch = await self.real.acquire(request_id)
+        return Handle(server_id, actor, epoch, self, request_id)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(module, "LOST_POLL_S", 0.02)
+
+
+def run(story):
+    """Every story ends by itself or at this deadline."""
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def ask(handle, prompt=(7, 8)):
+    # as verl's client does it
+    return await handle.generate.remote(request_id="vllm-id", prompt_ids=list(prompt), sampling_params={})
+
+
+def test_a_dead_replicas_request_goes_to_another():
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        handle = await router.handle("r1")
+        first, other = (a, b) if handle._at[0] == "a" else (b, a)
+        first.dead = ray.exceptions.ActorDiedError()
+        output = await ask(handle)
+        assert output.token_ids == [0, 1]
+        assert other.asked == 1
+        assert list(router.real._inflight_requests) == [other.name]  # no new requests for the dead one
+
+    run(story)
+
+
+def test_a_frozen_replicas_request_goes_to_another_and_it_returns_when_it_has_caught_up():
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        handle = await router.handle("r1")
+        frozen, other = (a, b) if handle._at[0] == "a" else (b, a)
+        frozen.frozen.clear()
+        output = await ask(handle)
+        assert output.token_ids == [0, 1] and other.asked == 1
+        for _ in range(10):
+            assert (await router.handle("new"))._at[0] == other.name
+            router.real._request_id_to_server.clear()
+        other.version = 9
+        await until(lambda: router.real._watch.replicas[other.name].version == 9)
+        frozen.frozen.set()  # it wakes up with version 1
+        await until(lambda: router.real._watch.replicas[frozen.name].catch_up_to == 9)
+        assert frozen.name not in router.real._inflight_requests
+        frozen.version = 9
+        await until(lambda: frozen.name in router.real._inflight_requests)
+
+    run(story)
+
+
+def test_an_error_of_the_request_itself_is_not_retried():
+    async def story():
+        a = Server("a")
+        router = Router({"a": a})
+        handle = await router.handle("r")
+        a.dead = ValueError("prompt too long")
+        with pytest.raises(ValueError, match="prompt too long"):
+            await ask(handle)
+        assert a.asked == 1
+
+    run(story)
+
+
+def test_a_request_that_kills_replicas_ends(monkeypatch):
+    monkeypatch.setattr(module, "RETRIES_MAX", 2)
+
+    class Poisoned(Server):
+        async def generate(self, *args, **kwargs):
+            self.asked += 1
+            raise ReplicaLost("died of it")
+
+    async def story():
+        a = Poisoned("a")
+        router = Router({"a": a})
+        with pytest.raises(RuntimeError, match="lost with 3 replicas"):
+            await ask(await router.handle("r"))
+        assert a.asked == 3
+
+    run(story)
+
+
+def test_nobody_is_ready(monkeypatch):
+    monkeypatch.setattr(module, "NO_REPLICA_S", 0.1)
+
+    async def story():
+        router = Router({"a": Server("a", version=0)})
+        with pytest.raises(RuntimeError, match="No available servers in load balancer"):
+            await router.handle("r")
+
+    run(story)
+
+
+def test_a_split_sample_is_put_together_by_verls_own_client():
+    """FullyAsyncLLMServerClient, unchanged, reports the first and last step of a sample of three versions."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    async def story():
+        server = Server("a", spans=[(4, 2), (5, 1), (7, 3)])
+        router = Router({"a": server})
+
+        class Balancer(Actor):
+            async def require_acquire_fields(self):
+                return []
+
+            async def require_release_fields(self):
+                return []
+
+            async def acquire_server(self, request_id):
+                handle = await router.handle(request_id)
+                return handle._at[0], handle
+
+            async def release_server(self, server_id):
+                return await router.real.release_server(server_id)
+
+        rollout = SimpleNamespace(name="vllm_tensorhub", response_length=16, full_determinism=False)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        client = FullyAsyncLLMServerClient(config=config, load_balancer_handle=Balancer())
+        output = await client.generate("r", prompt_ids=[7, 8], sampling_params={})
+        assert output.token_ids == [0, 1, 2, 3, 4, 5]
+        assert output.log_probs == [-0.5 * t for t in range(6)]
+        assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 7)
+        assert output.stop_reason == "completed"
+        assert server.asked == 1  # the pieces were there already
+        assert not module._pieces._waiting
+        await until(lambda: router.real._inflight_requests == {"a": 0})  # releases are fire and forget
+
+    run(story)
+
+
+def test_an_unsplit_sample_says_first_and_last_to_the_plain_client():
+    output = TokenOutput(
+        token_ids=[1, 2, 3],
+        extra_fields={"global_steps": 4, "tensorhub_spans": [(4, 1), (5, 2)], "tensorhub_split": False},
+    )
+    told = module._hand_over(output, ("r", (7,))).extra_fields
+    assert (told["min_global_steps"], told["max_global_steps"], told["global_steps"]) == (4, 5, 4)
+    assert not [name for name in told if name.startswith("tensorhub")]
+
+
+def test_pieces_hold_what_the_whole_held():
+    whole = TokenOutput(token_ids=[5, 6, 7], log_probs=[-1.0, -2.0, -3.0], stop_reason="length", num_preempted=2)
+    first, last = split(whole, [Span(1, 2), Span(2, 1)])
+    assert (first.token_ids, first.log_probs, first.stop_reason) == ([5, 6], [-1.0, -2.0], "aborted")
+    assert (last.token_ids, last.log_probs, last.stop_reason) == ([7], [-3.0], "length")
+    assert (first.num_preempted, last.num_preempted) == (None, 2)
