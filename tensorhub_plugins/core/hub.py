@@ -512,20 +512,21 @@ class Hub:
             for key in [k for k, c in version.claims.items() if c.deadline <= now]:
                 self._effects.append(Log(f"{version.claims[key].worker.name}: claim to convert {key} has expired"))
                 del version.claims[key]
+        # Unpublish first: it may keep the last copy of a version that would otherwise be declared lost.
+        for pending in list(history.waiting.values()):
+            if isinstance(pending.message, m.Unpublish):
+                self._answer(pending, self._try_unpublish(pending, pending.message, now))
         self._lose_versions(history, now)
         for pending in list(history.waiting.values()):
             match pending.message:
                 case m.Unpublish():
-                    reply = self._try_unpublish(pending, pending.message, now)
+                    pass
                 case m.Acquire():
-                    reply = self._try_acquire(pending, pending.message, now)
+                    self._answer(pending, self._try_acquire(pending, pending.message, now))
                 case m.Wait():
-                    reply = self._try_wait(pending, pending.message, now)
+                    self._answer(pending, self._try_wait(pending, pending.message, now))
                 case _:
                     assert_never(pending.message)
-            if reply is not None:
-                self._forget_pending(pending)
-                self._reply(pending.worker, reply)
         self._forget_old_versions(history)
         deadlines = [p.deadline for p in history.waiting.values()]
         deadlines += [c.deadline for v in history.versions.values() for c in v.claims.values()]
@@ -534,6 +535,11 @@ class Hub:
         history.settle_at = min(deadlines, default=float("inf"))
         if not history.workers:
             self.histories.pop((history.run, history.model), None)
+
+    def _answer(self, pending: Pending, reply: m.Reply | None) -> None:
+        if reply is not None:
+            self._forget_pending(pending)
+            self._reply(pending.worker, reply)
 
     def _lose_versions(self, history: History, now: float) -> None:
         if self.recovering(now):
@@ -586,7 +592,7 @@ class Hub:
         version = history.versions[holding.key.version]
         without = frozenset(id(h) for h in leaving)
         if holding.key.layout == CHECKPOINT:
-            return version.has_whole(CHECKPOINT) and not version.has_whole(CHECKPOINT, without=without)
+            return not version.has_whole(CHECKPOINT, without=without)
         return not version.is_held(without=without)
 
     def _try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
