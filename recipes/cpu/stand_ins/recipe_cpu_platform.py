@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed.fsdp._init_utils as fsdp_init
 import verl.utils.distributed as verl_distributed
+from transformers import AutoModelForTokenClassification
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
@@ -139,7 +140,7 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-# Two patches. verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
+# Three patches. verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
 # torch refuses that. Its callers import the name from the module after this plug-in ran.
 _initialize = verl_distributed.initialize_global_process_group_ray
 
@@ -152,3 +153,13 @@ verl_distributed.initialize_global_process_group_ray = _initialize_on_cpu
 
 # FSDP1 refuses to synchronise the ranks' first weights on CPU because NCCL could not; gloo can.
 fsdp_init._check_module_states_for_sync_module_states = lambda module: None
+
+# verl loads a critic with FlashAttention 2, whatever the configuration says.
+_load_critic = AutoModelForTokenClassification.from_pretrained
+
+
+def _load_critic_on_cpu(*args, **kwargs):
+    return _load_critic(*args, **{**kwargs, "attn_implementation": "sdpa"})
+
+
+AutoModelForTokenClassification.from_pretrained = _load_critic_on_cpu
