@@ -3,8 +3,8 @@
 The way of one version
     wait for it -> the vLLM workers fetch it while the engine generates -> pause -> install -> resume
 Only the last three steps stop the engine. Weights, KV of the old weights and the number that samples carry change
-between pause and resume, as one. A version that fails to arrive costs nothing but this replica's freshness; one that
-fails half way through its installation leaves the engine paused, because mixed weights must not answer, until an
+between pause and resume, as one. A version that fails to arrive costs this replica's freshness and nothing else. One
+that fails half way through its installation leaves the engine paused, because mixed weights must not answer, until an
 installation succeeds.
 """
 
@@ -16,14 +16,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from tensorhub_plugins.core.errors import HubUnreachable, NotPublished, TensorHubError, VersionGone
+from tensorhub_plugins.core import LATEST, DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError
 from tensorhub_plugins.core.events import record
-from tensorhub_plugins.core.values import LATEST
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 30.0  # one question to the hub; asked again for ever
-POLL_S = 0.01  # of the workers' fetch: it runs beside generation, and a shorter pause than this is not noticed
+POLL_S = 0.02  # of the workers' fetch: it runs beside generation, and nobody waits for it
+POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
 RETRY_S = 1.0  # after a failed update
 RETRY_MAX_S = 30.0
 
@@ -45,6 +45,10 @@ class Engine(Protocol):
         """From here on tokens come from `version`."""
 
 
+class UpdateFailed(TensorHubError):
+    """This replica does not have the version, and goes on with the one it had."""
+
+
 class Follower:
     def __init__(
         self,
@@ -53,69 +57,85 @@ class Follower:
         *,
         worker: str,
         deadline_s: float,
+        until: int | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """wait: `Client.wait` of a client that reads nothing itself; it blocks, so it is run in a thread."""
+        """wait: `Client.wait` of a client that reads nothing itself; it blocks, so it is run in a thread. until: the
+        last version to follow."""
         self.engine = engine
         self.wait = wait
         self.worker = worker
         self.deadline_s = deadline_s
+        self.until = until
         self.sleep = sleep
         self.version = 0  # installed; 0: none yet
         self.newest = 0  # that the hub has told of
         self.is_broken = False  # an installation failed half way: nothing may be generated
+        self.is_paused = False
         self.installing_since: float | None = None  # monotonic seconds
 
     async def follow(self) -> None:
         """Runs as long as the replica."""
         delay_s = RETRY_S
-        while True:
+        while self.until is None or self.version < self.until:
             try:
                 version = await self.next_version()
-                if version is None:
-                    continue
-                await self.update(version)
-                delay_s = RETRY_S
-            except VersionGone:
-                continue  # a newer one took its place while it was fetched
+                if version is not None:
+                    await self.update(version)
+                    delay_s = RETRY_S
             except TensorHubError as error:
-                self._failed(error)
+                log.warning("%s: going on with version %d: %s", self.worker, self.version, error)
                 await self.sleep(delay_s)
                 delay_s = min(2 * delay_s, RETRY_MAX_S)
 
     async def next_version(self) -> int | None:
         """A visible version that is newer than the installed one, or None: ask again."""
-        after = self.version - 1 if self.is_broken else self.version  # repair with the same version if need be
+        after = self.version - 1 if self.is_broken else self.version  # the same version repairs, too
         try:
-            self.newest = await asyncio.to_thread(self.wait, LATEST, newer_than=after, deadline_s=WAIT_S)
-        except NotPublished:
+            newest = await asyncio.to_thread(self.wait, LATEST, newer_than=max(0, after), deadline_s=WAIT_S)
+        except (NotPublished, DeadlineExceeded):
             return None
         except HubUnreachable as error:
-            log.warning("%s: the hub does not answer, going on with version %d: %s", self.worker, self.version, error)
+            log.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
             await self.sleep(RETRY_S)
             return None
-        return self.newest
+        self.newest = newest
+        if self.until is not None and newest > self.until:
+            await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
+            return None
+        return newest
 
     async def update(self, version: int) -> None:
         """Bring this replica to `version`."""
         await self.fetch(version)
+        # Still generating: wait until no peer reads what the installation will overwrite.
+        await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
         await self.install(version)
 
     async def fetch(self, version: int) -> None:
         """Beside generation: every worker gets its bytes, verified."""
-        deadline = time.monotonic() + self.deadline_s
+        deadline = time.monotonic() + self.deadline_s + POLL_GRACE_S
         await self.engine.rpc("tensorhub_begin_fetch", version, self.deadline_s)
-        while not all(await self.engine.rpc("tensorhub_poll")):
-            if time.monotonic() > deadline + RETRY_S:  # the workers keep the same deadline and name the cause
-                raise TensorHubError("the workers did not fetch in time", version=version, deadline_s=self.deadline_s)
-            await self.sleep(POLL_S)
+        while True:
+            workers = await self.engine.rpc("tensorhub_poll")
+            if all(worker["state"] == "ready" for worker in workers):
+                return
+            if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
+                await self.sleep(POLL_S)
+                continue
+            if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none
+                await self.engine.rpc("tensorhub_discard")
+            errors = [str(worker["error"]) for worker in workers if worker["error"]]
+            raise UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
 
     async def install(self, version: int) -> None:
         """The engine stands still from here to the end."""
         started = time.monotonic()
         self.installing_since = started
         try:
-            await self.engine.pause()
+            if not self.is_paused:
+                await self.engine.pause()
+                self.is_paused = True
             frozen = dict(self.engine.running())
             record(
                 "pause",
@@ -124,15 +144,19 @@ class Follower:
                 seconds=time.monotonic() - started,
                 in_flight=len(frozen),
             )
-            try:
-                await self.engine.rpc("tensorhub_install")
-            except BaseException:
-                self.is_broken = True  # stays paused
-                raise
-            self.engine.switch(version, frozen)
-            self.version, self.is_broken = version, False
+            self.is_broken = True  # until the workers say otherwise
+            results = await self.engine.rpc("tensorhub_install", version, self.deadline_s)
+            failed = [result for result in results if not result["installed"]]
+            self.is_broken = any(result["broken"] for result in results)
+            if not failed:
+                self.engine.switch(version, frozen)
+                self.version = version
             left = set(self.engine.running())
-            await self.engine.resume()
+            if not self.is_broken:
+                await self.engine.resume()
+                self.is_paused = False
+            if failed:
+                raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
             record(
                 "resume",
                 worker=self.worker,
@@ -143,7 +167,3 @@ class Follower:
             )
         finally:
             self.installing_since = None
-
-    def _failed(self, error: TensorHubError) -> None:
-        log.warning("%s: update failed, going on with version %d: %s", self.worker, self.version, error)
-        record("update_failed", worker=self.worker, version=self.newest, error=str(error))

@@ -49,6 +49,7 @@ class TensorHubReplica(vLLMReplica):
         options = configuration.parse(engine.engine_kwargs.get(configuration.BACKEND))
         configuration.check_verl(options)
         configuration.check_vllm(options)
+        self._check_supported()
         has_router = _route(config)
         spans = _spans(options.spans, config) if has_router else "oldest"
         # The servers get this copy of the configuration.
@@ -58,6 +59,19 @@ class TensorHubReplica(vLLMReplica):
         }
         self.server_class = ray.remote(max_restarts=options.restarts)(TensorHubServer)
         self._placeholders: list[Any] = []
+
+    def _check_supported(self) -> None:
+        if self.config.data_parallel_size > 1:
+            raise UsageError(
+                f"rollout.data_parallel_size is {self.config.data_parallel_size}: with {configuration.ROLLOUT} every "
+                "engine is a replica of its own, so set it to 1; verl then starts as many replicas as the GPUs allow"
+            )
+        lora = self.model_config.get("lora", None) or {}
+        if (self.model_config.get("lora_rank", 0) or lora.get("rank", 0)) and not lora.get("merge", False):
+            raise UsageError(
+                "the store moves whole weights: set actor_rollout_ref.model.lora.merge=true so that the trainer merges "
+                "the adapter before it publishes"
+            )
 
     @property
     def follows(self) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
@@ -23,9 +24,9 @@ from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.verl import config, hub
-from tensorhub_plugins.verl.follower import Follower
+from tensorhub_plugins.verl.follower import Follower, UpdateFailed
 from tensorhub_plugins.verl.router import ReplicaLost
-from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version
+from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,10 @@ class TensorHubServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
-            self._tasks.append(asyncio.create_task(self._start_following()))
-            self._tasks.append(asyncio.create_task(self._probe_engine()))
+            for work in (self._start_following(), self._probe_engine()):
+                task = asyncio.create_task(work)
+                task.add_done_callback(_exit_on_error)  # a replica that stopped following must not pass for one
+                self._tasks.append(task)
 
     def _get_worker_extension_cls(self) -> str:
         if not self.follows:
@@ -76,8 +79,13 @@ class TensorHubServer(vLLMHttpServer):
                 await asyncio.sleep(1.0)
         assert self._client is not None
         await self.rpc("tensorhub_connect", self._worker_config())
+        until = self.options.pull_until
         self.follower = Follower(
-            self, self._client.wait, worker=self.worker, deadline_s=self.options.deadline_s, on_dead=self._die
+            self,
+            self._client.wait,
+            worker=self.worker,
+            deadline_s=self.options.deadline_s,
+            until=None if until is None else version_of_step(until),
         )
         await self.follower.follow()
 
@@ -99,9 +107,10 @@ class TensorHubServer(vLLMHttpServer):
             "run": hub.run_name(self.options),
             "model": self.options.model,
             "replica": f"rollout-{self.replica_rank}",
-            "location": {"data_center": place.data_center, "rack": place.rack, "host": place.host},
+            "location": msgspec.to_builtins(place),
             "transports": list(self.options.transports),
             "install": self.options.install,
+            "serve_from": self.options.serve_from,
             "advertise_host": ray.util.get_node_ip_address().strip("[]"),
             "verify": self.options.verify,
         }
@@ -112,6 +121,8 @@ class TensorHubServer(vLLMHttpServer):
         except EngineDeadError as error:
             self._die(error)
             raise
+        except Exception as error:  # vLLM hands on what a worker raised as text in an error of its own
+            raise UpdateFailed(f"{method}: {error}") from error
 
     async def pause(self) -> None:
         await self.engine.pause_generation(mode=self.options.pause_mode, clear_cache=self.options.recompute)
@@ -218,5 +229,5 @@ def _tokens(state: Any) -> int:
 
 def _exit_on_error(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        log.error("the engine could not be launched again", exc_info=task.exception())
+        log.error("this replica cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
         os._exit(1)

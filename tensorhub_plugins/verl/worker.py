@@ -7,7 +7,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
 
-class TensorHubVerlWorkerExtension(vLLMColocateWorkerExtension, TensorHubWorkerExtension):
+class TensorHubVerlWorkerExtension(TensorHubWorkerExtension, vLLMColocateWorkerExtension):
     """vLLM mixes this class into its worker; no attribute may be named as one of the worker's."""
 
     def tensorhub_ping(self) -> bool:
