@@ -1,17 +1,16 @@
 """One shard's memory, seen as one flat stream of bytes.
 
-A slab turns tensors into the stream that `values` describes and back. Three kinds:
+A slab turns tensors into the stream that `values` describes and back. Two kinds:
 
 * adopted: the live tensors themselves (a model's parameters), wherever they lie, CPU or accelerator;
-* allocated: one block the tensors are written into, an anonymous memfd, so that a reader on the same host can map it
-  and nothing is left behind when this process is killed;
-* mapped: another process' allocated slab, seen through its memfd, read-only.
+* allocated: one block the tensors are written into, an anonymous memfd, so that it can be passed to a reader on the
+  same host and nothing is left behind when this process is killed.
 
 Where the bytes lie
     `place(specs)` says where each tensor lies in an allocated block. It is a pure function of the specs, so that
-    whoever maps the block knows its layout from the manifest alone. Neighbours in the stream that are neighbours in
-    memory form one *run*; everything below works on runs, found by bisection. A model whose tensor sizes are multiples
-    of 64 bytes is a single run, 5,000 tiny adopted tensors are 5,000.
+    whoever is passed the block knows its layout from the manifest alone. Neighbours in the stream that are neighbours
+    in memory form one *run*; everything below works on runs, found by bisection. A model whose tensor sizes are
+    multiples of 64 bytes is a single run, 5,000 tiny adopted tensors are 5,000.
 
 Host and device
     On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
@@ -54,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class Slab:
-    """The registered memory of one shard. Make one with `adopt`, `allocate` or `map`.
+    """The registered memory of one shard. Make one with `adopt` or `allocate`.
 
     Ranges are stream offsets in bytes, [start, stop). Reading and writing may happen in several threads at once;
     that nobody writes what others read is the publisher's contract, not the slab's.
@@ -62,20 +61,20 @@ class Slab:
 
     specs: tuple[TensorSpec, ...]
     size_bytes: int
-    kind: Literal["adopted", "allocated", "mapped"]
+    kind: Literal["adopted", "allocated"]
 
     def __init__(
         self,
-        kind: Literal["adopted", "allocated", "mapped"],
+        kind: Literal["adopted", "allocated"],
         specs: tuple[TensorSpec, ...],
         runs: list[_Run],
         *,
-        tensors: dict[str, torch.Tensor] | None = None,
+        tensors: dict[str, torch.Tensor],
         staging: torch.device | None = None,
         fd: int = -1,
         pinned: int = 0,
     ) -> None:
-        """Private: use `adopt`, `allocate` or `map`."""
+        """Private: use `adopt` or `allocate`."""
         self.kind = kind
         self.specs = specs
         self.size_bytes = sum(spec.size_bytes for spec in specs)
@@ -90,7 +89,7 @@ class Slab:
         self._closed = False
         self._lock = threading.Lock()
 
-    # --- three ways to get one ---
+    # --- two ways to get one ---
 
     @classmethod
     def adopt(cls, tensors: Mapping[str, torch.Tensor]) -> Slab:
@@ -118,7 +117,7 @@ class Slab:
             runs.append(_Run(start, spec.size_bytes, view, flat))
             start += spec.size_bytes
         _check_overlap(extents)
-        devices = {run.flat.device for run in runs if run.flat is not None}
+        devices = {run.flat.device for run in runs}
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
@@ -160,32 +159,15 @@ class Slab:
                 os.close(fd)
             raise
         tensors = {spec.name: _view(base, spec, at) for spec, at in zip(ordered, places, strict=True)}
-        return cls("allocated", ordered, _runs(ordered, places, memory, base), tensors=tensors, fd=fd, pinned=pinned)
-
-    @classmethod
-    def map(cls, specs: Sequence[TensorSpec], fd: int) -> Slab:
-        """Another process' allocated slab of these specs, read-only. Takes `fd` over, and closes it whatever happens.
-
-        The memory must be sealed against shrinking: a process that touches a mapping whose end was cut away dies of
-        SIGBUS, and no peer shall be able to do that to us. UsageError when it is not, or is too small.
-        """
-        try:
-            ordered = _in_order(specs)
-            places, extent = place(ordered)
-            if not _is_sealed(fd):
-                raise UsageError("the peer's memory is not sealed against shrinking: refusing to map it")
-            if os.fstat(fd).st_size < extent:
-                raise UsageError(f"the peer's memory has {os.fstat(fd).st_size} bytes, its manifest needs {extent}")
-            block = mmap.mmap(fd, max(extent, mmap.PAGESIZE), prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        return cls("mapped", ordered, _runs(ordered, places, memoryview(block), None))
+        runs = [_Run(span.start, span.size_bytes, memory[span.slice], base[span.slice]) for span in spans(ordered)]
+        return cls("allocated", ordered, runs, tensors=tensors, fd=fd, pinned=pinned)
 
     # --- tensors ---
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab."""
-        return dict(self._named())
+        self._check_open()
+        return dict(self._tensors)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""
@@ -253,8 +235,6 @@ class Slab:
     @contextmanager
     def writable_ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
         """`writable` for several stream ranges at once, their views one after the other."""
-        if self.kind == "mapped":
-            raise UsageError("a mapped slab is another process' memory: it cannot be written")
         for start, stop in ranges:
             self._check_range(start, stop)
         if self._staging is None:
@@ -312,7 +292,7 @@ class Slab:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
-            self._tensors = None
+            self._tensors = {}
             self._runs = []
             self._starts = []
 
@@ -332,14 +312,9 @@ class Slab:
 
     # --- inside ---
 
-    def _named(self) -> dict[str, torch.Tensor]:
-        self._check_open()
-        if self._tensors is None:
-            raise UsageError("a mapped slab is another process' memory: it has bytes, and no tensors")
-        return self._tensors
-
     def _target(self, name: str) -> torch.Tensor:
-        target = self._named().get(name)
+        self._check_open()
+        target = self._tensors.get(name)
         if target is None:
             raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
         return target
@@ -371,7 +346,6 @@ class Slab:
 
     def _flats(self, start: int, stop: int) -> Iterator[torch.Tensor]:
         for run, low, high in self._spans(start, stop):
-            assert run.flat is not None
             yield run.flat[low:high]
 
     def _host_buffer(self, size_bytes: int) -> torch.Tensor:
@@ -384,13 +358,25 @@ class Slab:
             torch.cuda.current_stream(self._staging).synchronize()
 
 
+class Span(NamedTuple):
+    """Stream bytes that are contiguous in an allocated block: [start, start + size_bytes) of the stream, at `place`."""
+
+    start: int
+    size_bytes: int
+    place: int
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.place, self.place + self.size_bytes)
+
+
 class _Run(NamedTuple):
     """Stream bytes that are contiguous in memory: [start, start + size_bytes)."""
 
     start: int
     size_bytes: int
     view: memoryview | None  # host memory; None on a device
-    flat: torch.Tensor | None  # uint8; None for mapped memory
+    flat: torch.Tensor  # uint8
 
 
 # --- pure functions ---
@@ -417,6 +403,19 @@ def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     ends = accumulate((_aligned(spec.size_bytes) for spec in specs), initial=0)
     *places, extent = ends
     return tuple(places), extent
+
+
+def spans(specs: Sequence[TensorSpec]) -> list[Span]:
+    """An allocated block's layout as few spans as possible: neighbours without a gap between them are one."""
+    merged: list[Span] = []
+    for spec, start, at in zip(specs, stream_offsets(tuple(specs)), place(specs)[0], strict=True):
+        if not spec.size_bytes:
+            continue
+        if merged and merged[-1].place + merged[-1].size_bytes == at:
+            merged[-1] = merged[-1]._replace(size_bytes=merged[-1].size_bytes + spec.size_bytes)
+        else:
+            merged.append(Span(start, spec.size_bytes, at))
+    return merged
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -510,22 +509,6 @@ def _in_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return ordered
 
 
-def _runs(
-    specs: Sequence[TensorSpec], places: Sequence[int], memory: memoryview, base: torch.Tensor | None
-) -> list[_Run]:
-    """Runs of one block: neighbours without a gap between them become one."""
-    spans: list[list[int]] = []  # stream offset, place in the block, size
-    for spec, offset, at in zip(specs, stream_offsets(tuple(specs)), places, strict=True):
-        if spans and spans[-1][1] + spans[-1][2] == at:
-            spans[-1][2] += spec.size_bytes
-        elif spec.size_bytes:
-            spans.append([offset, at, spec.size_bytes])
-    return [
-        _Run(offset, size, memory[at : at + size], None if base is None else base[at : at + size])
-        for offset, at, size in spans
-    ]
-
-
 def _check_overlap(extents: list[tuple[str, int, int, str]]) -> None:
     """Two names for the same bytes are fine; a partial overlap would let one tensor's update tear another's."""
     for (device, address, size, name), (other_device, other, other_size, other_name) in pairwise(sorted(extents)):
@@ -560,7 +543,7 @@ def _view(base: torch.Tensor, spec: TensorSpec, at: int) -> torch.Tensor:
 
 
 def _sealed_memfd(size_bytes: int) -> int:
-    """An anonymous file of this size that can neither shrink nor grow any more; -1 where the system has none."""
+    """An anonymous file of this size, -1 where there are none. Sealed, as one that shrinks kills who has it mapped."""
     if not hasattr(os, "memfd_create"):
         return -1
     fd = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -571,13 +554,6 @@ def _sealed_memfd(size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _is_sealed(fd: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # not a memfd at all
-        return False
 
 
 def _cudart() -> Any:

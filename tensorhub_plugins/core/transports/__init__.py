@@ -1,13 +1,14 @@
 """How bytes get from a source's slab into a target's: one protocol, several transports.
 
 A source has a *shelf* of *offers*, one for each shard it has published, and serves it on every transport it knows. A
-reader connects, opens one offer by version and layout, reads segments of it straight into its own slab, checks that
+reader connects, opens one offer by its `ShardKey`, reads segments of it straight into its own slab, checks that
 nothing changed meanwhile, and closes. What every transport promises, and `testing.check_transport` checks:
 
-* A segment is yielded once all its bytes are in place, and only if the offer had not been withdrawn by then.
+* A segment is yielded once all its bytes are in place, and they are what was published: never bytes that were read
+  after the offer was withdrawn.
 * Nothing waits beyond its deadline, nor long for a peer that has died, frozen or gone away.
-* `Offer.withdraw` cuts every reader off and returns when none of them reads this process' memory any more. One on the
-  same host may read on in a mapping of its own: it finds out before it yields, or hands over, anything.
+* `Offer.withdraw` cuts every reader off and returns when no thread of this process reads its memory for them any more.
+  A reader that has the memory itself (shm) may still read: it finds out before it yields anything.
 * Whatever bytes a stranger sends, the source lives, bounds what it allocates, and says so in one line of its log.
 * Bytes are never pickled, and copied as few times as the medium allows.
 
@@ -24,7 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
-from tensorhub_plugins.core.values import Manifest
+from tensorhub_plugins.core.values import Manifest, ShardKey
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.slab import Slab
@@ -45,8 +46,8 @@ class NotServable(UsageError):
 class Shelf(Protocol):
     """What a source has to offer. Called from serving threads."""
 
-    def find(self, version: int, layout: str) -> Offer | None:
-        """The offer of this version and layout, or None when there is none (any more)."""
+    def find(self, key: ShardKey) -> Offer | None:
+        """The offer of this shard, or None when there is none (any more)."""
         ...
 
 
@@ -74,10 +75,10 @@ class Transport(Protocol):
 
 
 class Link(Protocol):
-    """One reader's way to one source; used by one thread at a time. After an error other than VersionGone and
-    NotServable it is closed."""
+    """One reader's way to one source, used by one thread at a time; `close` may come from any thread. After an error
+    other than VersionGone and NotServable it is closed."""
 
-    def open(self, version: int, layout: str, lease: int, *, deadline: float) -> Manifest:
+    def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport."""
         ...
 
@@ -114,9 +115,8 @@ class Offer:
     what it has verified.
     """
 
-    def __init__(self, version: int, layout: str, manifest: Manifest, slab: Slab, epoch: int = 0) -> None:
-        self.version = version
-        self.layout = layout
+    def __init__(self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0) -> None:
+        self.key = key
         self.manifest = manifest
         self.slab = slab
         self.epoch = epoch  # told to readers, who compare it after reading
@@ -125,6 +125,10 @@ class Offer:
         self._withdrawn = False
         self._readers: dict[int, Callable[[], None]] = {}
         self._next_reader = 0
+
+    @property
+    def version(self) -> int:
+        return self.key.version
 
     # --- readiness ---
 

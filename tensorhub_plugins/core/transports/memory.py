@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, copy_views
 from tensorhub_plugins.core.transports import Offer, Shelf
 from tensorhub_plugins.core.transports._plan import ReadPlan
-from tensorhub_plugins.core.values import Manifest
+from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "memory://"
 
@@ -27,7 +28,7 @@ class MemoryTransport:
     def __init__(self) -> None:
         self._endpoint: str | None = None
         self._shelf: Shelf | None = None
-        self._links: set[MemoryLink] = set()
+        self._links: weakref.WeakSet[MemoryLink] = weakref.WeakSet()  # that read from it or through it
         self._closed = False
 
     @staticmethod
@@ -59,7 +60,7 @@ class MemoryTransport:
         with _lock:
             self._closed = True
             _served.pop(self._endpoint or "", None)
-            links, self._links = self._links, set()
+            links = list(self._links)
         for link in links:
             link.close()
 
@@ -77,12 +78,12 @@ class MemoryLink:
         self._copying = False
         self._closed = False
 
-    def open(self, version: int, layout: str, lease: int, *, deadline: float) -> Manifest:
+    def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         self._check_open("open")
         self._release()
-        offer = self._shelf.find(version, layout)
+        offer = self._shelf.find(key)
         if offer is None:
-            raise VersionGone("the source does not offer it", version=version, peer=self._endpoint, phase="open")
+            raise VersionGone("the source does not offer it", version=key.version, peer=self._endpoint, phase="open")
         self._reader = offer.attach(self._cut)
         self._offer = offer
         return offer.manifest

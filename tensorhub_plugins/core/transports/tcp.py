@@ -1,0 +1,244 @@
+"""Over TCP: works everywhere. Sent straight from the source's slab, received straight into the target's.
+
+One stream moves what one core can copy (4 to 5 GB/s on loopback); several (`streams`) share the segments of a read
+between them, for links that are faster than that or lose packets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.transports import Offer, Shelf
+from tensorhub_plugins.core.transports._plan import ReadPlan
+from tensorhub_plugins.core.transports._wire import (
+    BACKLOG,
+    STALL_S,
+    Channel,
+    Dialect,
+    Server,
+    SocketLink,
+    greet,
+)
+from tensorhub_plugins.core.values import Manifest
+
+SCHEME = "tcp://"
+STREAMS_MAX = 16
+# A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
+# kernel counts a closed window as silence too.
+USER_TIMEOUT_MS = 90_000
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
+LOOPBACK = "127.0.0.1"
+
+
+class TcpTransport:
+    """advertise_host: the address of this host that peers connect to, and the only one listened on if it is local (if
+    it is not, behind address translation, all are). None: loopback, for readers on this host.
+
+    streams: connections a reader opens to one source. stall_s: a source that sends nothing for so long, not even a
+    sign of life, is lost.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self, advertise_host: str | None = None, *, port: int = 0, streams: int = 1, stall_s: float = STALL_S
+    ) -> None:
+        if not 1 <= streams <= STREAMS_MAX:
+            raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
+        if advertise_host is not None and _is_wildcard(advertise_host):
+            raise UsageError(
+                f"advertise_host={advertise_host!r} cannot be connected to: name an address peers can reach"
+            )
+        self._host = LOOPBACK if advertise_host is None else advertise_host
+        self._port = port
+        self._streams = streams
+        self._stall_s = stall_s
+        self._server: Server | None = None
+        self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
+        self._closed = False
+
+    @staticmethod
+    def available() -> str | None:
+        return None
+
+    def serve(self, shelf: Shelf) -> str:
+        if self._closed or self._server is not None:
+            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        listener = _listen(self._host, self._port)
+        port = listener.getsockname()[1]
+        self._server = Server(listener, shelf, _TcpDialect())
+        return _endpoint(self._host, port)
+
+    def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
+        if self._closed:
+            raise UsageError("the transport is closed")
+        host, port = _parse(endpoint)
+        channels: list[Channel] = []
+        try:
+            for _ in range(self._streams):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
+                try:
+                    sock = socket.create_connection((host, port), timeout=min(left, self._stall_s))
+                except OSError as error:
+                    raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+                try:
+                    _tune(sock)
+                except OSError as error:
+                    sock.close()
+                    raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+                channels.append(greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline))
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
+        link = TcpLink(channels)
+        self._links.add(link)
+        return link
+
+    def close(self) -> None:
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links):
+            link.cut()
+
+
+class TcpLink(SocketLink):
+    """Segments follow each other on each stream without a request between them."""
+
+    def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
+        streams = min(len(self._channels), len(segments))
+        if streams == 1:
+            yield from self._stream(self._channels[0], manifest, plan, segments, deadline)
+            return
+        # Every stream takes every nth segment, so that they finish together. Entries of the queue: a segment that has
+        # arrived, or the exception or None that ended a stream.
+        arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+
+        def run(index: int) -> None:
+            try:
+                for segment in self._stream(self._channels[index], manifest, plan, segments[index::streams], deadline):
+                    arrived.put(segment)
+                arrived.put(None)
+            except BaseException as error:
+                arrived.put(error)
+
+        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(streams)]
+        for thread in threads:
+            thread.start()
+        running = streams
+        try:
+            while running:
+                item = arrived.get()  # a stream ends by its deadline, and always says so
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            if running:
+                self.cut()
+            for thread in threads:  # none may write into the target once this read has ended
+                thread.join()
+
+    def _stream(
+        self, channel: Channel, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float
+    ) -> Iterator[int]:
+        self._request(channel, segments, deadline)
+        for segment in segments:
+            start, stop = manifest.segment_range(segment)
+            self._expect(channel, segment, stop - start, deadline)
+            with plan.receiving(segment) as views:
+                channel.fill(views, deadline)
+            yield segment
+
+
+class _TcpDialect(Dialect):
+    name = "tcp"
+
+    def welcome(self, sock: socket.socket) -> str:
+        _tune(sock)
+        return _endpoint(*sock.getpeername()[:2])
+
+    def refusal(self, offer: Offer) -> str | None:
+        return None
+
+    def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
+        pass
+
+    def payload(self, offer: Offer, start: int, stop: int) -> list[memoryview]:
+        return offer.slab.readable(start, stop)
+
+
+def local_host_towards(host: str) -> str:
+    """This host's address on the way to `host`, for `advertise_host`; nothing is sent. UsageError without a route."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(f"there is no route to {host!r}: {error}") from error
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_COUNT),
+        ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, option):  # Linux has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"advertise_host={host!r} is not an address: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host!r}, port {port}: {error}") from error
+    return listener
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+
+
+def _parse(endpoint: str) -> tuple[str, int]:
+    host, colon, port = endpoint.removeprefix(SCHEME).rpartition(":")
+    if not endpoint.startswith(SCHEME) or not colon or not port.isdecimal() or not host:
+        raise UsageError(f"{endpoint!r} is no endpoint of tcp, which look like tcp://10.0.0.1:5000")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_wildcard(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return not host
