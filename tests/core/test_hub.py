@@ -1,0 +1,515 @@
+"""The hub's rules as stories: what workers say, what it answers. Its state is validated after every event."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub_plugins.core import hub as hub_module
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core.hub import GRACE_S, SESSION_TIMEOUT_S, Hub, Log, Received, Tick
+from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
+
+RUNTIME = "runtime:f"
+OLD_ENOUGH = GRACE_S + 1.0
+
+
+class Stage:
+    """A hub and its workers, named like "rollout-0/1" (replica/shard); answers come back as lines of text."""
+
+    def __init__(self, *, recovering: bool = False) -> None:
+        self.hub = Hub(b"H" * 16, 0.0)
+        self.now = 0.0 if recovering else OLD_ENOUGH
+        self.sessions: dict[str, bytes] = {}
+        self.requests: dict[str, int] = {}
+        self.inbox: dict[str, list[m.HubMessage]] = {}
+        self.logged: list[str] = []
+
+    def join(self, worker: str, shard_count: int = 1, *, location: Location | None = None, **hello: object) -> None:
+        replica, shard = worker.rsplit("/", 1)
+        session = self.sessions.setdefault(worker, worker.encode().ljust(16, b"."))
+        greeting = m.Hello(
+            "run", "actor", replica, int(shard), shard_count, location or Location(), {"tcp": worker}, **hello
+        )
+        self._deliver(Received(session, greeting))
+
+    def say(self, worker: str, message: type, **fields: object) -> int:
+        number = self.requests[worker] = self.requests.get(worker, 0) + 1
+        self._deliver(Received(self.sessions[worker], message(request=number, **fields)))
+        return number
+
+    def tell(self, worker: str, message: m.ClientMessage) -> None:
+        self._deliver(Received(self.sessions[worker], message))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; everybody who is here beats the heart."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            self._deliver(Tick())
+            for worker, session in self.sessions.items():
+                if session in self.hub.workers and worker not in self.silent:
+                    self.hub.workers[session].last_heard = self.now
+
+    silent: tuple[str, ...] = ()
+
+    def publish(self, worker: str, version: int, layout: str = CHECKPOINT, **holding: object) -> None:
+        record = self.hub.workers[self.sessions[worker]].hello
+        key = ShardKey(version, layout, record.shard, record.shard_count)
+        root = holding.pop("root", f"{version}{layout}{record.shard}".encode()[:16].ljust(16, b"-"))
+        self.say(worker, m.Publish, holding=m.Holding(key, root, 100, **holding))
+
+    def acquire(self, worker: str, version: int = 0, layouts: tuple[str, ...] = (CHECKPOINT,), **more: object) -> int:
+        fields: dict[str, object] = {"at_least": 0, "deadline_s": 60.0, **more}
+        return self.say(worker, m.Acquire, version=version, layouts=layouts, **fields)
+
+    def unpublish(self, worker: str, version: int, layout: str = CHECKPOINT, deadline_s: float = 30.0) -> int:
+        record = self.hub.workers[self.sessions[worker]].hello
+        key = ShardKey(version, layout, record.shard, record.shard_count)
+        return self.say(worker, m.Unpublish, keys=(key,), deadline_s=deadline_s)
+
+    def heard(self, worker: str) -> list[str]:
+        """What this worker was told since the last time, as text."""
+        return [_text(message) for message in self.inbox.pop(worker, []) if not isinstance(message, m.Welcome | m.Done)]
+
+    def _deliver(self, event: Received | Tick) -> None:
+        for effect in self.hub.handle(event, self.now):
+            if isinstance(effect, Log):
+                self.logged.append(effect.text)
+            else:
+                name = next(w for w, s in self.sessions.items() if s == effect.session)
+                self.inbox.setdefault(name, []).append(effect.message)
+        self.hub.validate()
+
+
+def _text(message: m.HubMessage) -> str:
+    match message:
+        case m.Granted(_, version, layout, _, grants, claim):
+            sources = " ".join(f"{g.shard}<-{g.worker}" for g in grants)
+            return f"read {version} {layout} {sources}" + (" and convert" if claim else "")
+        case m.Unpublished(_, cut_off, keep):
+            return "keep it" if keep else f"unpublished{' cut off ' + ' '.join(cut_off) if cut_off else ''}"
+        case m.Visible(_, version):
+            return f"visible {version}"
+        case m.Refused(_, error, _):
+            return f"refused {error}"
+        case m.SourceGone(session):
+            return f"gone {session.rstrip(b'.').decode()}"
+        case m.MayDrop(keys):
+            return f"may drop {' '.join(str(k.version) for k in keys)}"
+        case _:
+            return type(message).__name__
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+# --- rule 2: atomic visibility, one version for a group ---
+
+
+def test_a_version_is_visible_once_every_shard_of_one_replica_holds_it(stage: Stage) -> None:
+    stage.join("trainer/0", 2)
+    stage.join("trainer/1", 2)
+    stage.join("rollout/0")
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=60.0)
+    stage.publish("trainer/0", 1)
+    assert stage.heard("rollout/0") == []
+    stage.publish("trainer/1", 1)
+    assert stage.heard("rollout/0") == ["visible 1"]
+
+
+def test_shards_of_two_replicas_do_not_make_a_version_visible(stage: Stage) -> None:
+    stage.join("a/0", 2)
+    stage.join("b/1", 2)
+    stage.join("rollout/0")
+    stage.publish("a/0", 1)
+    stage.publish("b/1", 1)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=5.0)
+    stage.wait(6)
+    assert stage.heard("rollout/0") == ["refused NotPublished"]
+
+
+def test_an_incomplete_shard_does_not_make_a_version_visible(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1, complete=False)
+    assert not stage.hub.histories["run", "actor"].versions[1].visible
+    stage.publish("trainer/0", 1)
+    assert stage.hub.histories["run", "actor"].versions[1].visible
+
+
+def test_a_reading_group_agrees_on_latest_though_a_newer_version_appears_in_between(stage: Stage) -> None:
+    for name in ("trainer", "rollout"):
+        stage.join(f"{name}/0", 2)
+        stage.join(f"{name}/1", 2)
+    for shard in (0, 1):
+        stage.publish(f"trainer/{shard}", 1, RUNTIME)
+    stage.acquire("rollout/0", layouts=(RUNTIME,))
+    for shard in (0, 1):
+        stage.publish(f"trainer/{shard}", 2, RUNTIME)
+    stage.acquire("rollout/1", layouts=(RUNTIME,))
+    assert stage.heard("rollout/0") == [f"read 1 {RUNTIME} 0<-trainer/0"]
+    assert stage.heard("rollout/1") == [f"read 1 {RUNTIME} 1<-trainer/1"]
+    stage.acquire("rollout/1", layouts=(RUNTIME,))  # the next round
+    stage.acquire("rollout/0", layouts=(RUNTIME,))
+    assert stage.heard("rollout/1") == [f"read 2 {RUNTIME} 1<-trainer/1"]
+    assert stage.heard("rollout/0") == [f"read 2 {RUNTIME} 0<-trainer/0"]
+
+
+def test_latest_never_goes_backwards_for_a_reader(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("old/0")
+    stage.join("rollout/0")
+    stage.publish("old/0", 1)
+    stage.publish("trainer/0", 2)
+    stage.acquire("rollout/0")
+    stage.tell("trainer/0", m.Bye())
+    stage.heard("rollout/0")
+    stage.acquire("rollout/0", deadline_s=5.0)
+    stage.join("fresh/0")
+    stage.acquire("fresh/0")
+    stage.wait(6)
+    assert stage.heard("rollout/0") == ["refused NotPublished"]  # it has seen 2
+    assert stage.heard("fresh/0") == [f"read 1 {CHECKPOINT} 0<-old/0"]
+
+
+def test_other_bytes_under_a_published_version_are_refused(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("twin/0")
+    stage.publish("trainer/0", 1)
+    stage.publish("twin/0", 1, root=b"something else..")
+    assert stage.heard("twin/0") == ["refused UsageError"]
+    stage.publish("twin/0", 1)  # the same bytes are welcome
+    assert stage.heard("twin/0") == []
+
+
+# --- rule 1: leases and unpublish ---
+
+
+def test_unpublish_waits_for_its_reader_and_grants_nothing_new(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("peer/0")
+    stage.join("rollout/0")
+    stage.publish("trainer/0", 1)
+    stage.publish("trainer/0", 2)
+    lease = stage.acquire("rollout/0", version=1)
+    stage.unpublish("trainer/0", 1)
+    assert stage.heard("trainer/0") == []
+    stage.acquire("peer/0", version=1, deadline_s=1.0)
+    stage.wait(2)
+    assert stage.heard("peer/0") == ["refused VersionGone"]
+    stage.tell("rollout/0", m.Release(lease))
+    assert stage.heard("trainer/0") == ["unpublished"]
+
+
+def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("rollout/0")
+    stage.publish("trainer/0", 1)
+    stage.publish("trainer/0", 2)
+    stage.acquire("rollout/0", version=1)
+    stage.unpublish("trainer/0", 1, deadline_s=5.0)
+    stage.wait(4.5)
+    assert stage.heard("trainer/0") == []
+    stage.wait(1)
+    assert stage.heard("trainer/0") == ["unpublished cut off rollout/0"]
+
+
+def test_a_lost_reader_or_an_expired_lease_does_not_hold_unpublish_up(stage: Stage) -> None:
+    stage.join("trainer/0")
+    for name in ("dies/0", "sleeps/0"):
+        stage.join(name)
+    stage.publish("trainer/0", 1)
+    stage.publish("trainer/0", 2)
+    stage.acquire("dies/0", version=1)
+    stage.acquire("sleeps/0", version=1, deadline_s=3.0)
+    stage.unpublish("trainer/0", 1)
+    stage.wait(4)
+    stage.tell("dies/0", m.Bye())
+    assert stage.heard("trainer/0") == ["unpublished"]
+
+
+def test_a_heartbeat_that_does_not_name_a_lease_ends_it(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("rollout/0")
+    stage.publish("trainer/0", 1)
+    lease = stage.acquire("rollout/0", version=1)
+    stage.tell("rollout/0", m.Heartbeat(sequence=lease, leases=(lease,)))
+    assert stage.hub.report(stage.now)["models"][0]["leases"]
+    stage.tell("rollout/0", m.Heartbeat(sequence=lease - 1))  # sent before the lease was asked for: says nothing of it
+    assert stage.hub.report(stage.now)["models"][0]["leases"]
+    stage.tell("rollout/0", m.Heartbeat(sequence=lease))  # its Release was lost
+    assert not stage.hub.report(stage.now)["models"][0]["leases"]
+
+
+# --- sources ---
+
+
+def test_readers_become_sources_and_are_preferred_to_the_publisher(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        stage.join(name)
+    stage.acquire("a/0")
+    assert stage.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+    stage.publish("a/0", 1, was_read=True)
+    stage.acquire("b/0")
+    assert stage.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+
+
+def test_near_sources_come_before_far_ones(stage: Stage) -> None:
+    stage.join("far/0", location=Location("dc1", "r1", "h1"))
+    stage.join("rack/0", location=Location("dc2", "r1", "h2"))
+    stage.join("host/0", location=Location("dc2", "r1", "h3"))
+    for name in ("far/0", "rack/0", "host/0"):
+        stage.publish(name, 1)
+    stage.join("rollout/0", location=Location("dc2", "r1", "h3"))
+    order = []
+    for _ in range(3):
+        stage.acquire("rollout/0", avoid=tuple(stage.sessions[name] for name in order))
+        order.append(stage.heard("rollout/0")[0].rsplit("<-", 1)[1])
+    assert order == ["host/0", "rack/0", "far/0"]
+
+
+def test_a_shard_that_still_arrives_is_a_source_but_never_in_a_circle(stage: Stage) -> None:
+    for name in ("trainer/0", "a/0", "b/0"):
+        stage.join(name)
+    stage.publish("trainer/0", 1)
+    stage.acquire("a/0", version=1)
+    stage.publish("a/0", 1, complete=False, was_read=True)
+    stage.acquire("b/0", version=1)
+    assert stage.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+    stage.publish("b/0", 1, complete=False, was_read=True)
+    stage.heard("a/0")
+    stage.tell("a/0", m.Release(stage.requests["a/0"] - 1, lost=True))
+    trainer = stage.sessions["trainer/0"]
+    again = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1}
+    stage.acquire("a/0", version=1, avoid=(trainer,), **again)
+    assert stage.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]  # b would be free, but reads from a
+
+
+def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(stage: Stage) -> None:
+    for name in ("a/0", "b/0", "x/0", "y/0"):
+        stage.join(name)
+    stage.publish("a/0", 1)
+    lease = stage.acquire("x/0")
+    stage.publish("b/0", 1)
+    stage.tell("x/0", m.Release(lease, lost=True))
+    stage.heard("x/0")
+    for _ in range(2):  # though b becomes busier than a
+        stage.acquire("y/0")
+        assert stage.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-b/0"]
+    stage.tell("a/0", m.Heartbeat())
+    stage.acquire("y/0")
+    assert stage.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+
+
+def test_readers_per_source_are_limited_and_the_next_waits_for_room(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "READERS_PER_SOURCE_MAX", 2)
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    leases = {}
+    for name in ("a/0", "b/0", "c/0"):
+        stage.join(name)
+        leases[name] = stage.acquire(name)
+    assert stage.heard("c/0") == []
+    stage.tell("a/0", m.Release(leases["a/0"]))
+    assert stage.heard("c/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+
+
+def test_readers_are_told_when_their_source_is_given_up(stage: Stage) -> None:
+    for name in ("trainer/0", "rollout/0"):
+        stage.join(name)
+    stage.publish("trainer/0", 1)
+    stage.acquire("rollout/0")
+    stage.heard("rollout/0")
+    stage.silent = ("trainer/0",)
+    stage.wait(SESSION_TIMEOUT_S + 1)
+    assert stage.heard("rollout/0") == ["gone trainer/0"]
+    assert any("version 1 is lost with its last holder" in line for line in stage.logged)
+
+
+def test_a_checkpoint_is_read_whole_and_a_runtime_layout_shard_by_shard(stage: Stage) -> None:
+    for shard in (0, 1):
+        stage.join(f"trainer/{shard}", 2)
+        stage.publish(f"trainer/{shard}", 1)
+        stage.join(f"engine/{shard}", 2)
+        stage.publish(f"engine/{shard}", 1, RUNTIME)
+    stage.join("rollout/1", 2)
+    stage.acquire("rollout/1")
+    stage.acquire("rollout/1", layouts=(RUNTIME,))
+    assert stage.heard("rollout/1") == [
+        f"read 1 {CHECKPOINT} 0<-trainer/0 1<-trainer/1",
+        f"read 1 {RUNTIME} 1<-engine/1",
+    ]
+
+
+# --- who converts ---
+
+
+def test_one_reader_converts_and_the_others_wait_for_its_layout(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        stage.join(name)
+        stage.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True)
+    assert stage.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+    assert stage.heard("b/0") == []
+    stage.publish("a/0", 1, RUNTIME)
+    assert stage.heard("b/0") == [f"read 1 {RUNTIME} 0<-a/0"]
+
+
+@pytest.mark.parametrize("end", ["abandons", "leaves", "is silent", "is too slow"])
+def test_another_converts_when_the_first_does_not(stage: Stage, end: str) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        stage.join(name)
+        stage.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True, deadline_s=1000.0)
+    if end == "abandons":
+        stage.say("a/0", m.Abandon, key=ShardKey(1, RUNTIME))
+    elif end == "leaves":
+        stage.tell("a/0", m.Bye())
+    elif end == "is silent":
+        stage.silent = ("a/0",)
+        stage.wait(SESSION_TIMEOUT_S + 1)
+    else:
+        stage.wait(hub_module.CLAIM_S - 1)
+        assert stage.heard("b/0") == []
+        stage.wait(2)
+    assert stage.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+
+
+# --- rule 4: retention ---
+
+
+def test_the_last_copy_of_the_newest_version_is_kept_until_a_newer_one_is_visible(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    stage.unpublish("trainer/0", 1)
+    assert stage.heard("trainer/0") == ["keep it"]
+    stage.join("rollout/0")
+    stage.acquire("rollout/0")
+    assert stage.heard("rollout/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+    stage.tell("trainer/0", m.Heartbeat())
+    assert stage.heard("trainer/0") == ["Alive"]
+    stage.publish("trainer/0", 2)
+    stage.tell("trainer/0", m.Heartbeat())
+    assert stage.heard("trainer/0") == ["Alive", "may drop 1"]
+
+
+def test_the_last_checkpoint_copy_is_kept_even_when_a_runtime_copy_is_left(stage: Stage) -> None:
+    """Only the checkpoint layout can be read by an engine of another build."""
+    stage.join("trainer/0")
+    stage.join("a/0")
+    stage.publish("trainer/0", 1)
+    stage.publish("a/0", 1, RUNTIME)
+    stage.unpublish("a/0", 1, RUNTIME)
+    assert stage.heard("a/0") == ["unpublished"]
+    stage.publish("a/0", 1, RUNTIME)
+    stage.unpublish("trainer/0", 1)
+    assert stage.heard("trainer/0") == ["keep it"]
+
+
+def test_a_copy_that_another_holds_too_is_not_kept(stage: Stage) -> None:
+    for name in ("trainer/0", "a/0"):
+        stage.join(name)
+        stage.publish(name, 1)
+    stage.unpublish("trainer/0", 1)
+    assert stage.heard("trainer/0") == ["unpublished"]
+
+
+def test_retain_counts_versions(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.say("trainer/0", m.Retain, newest=2)
+    for version in (1, 2, 3):
+        stage.publish("trainer/0", version)
+    for version in (1, 2, 3):
+        stage.unpublish("trainer/0", version)
+    assert stage.heard("trainer/0") == ["unpublished", "keep it", "keep it"]
+
+
+# --- rule 6: a restarted hub ---
+
+
+def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> None:
+    stage = Stage(recovering=True)
+    key = ShardKey(7, CHECKPOINT)
+    held = m.Holding(key, b"7" * 16, 100)
+    stage.join("trainer/0", holdings=(held,))
+    stage.unpublish("trainer/0", 7)
+    assert stage.heard("trainer/0") == []  # a reader may still have to say that it reads
+    lease = m.HeldLease(3, 7, CHECKPOINT, {0: stage.sessions["trainer/0"]}, 60.0)
+    stage.join("rollout/0", leases=(lease,), sequence=3)
+    stage.join("peer/0", holdings=(m.Holding(key, b"7" * 16, 100, True, True),))
+    stage.wait(GRACE_S + 1)
+    assert stage.heard("trainer/0") == []
+    stage.requests["rollout/0"] = 3
+    stage.tell("rollout/0", m.Release(3))
+    assert stage.heard("trainer/0") == ["unpublished"]
+
+
+def test_a_recovering_hub_neither_declares_a_version_gone_nor_elects_a_converter() -> None:
+    stage = Stage(recovering=True)
+    stage.join("trainer/0", holdings=(m.Holding(ShardKey(2, CHECKPOINT), b"2" * 16, 100),))
+    stage.join("a/0")
+    stage.acquire("a/0", version=1)
+    stage.acquire("a/0", version=2, layouts=(RUNTIME, CHECKPOINT), claim=True)
+    assert stage.heard("a/0") == []
+    stage.wait(GRACE_S + 0.5)
+    assert sorted(stage.heard("a/0")) == [f"read 2 {CHECKPOINT} 0<-trainer/0 and convert", "refused VersionGone"]
+
+
+def test_an_unknown_worker_is_asked_who_it_is(stage: Stage) -> None:
+    stage.sessions["stranger/0"] = b"s" * 16
+    stage.tell("stranger/0", m.Heartbeat())
+    assert stage.heard("stranger/0") == ["Unknown"]
+
+
+def test_old_words_that_arrive_late_do_not_bring_back_what_is_over() -> None:
+    stage = Stage()
+    stage.join("trainer/0", sequence=5)
+    stage.requests["trainer/0"] = 2
+    stage.publish("trainer/0", 1)  # request 3, from before the Hello that knows of 5 requests and waits for none
+    assert stage.hub.histories["run", "actor"].versions == {}
+    stage.requests["trainer/0"] = 5
+    stage.publish("trainer/0", 1)
+    assert 1 in stage.hub.histories["run", "actor"].versions
+
+
+def test_a_repeated_request_gets_the_same_answer_and_no_second_lease(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.join("rollout/0")
+    stage.publish("trainer/0", 1)
+    stage.acquire("rollout/0")
+    stage.requests["rollout/0"] -= 1
+    stage.acquire("rollout/0")
+    first, second = stage.heard("rollout/0")
+    assert first == second
+    assert len(stage.hub.report(stage.now)["models"][0]["leases"]) == 1
+
+
+# --- rule 5: nothing waits for ever ---
+
+
+def test_every_pending_request_ends_in_an_answer(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1, RUNTIME)
+    stage.join("rollout/0")
+    stage.say("rollout/0", m.Wait, version=9, newer_than=0, deadline_s=5.0)
+    stage.acquire("rollout/0", version=9, deadline_s=5.0)
+    stage.acquire("rollout/0", version=1, deadline_s=5.0)  # there, but not in a layout that it can read
+    stage.wait(6)
+    assert stage.heard("rollout/0") == ["refused NotPublished", "refused NotPublished", "refused DeadlineExceeded"]
+    assert stage.hub.histories["run", "actor"].waiting == {}
+
+
+def test_validate_notices_a_broken_state(stage: Stage) -> None:
+    """The negative control of every test here: the invariants are not empty words."""
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    stage.hub.workers[stage.sessions["trainer/0"]].holdings.clear()
+    with pytest.raises(AssertionError):
+        stage.hub.validate()
