@@ -70,7 +70,15 @@ class _CpuModule(types.ModuleType):
         torch.set_rng_state(state)
 
 
+class _CpuIndex(str):
+    """verl passes it to Tensor.to(), where an int would mean cuda:<int>, and formats it into f"cpu:{index}"."""
+
+    def __format__(self, _):
+        return "0"
+
+
 _MODULE = _CpuModule("recipe_torch_cpu")
+_CPU = _CpuIndex("cpu")
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -83,8 +91,7 @@ class PlatformCPU(PlatformBase):
         return True
 
     def current_device(self):
-        # A string on purpose: verl passes it to Tensor.to(), where an int would mean cuda:<int>.
-        return "cpu"
+        return _CPU
 
     def device_count(self):
         return 1

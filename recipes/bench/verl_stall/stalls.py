@@ -1,0 +1,91 @@
+"""PURE: from the probe's notes and verl's metrics to how long everybody stood still."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+@dataclass
+class Stall:
+    """One replica, one update."""
+
+    closed_s: float  # from the call that stops the engine to the return of the call that lets it go on
+    silent_s: float  # from the last token before to the first token after
+    requests: int  # that were in flight
+
+
+@dataclass
+class Round:
+    """One verl run."""
+
+    path: str  # "stock" or "pull"
+    waits_s: list[float] = field(default_factory=list)  # of the trainer in update_weights, one a step
+    stalls: list[Stall] = field(default_factory=list)
+    memcpy_s: float = 0.0  # one copy of the model's bytes, measured beside it
+
+
+def find_stalls(notes: Iterable[dict[str, Any]]) -> list[Stall]:
+    """`notes` of one engine, in order. A stall counts if answers were in flight and tokens came before and after:
+    then the replica had something to generate, and did not."""
+    notes = list(notes)
+    tokens = [note["at"] for note in notes if note["what"] == "tokens"]
+    stalls, stop = [], None
+    for note in notes:
+        if note["what"] == "stop" and stop is None:
+            stop = note
+        elif note["what"] == "go" and stop is not None:
+            after = bisect_left(tokens, note["at"])
+            # Tokens of the step under way may still come out after the call that stops the engine.
+            before = bisect_left(tokens, note["at"]) - 1
+            if stop["requests"] and before >= 0 and after < len(tokens):
+                silent_s = tokens[after] - tokens[before]
+                stalls.append(Stall(note["at"] - stop["at"], silent_s, stop["requests"]))
+            stop = None
+    return stalls
+
+
+def read_round(path: str, folder: Path, skip_steps: int) -> Round:
+    """folder: what one run left. The first `skip_steps` updates are warm-up: connections, first allocations."""
+    found = Round(path)
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["step"] > skip_steps and "timing_s/update_weights" in row["data"]:
+            found.waits_s.append(row["data"]["timing_s/update_weights"])
+    for file in sorted((folder / "probe").glob("*.jsonl")):
+        notes = [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+        found.stalls += find_stalls(notes)[skip_steps:]
+    return found
+
+
+@dataclass
+class Line:
+    what: str
+    stock_s: float
+    ours_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.stock_s / self.ours_s
+
+
+def compare(rounds: Sequence[Round]) -> list[Line]:
+    """Medians over all updates of all rounds. Raises ValueError when one side has nothing measured."""
+    measures = {
+        "trainer waits in update_weights": lambda r: r.waits_s,
+        "rollout cannot generate (engine closed)": lambda r: [stall.closed_s for stall in r.stalls],
+        "rollout gives no token": lambda r: [stall.silent_s for stall in r.stalls],
+    }
+    lines = []
+    for what, values in measures.items():
+        sides = {path: [v for r in rounds if r.path == path for v in values(r)] for path in ("stock", "pull")}
+        for path, found in sides.items():
+            if not found:
+                raise ValueError(f"{path}: nothing measured for {what!r} (no answers in flight during an update?)")
+        lines.append(Line(what, median(sides["stock"]), median(sides["pull"])))
+    return lines
