@@ -52,11 +52,9 @@ class TensorHubReplica(vLLMReplica):
         self._check_supported()
         has_router = _route(config)
         spans = _spans(options.spans, config) if has_router else "oldest"
-        # The servers get this copy of the configuration.
-        engine.engine_kwargs = {
-            **engine.engine_kwargs,
-            configuration.BACKEND: {**engine.engine_kwargs.get(configuration.BACKEND, {}), "spans": spans},
-        }
+        # self.config is this replica's own copy, and what its servers are made with.
+        given = engine.engine_kwargs.get(configuration.BACKEND) or {}
+        engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}
         self.server_class = ray.remote(max_restarts=options.restarts)(TensorHubServer)
         self._placeholders: list[Any] = []
 
