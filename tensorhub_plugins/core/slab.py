@@ -27,7 +27,7 @@ import mmap
 import os
 import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -80,6 +80,7 @@ class Slab:
         self.size_bytes = sum(spec.size_bytes for spec in specs)
         self._runs = runs
         self._starts = [run.start for run in runs]
+        self._views = [run.view for run in runs if run.view is not None]  # none for a device
         self._tensors = tensors
         self._spec_of = {spec.name: spec for spec in specs}
         self._unwritten = dict.fromkeys(self._spec_of) if kind == "allocated" else {}
@@ -217,7 +218,7 @@ class Slab:
         """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
         self._check_range(start, stop)
         if self._staging is None:
-            return list(self._pieces(start, stop))
+            return self._pieces(start, stop)
         host = self._host_buffer(stop - start)
         at = 0
         for flat in self._flats(start, stop):
@@ -295,6 +296,7 @@ class Slab:
             self._tensors = {}
             self._runs = []
             self._starts = []
+            self._views = []
 
     def __enter__(self) -> Slab:
         return self
@@ -328,25 +330,30 @@ class Slab:
         if not 0 <= start <= stop <= self.size_bytes:
             raise UsageError(f"range [{start}, {stop}) is outside the slab's {self.size_bytes} bytes")
 
-    def _spans(self, start: int, stop: int) -> Iterator[tuple[_Run, int, int]]:
-        """The runs that hold [start, stop), each with the part of it that is meant."""
-        runs, starts = self._runs, self._starts  # a close meanwhile leaves us these lists
-        index = bisect_right(starts, start) - 1
-        while start < stop:
-            run = runs[index]
-            end = min(stop, run.start + run.size_bytes)
-            yield run, start - run.start, end - run.start
-            start = end
-            index += 1
+    def _cut(self, start: int, stop: int) -> tuple[int, int, int, int]:
+        """The runs that hold a range that is not empty, as indices [first, last), where in the first one it begins, and
+        where in the last one it ends."""
+        first = bisect_right(self._starts, start) - 1
+        last = bisect_left(self._starts, stop)
+        return first, last, start - self._starts[first], stop - self._starts[last - 1]
 
-    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        for run, low, high in self._spans(start, stop):
-            assert run.view is not None
-            yield run.view[low:high]
+    def _pieces(self, start: int, stop: int) -> list[memoryview]:
+        if start == stop:
+            return []
+        first, last, skip, take = self._cut(start, stop)
+        views = self._views[first:last]  # whole runs: thousands of tiny tensors cost one slice
+        views[-1] = views[-1][:take]
+        views[0] = views[0][skip:]
+        return views
 
-    def _flats(self, start: int, stop: int) -> Iterator[torch.Tensor]:
-        for run, low, high in self._spans(start, stop):
-            yield run.flat[low:high]
+    def _flats(self, start: int, stop: int) -> list[torch.Tensor]:
+        if start == stop:
+            return []
+        first, last, skip, take = self._cut(start, stop)
+        flats = [run.flat for run in self._runs[first:last]]
+        flats[-1] = flats[-1][:take]
+        flats[0] = flats[0][skip:]
+        return flats
 
     def _host_buffer(self, size_bytes: int) -> torch.Tensor:
         # Torch caches pinned blocks, so that this costs little after the first time, and frees them by itself.

@@ -30,7 +30,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -105,6 +105,7 @@ class Finished(_Message, frozen=True):
 
 Reply: TypeAlias = Opened | Refused | Finished
 _Expected = TypeVar("_Expected", Opened, Finished)
+_Buffer = TypeVar("_Buffer", bound=bytes | memoryview)
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
@@ -117,6 +118,19 @@ class Disconnected(Exception):
 
 class Silent(Exception):
     """The other side did nothing in the time it had."""
+
+
+def rest(views: list[_Buffer], count: int) -> list[_Buffer]:
+    """What is left of these buffers after their first `count` bytes; empty when that is all of them."""
+    if count == sum(map(len, views)):  # nearly always, since the kernel waits for all
+        return []
+    done = 0
+    while count >= len(views[done]):
+        count -= len(views[done])
+        done += 1
+    left = views[done:]
+    left[0] = cast(_Buffer, memoryview(left[0])[count:])
+    return left
 
 
 # --- one connection, either end ---
@@ -141,41 +155,37 @@ class Channel:
 
     def send(self, views: Sequence[bytes | memoryview], deadline: float | None) -> None:
         """Send all of these bytes, straight from where they are."""
-        pending = list(views)
         at = 0
-        while at < len(pending):
-            self._allow(socket.SO_SNDTIMEO, deadline)
-            try:
-                count = self.sock.sendmsg(pending[at : at + IOV_MAX], [], socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                raise Silent("took nothing") from None
-            except OSError as error:
-                raise Disconnected(str(error)) from error
-            while at < len(pending) and count >= len(pending[at]):
-                count -= len(pending[at])
-                at += 1
-            if count:
-                pending[at] = memoryview(pending[at])[count:]
+        while at < len(views):
+            batch = list(views[at : at + IOV_MAX])
+            at += len(batch)
+            while batch:
+                self._allow(socket.SO_SNDTIMEO, deadline)
+                try:
+                    count = self.sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    raise Silent("took nothing") from None
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+                batch = rest(batch, count)
 
     def fill(self, views: Sequence[memoryview], deadline: float | None) -> None:
         """Receive exactly as many bytes as fit, straight to where they belong."""
-        pending = list(views)
         at = 0
-        while at < len(pending):
-            self._allow(socket.SO_RCVTIMEO, deadline)
-            try:
-                count = self.sock.recvmsg_into(pending[at : at + IOV_MAX], 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise Silent("sent nothing") from None
-            except OSError as error:
-                raise Disconnected(str(error)) from error
-            if not count and any(map(len, pending[at : at + IOV_MAX])):
-                raise Disconnected("closed the connection")
-            while at < len(pending) and count >= len(pending[at]):
-                count -= len(pending[at])
-                at += 1
-            if count:
-                pending[at] = pending[at][count:]
+        while at < len(views):
+            batch = list(views[at : at + IOV_MAX])
+            at += len(batch)
+            while any(map(len, batch)):
+                self._allow(socket.SO_RCVTIMEO, deadline)
+                try:
+                    count = self.sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+                except BlockingIOError:
+                    raise Silent("sent nothing") from None
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+                if not count:
+                    raise Disconnected("closed the connection")
+                batch = rest(batch, count)
 
     def send_descriptor(self, fd: int, deadline: float) -> None:
         """Pass an open file to the process at the other end of a UNIX socket, with one byte to carry it."""

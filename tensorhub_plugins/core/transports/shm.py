@@ -39,6 +39,7 @@ from tensorhub_plugins.core.transports._wire import (
     Server,
     SocketLink,
     greet,
+    rest,
 )
 from tensorhub_plugins.core.values import Manifest
 
@@ -190,18 +191,14 @@ class _Block:
             index += 1
 
     def _read_span(self, at: int, views: list[memoryview]) -> None:
-        done = 0
-        while done < len(views):
-            batch = views[done : done + IOV_MAX]
-            count = os.preadv(self._fd, batch, at)
-            if not count:
-                raise ProtocolError("the source's memory ends before its manifest does")
-            at += count
-            while done < len(views) and count >= len(views[done]):
-                count -= len(views[done])
-                done += 1
-            if count:
-                views[done] = views[done][count:]
+        for first in range(0, len(views), IOV_MAX):
+            batch = views[first : first + IOV_MAX]
+            while batch:
+                count = os.preadv(self._fd, batch, at)
+                if not count:
+                    raise ProtocolError("the source's memory ends before its manifest does")
+                at += count
+                batch = rest(batch, count)
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
