@@ -24,8 +24,10 @@ from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 CORRUPT_SEGMENTS_MAX = 3  # from one source; more is a broken source rather than a flipped bit on the way
-BACKOFF_FIRST_S = 0.05
+BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
+LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
+HUB_ANSWER_S = 1.0  # beyond the deadline: the hub's own answer that it has passed says more than we know
 
 # --- events ---
 
@@ -155,7 +157,7 @@ class _Shard:
     request: int = 0
     missing: dict[int, None] | None = None
     reading: bool = False
-    losses: int = 0
+    peer: str = ""  # the last source that was lost
 
     @property
     def is_done(self) -> bool:
@@ -183,7 +185,7 @@ class Replication:
         self.finished = False
         self._asking = False  # an AskSources is unanswered
         self._ask_at: float | None = None
-        self._asks = 0
+        self._retries = 0  # questions after a loss, since the last progress
         self._avoid: dict[bytes, None] = {}
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
@@ -216,15 +218,19 @@ class Replication:
                 pass
             case _:
                 assert_never(event)
-        if not self.finished and now >= self.deadline:
+        if not self.finished and now >= self._ends_at():
             self._give_up(self._too_late())
         if not self.finished and self._ask_at is not None and now >= self._ask_at and not self._asking:
+            self._retries += 1
             self._ask(now)
         return self._effects
 
     def next_deadline(self) -> float:
         """When the next Tick is due."""
-        return self.deadline if self._ask_at is None or self._asking else min(self.deadline, self._ask_at)
+        return self._ends_at() if self._ask_at is None or self._asking else min(self.deadline, self._ask_at)
+
+    def _ends_at(self) -> float:
+        return self.deadline + HUB_ANSWER_S if self._asking else self.deadline
 
     def _ask(self, now: float) -> None:
         orphans = tuple(shard for shard, state in self.shards.items() if state.grant is None and not state.is_done)
@@ -260,8 +266,15 @@ class Replication:
             )
             return
         if isinstance(reply, m.Refused):
+            text = self._with_losses(reply.message)
             self._give_up(
-                refusal(reply, version=self.version or None, phase="find sources", deadline_s=self.deadline_s)
+                refusal(
+                    msgspec.structs.replace(reply, message=text),
+                    version=self.version or None,
+                    peer=self._peers(),
+                    phase="find sources",
+                    deadline_s=self.deadline_s,
+                )
             )
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):
@@ -281,7 +294,7 @@ class Replication:
             state.grant, state.request, state.reading = grant, request, False
             key = ShardKey(reply.version, reply.layout, grant.shard, reply.shard_count)
             self._effects.append(Open(key, grant, request))
-        if any(state.grant is None and not state.is_done for state in self.shards.values()):
+        if self._ask_at is None and any(state.grant is None and not state.is_done for state in self.shards.values()):
             self._ask_at = now
 
     def _opened(self, shard: int, session: bytes, manifest: Manifest, now: float) -> None:
@@ -305,7 +318,7 @@ class Replication:
         if state is None or state.missing is None or event.segment not in state.missing:
             return
         if event.intact:
-            self._asks = 0  # progress: the next loss is a new one
+            self._retries = 0  # progress: the next loss is a new one
             del state.missing[event.segment]
             self._effects.append(Verified(event.shard, event.segment))
             return
@@ -348,12 +361,10 @@ class Replication:
             return
         self.losses.append(f"shard {shard} from {state.grant.worker}: {why}")
         self._effects += [Close(shard, session), EndLease(state.request, shard, True)]
-        state.grant, state.reading = None, False
-        state.losses += 1
+        state.peer, state.grant, state.reading = state.grant.worker, None, False
         self._avoid[session] = None
-        wait = 0.0 if self._asks == 0 else min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**self._asks)
-        self._asks += 1
-        self._ask_at = now + wait
+        if self._ask_at is None:  # one question for all shards that are lost together
+            self._ask_at = now + backoff_s(self._retries)
 
     def _current(self, shard: int, session: bytes) -> _Shard | None:
         """The shard's state, if this is still its source: words of a source that was left are ignored."""
@@ -372,22 +383,49 @@ class Replication:
         self._effects.append(GiveUp(error))
 
     def _too_late(self) -> errors.TensorHubError:
-        context = {"version": self.version or None, "deadline_s": self.deadline_s}
-        if not self.shards:
-            return errors.NotPublished("no source was found", phase="find sources", **context)  # type: ignore[arg-type]
-        missing = sum(len(s.missing) if s.missing is not None else 1 for s in self.shards.values())
-        peers = ", ".join(s.grant.worker for s in self.shards.values() if s.grant is not None)
-        lost = f"; lost on the way: {'; '.join(self.losses[-3:])}" if self.losses else ""
+        version, deadline_s = self.version or None, self.deadline_s
+        if not self.shards and self._asking:
+            return errors.HubUnreachable(
+                "the hub did not answer a request for sources",
+                version=version,
+                phase="find sources",
+                deadline_s=deadline_s,
+            )
+        missing = [s for s in self.shards.values() if not s.is_done]
+        segments = sum(len(s.missing) for s in missing if s.missing is not None)
+        unopened = sum(s.missing is None for s in missing)
+        what = [f"{segments} segments"] * (segments > 0) + [f"{unopened} shards not yet opened"] * (unopened > 0)
         return errors.DeadlineExceeded(
-            f"{missing} segments were still missing{lost}",
+            self._with_losses(f"{' and '.join(what)} were still missing"),
+            version=version,
             phase="read",
-            peer=peers or None,
-            **context,  # type: ignore[arg-type]
+            peer=self._peers(),
+            deadline_s=deadline_s,
         )
+
+    def _with_losses(self, text: str) -> str:
+        return f"{text}; lost on the way: {'; '.join(self.losses[-LOSSES_SHOWN_MAX:])}" if self.losses else text
+
+    def _peers(self) -> str | None:
+        """Whom we wait for, or waited for in vain."""
+        missing = [s for s in self.shards.values() if not s.is_done]
+        return ", ".join(sorted({s.grant.worker if s.grant else s.peer for s in missing} - {""})) or None
+
+
+def backoff_s(retries: int) -> float:
+    """How long to wait before the next question after so many without progress: the first one is for free."""
+    if not retries:
+        return 0.0
+    return min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(retries - 1, 16))
 
 
 def refusal(
-    refused: m.Refused, *, version: int | None = None, phase: str | None = None, deadline_s: float | None = None
+    refused: m.Refused,
+    *,
+    version: int | None = None,
+    peer: str | None = None,
+    phase: str | None = None,
+    deadline_s: float | None = None,
 ) -> errors.TensorHubError:
     """The hub's refusal as the error class it names."""
     known = {
@@ -395,4 +433,4 @@ def refusal(
         for cls in (errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded)
     }
     cls = known.get(refused.error, errors.ProtocolError)
-    return cls(refused.message, version=version, phase=phase, deadline_s=deadline_s)
+    return cls(refused.message, version=version, peer=peer, phase=phase, deadline_s=deadline_s)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 from typing_extensions import assert_never
@@ -74,7 +74,8 @@ class Transfer:
         self._hub = hub
         self._transports = transports
         self._targets = targets
-        self._events: queue.SimpleQueue[replication.Event | Exception] = queue.SimpleQueue()
+        # With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
+        self._events: _Events = queue.SimpleQueue()
         self._readers: dict[int, _Reader] = {}
         self._previous: dict[int, _Reader] = {}  # closed, perhaps not yet ended: the next one waits for it
         self._manifests: dict[int, Manifest] = {}
@@ -88,7 +89,7 @@ class Transfer:
 
     def source_gone(self, session: bytes) -> None:
         """May be called from any thread."""
-        self._events.put(replication.SourceGone(session))
+        self._events.put((None, replication.SourceGone(session)))
 
     def run(self) -> Outcome:
         """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
@@ -122,19 +123,22 @@ class Transfer:
         )
 
     def _next_event(self) -> replication.Event:
-        now = time.monotonic()
-        due = self._machine.next_deadline()
-        for reader in self._readers.values():
-            if reader.stalls_at <= now:
-                return replication.Lost(reader.shard, reader.grant.session, f"no progress for {STALL_S:g} s")
-            due = min(due, reader.stalls_at)
-        try:
-            event = self._events.get(timeout=max(0.0, due - now))
-        except queue.Empty:
-            return replication.Tick()
-        if isinstance(event, Exception):
-            raise event
-        return event
+        while True:
+            now = time.monotonic()
+            due = self._machine.next_deadline()
+            for reader in self._readers.values():
+                if reader.stalls_at <= now:
+                    return replication.Lost(reader.shard, reader.grant.session, f"no progress for {STALL_S:g} s")
+                due = min(due, reader.stalls_at)
+            try:
+                source, event = self._events.get(timeout=max(0.0, due - now))
+            except queue.Empty:
+                return replication.Tick()
+            if source is not None and self._readers.get(source.shard) is not source:
+                continue
+            if isinstance(event, Exception):
+                raise event
+            return event
 
     def _before(self, event: replication.Event) -> None:
         """What must be there before the machine decides to read."""
@@ -145,12 +149,6 @@ class Transfer:
                 self._manifests[event.shard] = event.manifest
         elif isinstance(event, replication.Answer) and isinstance(event.reply, messages.Granted):
             self._granted_at = self._granted_at or time.monotonic()
-        elif isinstance(event, replication.Arrived) and event.intact:
-            reader = self._readers.get(event.shard)
-            if reader is not None:
-                start, stop = self._manifests[event.shard].segment_range(event.segment)
-                self._bytes_from[reader.grant.worker] += stop - start
-                self._bytes_by[reader.transport] += stop - start
 
     def _carry_out(self, effect: replication.Effect) -> None:
         match effect:
@@ -180,6 +178,10 @@ class Transfer:
                 if shard is None:
                     self._leases.discard(request)
             case replication.Verified(shard, segment):
+                reader = self._readers[shard]
+                start, stop = self._manifests[shard].segment_range(segment)
+                self._bytes_from[reader.grant.worker] += stop - start
+                self._bytes_by[reader.transport] += stop - start
                 self._targets.verified(shard, segment)
             case replication.Complete():
                 self._ended = True
@@ -207,7 +209,7 @@ class Transfer:
                 reply = result
             elif isinstance(error, TensorHubError) and type(error).__name__ != "HubUnreachable":
                 reply = messages.Refused(numbers[0], type(error).__name__, error.message[:4096])
-            self._events.put(replication.Answer(numbers[0], reply))
+            self._events.put((None, replication.Answer(numbers[0], reply)))
 
         future.add_done_callback(answered)
 
@@ -233,7 +235,7 @@ class _Reader:
         request: int,
         transports: Mapping[str, Transport],
         machine: replication.Replication,
-        events: queue.SimpleQueue[replication.Event | Exception],
+        events: _Events,
     ) -> None:
         self.key = key
         self.shard = key.shard
@@ -280,7 +282,7 @@ class _Reader:
             if after is not None:
                 after.join()
             link, manifest = self._open()
-            self._events.put(replication.Opened(self.shard, self.grant.session, manifest))
+            self._tell(replication.Opened(self.shard, self.grant.session, manifest))
             work = self._work.get()
             if work is not None:
                 self._read(link, *work)
@@ -289,7 +291,7 @@ class _Reader:
         except OSError as error:
             self._lost(f"{type(error).__name__}: {error}")
         except Exception as error:  # a fault of ours: the caller must see it, not a retry
-            self._events.put(error)
+            self._tell(error)
         finally:
             if self._link is not None:
                 self._link.close()
@@ -327,12 +329,18 @@ class _Reader:
         for segment in link.read(segments, slab, placement, deadline=self._deadline):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self.stalls_at = time.monotonic() + STALL_S
-            self._events.put(replication.Arrived(self.shard, self.grant.session, segment, intact))
+            self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact))
             if not intact:
                 return
         same_epoch = link.check(deadline=min(self._deadline, time.monotonic() + OPEN_S))
-        self._events.put(replication.ReadEnded(self.shard, self.grant.session, same_epoch))
+        self._tell(replication.ReadEnded(self.shard, self.grant.session, same_epoch))
 
     def _lost(self, why: str) -> None:
         if not self._closed:
-            self._events.put(replication.Lost(self.shard, self.grant.session, why))
+            self._tell(replication.Lost(self.shard, self.grant.session, why))
+
+    def _tell(self, event: replication.Event | Exception) -> None:
+        self._events.put((self, event))
+
+
+_Events: TypeAlias = "queue.SimpleQueue[tuple[_Reader | None, replication.Event | Exception]]"
