@@ -161,7 +161,8 @@ class _Shard:
 
     @property
     def is_done(self) -> bool:
-        return self.missing is not None and not self.missing
+        """All of it is here and its source has been dealt with: its epoch checked, its lease ended."""
+        return self.missing is not None and not self.missing and self.grant is None
 
 
 @dataclass
@@ -332,7 +333,6 @@ class Replication:
         if state is None or state.missing is None:
             return
         if not same_epoch and not self.verify:  # without digests the epoch alone tells that bytes may be torn
-            self._drop_all()
             self._give_up(
                 errors.SourceLost(
                     "the source withdrew its version while it was read, and digests are switched off",
@@ -351,6 +351,9 @@ class Replication:
         if state.grant is not None:
             self._effects += [Close(shard, state.grant.session), EndLease(state.request, shard, False)]
             state.grant = None
+        self._complete_if_done()
+
+    def _complete_if_done(self) -> None:
         if all(s.is_done for s in self.shards.values()):
             self.finished = True
             self._effects.append(Complete())
@@ -363,6 +366,11 @@ class Replication:
         self._effects += [Close(shard, session), EndLease(state.request, shard, True)]
         state.peer, state.grant, state.reading = state.grant.worker, None, False
         self._avoid[session] = None
+        if state.missing is not None and not state.missing:
+            if self.verify:  # every byte had arrived intact: nothing is lost with the source
+                self._complete_if_done()
+                return
+            state.missing = None  # without digests nothing counts before the epoch was checked
         if self._ask_at is None:  # one question for all shards that are lost together
             self._ask_at = now + backoff_s(self._retries)
 

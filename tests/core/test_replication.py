@@ -1,0 +1,421 @@
+"""One replicate() event by event: what happened goes in, the list of what to do next comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub_plugins.core import errors
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core import replication as r
+from tensorhub_plugins.core.values import CHECKPOINT, LATEST, Location, Manifest, ShardKey, TensorSpec
+
+A, B, C = (letter.encode() * 16 for letter in "abc")
+NAMES = {A: "a/0", B: "b/0", C: "c/0"}
+RUNTIME = "runtime:f"
+DEADLINE_S = 60.0
+
+
+def manifest(segments: int, tag: str = "") -> Manifest:
+    tensors = (TensorSpec("w" + tag, "uint8", (segments,), segments),)
+    return Manifest(tensors, bytes(16 * segments), 1)
+
+
+def grant(shard: int, session: bytes, of: Manifest) -> m.Grant:
+    return m.Grant(shard, session, NAMES[session], {"tcp": "tcp://x:1"}, Location(), of.root(), of.size_bytes)
+
+
+def granted(request: int, *grants: m.Grant, version: int = 7, layout: str = CHECKPOINT, count: int = 1, claim=None):
+    return r.Answer(request, m.Granted(request, version, layout, count, grants, claim))
+
+
+class Story:
+    """A machine, the clock in hand, and names for what it is told often."""
+
+    def __init__(self, version: int | str = 7, layouts: tuple[str, ...] = (CHECKPOINT,), **options: object) -> None:
+        number = 0 if version == LATEST else version
+        self.now = 0.0
+        self.machine = r.Replication(number, 3, layouts, False, DEADLINE_S, DEADLINE_S, **options)
+
+    def at(self, now: float, event: r.Event) -> list[r.Effect]:
+        self.now = now
+        return self.machine.handle(event, now)
+
+    def then(self, event: r.Event) -> list[r.Effect]:
+        return self.machine.handle(event, self.now)
+
+    def asks(self, effects: list[r.Effect]) -> m.Acquire:
+        """The only effect is a question; return it."""
+        (ask,) = effects
+        assert isinstance(ask, r.AskSources)
+        return ask.acquire
+
+    def begin(self) -> None:
+        self.asks(self.then(r.Begin()))
+
+    def open(self, request: int, *pairs: tuple[bytes, Manifest]) -> None:
+        """From Begin to every shard being read."""
+        self.begin()
+        grants = [grant(shard, session, of) for shard, (session, of) in enumerate(pairs)]
+        self.then(granted(request, *grants, count=len(pairs)))
+        for shard, (session, of) in enumerate(pairs):
+            effects = self.then(r.Opened(shard, session, of))
+            assert effects == [r.Read(shard, session, tuple(range(of.segment_count)))]
+
+    def arrive(self, shard: int, session: bytes, *segments: int) -> None:
+        for segment in segments:
+            assert self.then(r.Arrived(shard, session, segment, True)) == [r.Verified(shard, segment)]
+
+
+def gives_up(effects: list[r.Effect]) -> errors.TensorHubError:
+    assert isinstance(effects[-1], r.GiveUp)
+    return effects[-1].error
+
+
+# --- the way of one version ---
+
+
+def test_ask_open_read_verify_complete():
+    story, of = Story(), manifest(2)
+    assert story.then(r.Begin()) == [r.AskSources(m.Acquire(0, 7, 3, (CHECKPOINT,), DEADLINE_S))]
+    key = ShardKey(7, CHECKPOINT, 0, 1)
+    assert story.then(granted(1, grant(0, A, of))) == [r.Open(key, grant(0, A, of), 1)]
+    assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (0, 1))]
+    assert story.then(r.Arrived(0, A, 1, True)) == [r.Verified(0, 1)]
+    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, 0)]
+    assert story.then(r.ReadEnded(0, A, True)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
+    assert story.machine.finished and story.machine.losses == []
+
+
+def test_a_shard_without_bytes_is_complete_once_it_is_opened():
+    story, of = Story(), manifest(0)
+    story.begin()
+    story.then(granted(1, grant(0, A, of)))
+    assert story.then(r.Opened(0, A, of)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
+
+
+def test_it_is_complete_only_when_every_shard_is():
+    story, one, two = Story(), manifest(1), manifest(1, "2")
+    story.open(1, (A, one), (B, two))
+    story.arrive(1, B, 0)
+    assert story.then(r.ReadEnded(1, B, True)) == [r.Close(1, B), r.EndLease(1, 1, False)]
+    story.arrive(0, A, 0)
+    assert story.then(r.ReadEnded(0, A, True))[-1] == r.Complete()
+
+
+def test_latest_stays_what_it_was_resolved_to():
+    story, of = Story(LATEST), manifest(1)
+    assert story.asks(story.then(r.Begin())).version == 0
+    story.then(granted(1, grant(0, A, of), version=9))
+    assert story.asks(story.then(r.Lost(0, A, "died"))[2:]).version == 9
+
+
+def test_after_the_end_nothing_is_done_and_a_late_grant_is_given_back():
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0)
+    story.then(r.ReadEnded(0, A, True))
+    for late in (
+        r.Arrived(0, A, 0, True),
+        r.Arrived(0, A, 0, False),
+        r.Lost(0, A, "late"),
+        r.ReadEnded(0, A, False),
+        r.Opened(0, A, of),
+        r.SourceGone(A),
+        r.Tick(),
+        r.Answer(5, None),
+    ):
+        assert story.then(late) == []
+    assert story.then(granted(5, grant(0, B, of))) == [r.EndLease(5, None, False)]
+
+
+# --- a source is lost ---
+
+
+def test_a_lost_source_costs_what_was_in_flight_and_nothing_verified():
+    story, of = Story(), manifest(4)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0, 2)
+    effects = story.then(r.Lost(0, A, "died"))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    again = story.asks(effects[2:])
+    assert (again.shards, again.shards_layout, again.shard_count) == ((0,), CHECKPOINT, 1)
+    assert (again.avoid, again.exclude) == ((A,), ())
+    story.then(granted(2, grant(0, B, of)))
+    assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (1, 3))]
+    story.arrive(0, B, 1, 3)
+    assert story.then(r.ReadEnded(0, B, True)) == [r.Close(0, B), r.EndLease(2, 0, False), r.Complete()]
+    assert story.machine.losses == ["shard 0 from a/0: died"]
+
+
+def test_words_of_a_source_that_was_left_mean_nothing():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    story.then(r.Lost(0, A, "died"))
+    for late in (r.Arrived(0, A, 0, True), r.ReadEnded(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+        assert story.then(late) == []
+    story.then(granted(2, grant(0, B, of)))
+    for late in (r.Arrived(0, A, 0, True), r.ReadEnded(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+        assert story.then(late) == []
+    assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (0, 1))]
+    assert story.then(r.Opened(0, B, of)) == []  # doubled
+    story.arrive(0, B, 0)
+    assert story.then(r.Arrived(0, B, 0, True)) == []  # doubled
+    assert story.then(r.Arrived(0, B, 0, False)) == []  # it is verified, whatever comes after
+
+
+def test_a_reading_that_ends_early_is_a_loss():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0)
+    assert story.then(r.ReadEnded(0, A, True))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.machine.losses == ["shard 0 from a/0: 1 segments did not arrive"]
+
+
+def test_the_hub_says_that_a_source_is_gone():
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    assert story.then(r.SourceGone(B)) == []
+    assert story.then(r.SourceGone(A))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.then(r.SourceGone(A)) == []
+
+
+def test_one_source_that_takes_several_shards_with_it_costs_one_question_and_no_wait():
+    story = Story()
+    parts = [manifest(1, str(shard)) for shard in range(4)]
+    story.open(1, *[(A, of) for of in parts])
+    story.arrive(2, A, 0)
+    story.then(r.ReadEnded(2, A, True))
+    effects = story.then(r.SourceGone(A))
+    assert effects[:6] == [x for shard in (0, 1, 3) for x in (r.Close(shard, A), r.EndLease(1, shard, True))]
+    assert story.asks(effects[6:]).shards == (0, 1, 3)
+
+
+def test_losses_that_come_while_it_asks_are_asked_about_next():
+    story, one, two = Story(), manifest(1), manifest(1, "2")
+    story.open(1, (A, one), (A, two))
+    assert story.asks(story.then(r.Lost(0, A, "died"))[2:]).shards == (0,)
+    assert story.then(r.Lost(1, A, "died")) == [r.Close(1, A), r.EndLease(1, 1, True)]  # a question is on its way
+    effects = story.then(granted(2, grant(0, B, one), count=2))
+    assert effects == [r.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, B, one), 2)]
+    assert story.asks(story.at(story.machine.next_deadline(), r.Tick())).shards == (1,)
+
+
+def test_a_grant_for_what_is_read_already_is_given_back():
+    story, one, two = Story(), manifest(1), manifest(1, "2")
+    story.open(1, (A, one), (B, two))
+    story.then(r.Lost(0, A, "died"))
+    effects = story.then(granted(2, grant(0, C, one), grant(1, C, two), count=2))
+    assert effects == [r.Open(ShardKey(7, CHECKPOINT, 0, 2), grant(0, C, one), 2), r.EndLease(2, 1, False)]
+
+
+def test_it_backs_off_while_nothing_moves_and_starts_afresh_with_progress():
+    story, of = Story(), manifest(10_000)
+    story.open(1, (A, of))
+    waits = []
+    for request in range(2, 12):
+        lost_at = story.now
+        effects = story.at(lost_at, r.Lost(0, A, "refused"))
+        if len(effects) == 2:
+            assert story.at(story.machine.next_deadline() - 0.001, r.Tick()) == []
+            effects = [*effects, *story.at(story.machine.next_deadline(), r.Tick())]
+        story.asks(effects[2:])
+        waits.append(round(story.now - lost_at, 3))
+        story.then(granted(request, grant(0, A, of)))
+    assert waits == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2, 2, 2, 2]
+    story.then(r.Opened(0, A, of))
+    story.arrive(0, A, 0)
+    assert len(story.then(r.Lost(0, A, "died"))) == 3  # asked at once
+
+
+def test_backing_off_for_hours_does_not_overflow():
+    assert r.backoff_s(10**6) == r.BACKOFF_MAX_S
+
+
+def test_two_sources_that_fail_in_turn_do_not_keep_the_hub_busy():
+    """Each answer used to be followed by the next question at once when another shard was lost meanwhile."""
+    story, one, two = Story(), manifest(1), manifest(1, "2")
+    story.begin()
+    story.then(granted(1, grant(0, A, one), grant(1, A, two), count=2))
+    questions, request, asking = 0, 1, False
+    while story.now < 10.0:
+        for shard in (0, 1):
+            for effect in story.then(r.Lost(shard, A, "refused")):
+                asking |= isinstance(effect, r.AskSources)
+        if asking:
+            questions, request, asking = questions + 1, request + 1, False
+            effects = story.then(granted(request, grant(0, A, one), grant(1, A, two), count=2))
+            asking = any(isinstance(effect, r.AskSources) for effect in effects)
+        else:
+            asking = any(isinstance(e, r.AskSources) for e in story.at(story.machine.next_deadline(), r.Tick()))
+    assert questions < 15
+
+
+# --- bytes that are not what was published ---
+
+
+def test_a_corrupt_segment_is_read_again_and_never_verified():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0)
+    effects = story.then(r.Arrived(0, A, 1, False))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.asks(effects[2:]).exclude == ()
+    story.then(granted(2, grant(0, A, of)))
+    assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (1,))]
+
+
+def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    for request in range(2, 2 + r.CORRUPT_SEGMENTS_MAX):
+        effects = story.then(r.Arrived(0, A, 1, False))
+        if len(effects) == 2:
+            effects += story.at(story.machine.next_deadline(), r.Tick())
+        acquire = story.asks(effects[2:])
+        story.then(granted(request, grant(0, A, of)))
+        story.then(r.Opened(0, A, of))
+    assert acquire.exclude == (A,)
+    assert story.machine.losses == ["shard 0 from a/0: segment 1 arrived corrupt"] * r.CORRUPT_SEGMENTS_MAX
+
+
+def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
+    story, of = Story(), manifest(2)
+    story.begin()
+    story.then(granted(1, grant(0, A, of)))
+    effects = story.then(r.Opened(0, A, manifest(2, "other")))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.asks(effects[2:]).exclude == (A,)
+
+
+def test_the_epoch_decides_when_digests_are_off():
+    for verify, same_epoch, completes in ((True, False, True), (False, True, True), (False, False, False)):
+        story, of = Story(verify=verify), manifest(1)
+        story.open(1, (A, of))
+        story.arrive(0, A, 0)
+        last = story.then(r.ReadEnded(0, A, same_epoch))[-1]
+        if completes:
+            assert last == r.Complete()
+        else:
+            assert isinstance(last, r.GiveUp) and isinstance(last.error, errors.SourceLost)
+            assert "withdrew" in str(last.error) and last.error.peer == "a/0"
+
+
+# --- another layout ---
+
+
+def test_another_layout_starts_again():
+    story, runtime, checkpoint = Story(layouts=(RUNTIME, CHECKPOINT)), manifest(2), manifest(3)
+    story.begin()
+    story.then(granted(1, grant(0, A, runtime), layout=RUNTIME))
+    story.then(r.Opened(0, A, runtime))
+    story.arrive(0, A, 0)
+    story.then(r.Lost(0, A, "died"))
+    effects = story.then(granted(2, grant(0, B, checkpoint), layout=CHECKPOINT))
+    assert effects == [r.Restart(CHECKPOINT), r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, B, checkpoint), 2)]
+    assert story.then(r.Opened(0, B, checkpoint)) == [r.Read(0, B, (0, 1, 2))]
+
+
+def test_another_layout_closes_what_is_still_being_read():
+    story, one, two, whole = Story(), manifest(1), manifest(1, "2"), manifest(2, "whole")
+    story.open(1, (A, one), (B, two))
+    story.then(r.Lost(0, A, "died"))
+    effects = story.then(granted(2, grant(0, C, whole)))
+    assert effects == [
+        r.Close(1, B),
+        r.EndLease(1, 1, False),
+        r.Restart(CHECKPOINT),
+        r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, C, whole), 2),
+    ]
+
+
+def test_a_claim_is_remembered():
+    claim = ShardKey(7, RUNTIME, 0, 1)
+    story, of = Story(layouts=(RUNTIME, CHECKPOINT)), manifest(1)
+    story.begin()
+    story.then(granted(1, grant(0, A, of), claim=claim))
+    assert story.machine.claimed == claim
+
+
+# --- the end by deadline ---
+
+
+def test_at_the_deadline_it_says_what_is_missing_from_whom():
+    story, of = Story(), manifest(3)
+    story.open(1, (A, of))
+    story.arrive(0, A, 1)
+    assert story.at(DEADLINE_S - 0.001, r.Tick()) == [] and story.machine.next_deadline() == DEADLINE_S
+    effects = story.at(DEADLINE_S, r.Tick())
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    error = gives_up(effects)
+    assert isinstance(error, errors.DeadlineExceeded)
+    assert (error.version, error.peer, error.phase, error.deadline_s) == (7, "a/0", "read", DEADLINE_S)
+    assert "2 segments were still missing" in str(error)
+
+
+def test_at_the_deadline_it_names_the_sources_that_were_lost():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    story.then(r.Lost(0, A, "connection refused"))  # asks at once; the hub knows nobody else
+    assert story.at(DEADLINE_S, r.Tick()) == []  # its answer says more
+    assert story.machine.next_deadline() == DEADLINE_S + r.HUB_ANSWER_S
+    error = gives_up(story.at(DEADLINE_S + r.HUB_ANSWER_S, r.Tick()))
+    assert isinstance(error, errors.DeadlineExceeded)
+    assert (error.version, error.peer, error.phase) == (7, "a/0", "read")
+    assert "lost on the way: shard 0 from a/0: connection refused" in str(error)
+
+
+def test_shards_that_nobody_opened_are_counted_apart():
+    story, one, two = Story(), manifest(2), manifest(2, "2")
+    story.begin()
+    story.then(granted(1, grant(0, A, one), grant(1, B, two), count=2))
+    story.then(r.Opened(0, A, one))
+    error = gives_up(story.at(DEADLINE_S, r.Tick()))
+    assert "2 segments and 1 shards not yet opened were still missing" in str(error) and error.peer == "a/0, b/0"
+
+
+def test_no_answer_at_all_means_that_the_hub_is_away():
+    story = Story()
+    story.begin()
+    assert story.at(DEADLINE_S, r.Tick()) == []
+    error = gives_up(story.at(DEADLINE_S + r.HUB_ANSWER_S, r.Tick()))
+    assert isinstance(error, errors.HubUnreachable) and error.phase == "find sources"
+    story = Story()
+    story.begin()
+    assert isinstance(gives_up(story.then(r.Answer(1, None))), errors.HubUnreachable)
+
+
+@pytest.mark.parametrize("kind", [errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded])
+def test_the_hubs_refusal_becomes_the_error_it_names_with_what_was_lost_before(kind):
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    story.then(r.Lost(0, A, "died"))
+    error = gives_up(story.then(r.Answer(2, m.Refused(2, kind.__name__, "because"))))
+    assert type(error) is kind and (error.version, error.peer) == (7, "a/0")
+    assert "because" in str(error) and "shard 0 from a/0: died" in str(error)
+
+
+def test_a_refusal_of_an_unknown_kind_is_a_broken_peer():
+    story = Story()
+    story.begin()
+    error = gives_up(story.then(r.Answer(1, m.Refused(1, "SystemExit", "ha"))))
+    assert type(error) is errors.ProtocolError
+
+
+def test_a_grant_after_the_deadline_is_given_back_at_once():
+    story, of = Story(), manifest(1)
+    story.begin()
+    effects = story.at(DEADLINE_S + 0.5, granted(1, grant(0, A, of)))
+    assert effects[1:3] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    assert isinstance(gives_up(effects), errors.DeadlineExceeded)
+
+
+def test_a_long_list_of_losses_is_cut_short_in_the_error():
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    for request in range(2, 8):
+        effects = story.then(r.Lost(0, A, f"loss {request}"))
+        if len(effects) == 2:
+            story.at(story.machine.next_deadline(), r.Tick())
+        story.then(granted(request, grant(0, A, of)))
+    text = str(gives_up(story.at(DEADLINE_S, r.Tick())))
+    assert "loss 7" in text and "loss 3" not in text
