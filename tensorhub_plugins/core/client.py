@@ -432,9 +432,9 @@ class Client:
         try:
             reply = self._ask(lambda number: messages.Unpublish(number, tuple(keys), deadline_s), deadline_s)
             assert isinstance(reply, messages.Unpublished)
-        except HubUnreachable:  # the source can keep its word without the hub: whoever still reads is cut off
-            log.warning("%s/%d: version %d is withdrawn without the hub", self.replica, self.shard, version)
-            reply = messages.Unpublished(0)
+        except HubUnreachable:  # it may be the last copy; the hub says when it is back
+            log.warning("%s/%d: version %d is kept, the hub does not answer", self.replica, self.shard, version)
+            reply = messages.Unpublished(0, keep=True)
         if reply.keep:
             for key in keys:
                 self._keep(key, began + deadline_s)
@@ -566,7 +566,7 @@ class _Targets:
         for offer in self._arriving.values():
             keys = (offer.key,)
             self._client._hub.ask(
-                lambda number, keys=keys: messages.Unpublish(number, keys, 0.0),  # type: ignore[misc]
+                lambda number, keys=keys: messages.Unpublish(number, keys, 0.0, gone=True),  # type: ignore[misc]
                 time.monotonic() + BACKGROUND_DEADLINE_S,
             )
             self._client._withdraw(offer.key)

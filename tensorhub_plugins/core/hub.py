@@ -46,6 +46,7 @@ CLAIM_S = 120.0  # reading and converting the largest models takes less; a dead 
 READERS_PER_SOURCE_MAX = 16  # beyond that one source's link is shared so thinly that waiting for a peer is faster
 PENDING_PER_SESSION_MAX = 256
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
+WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
 HOLDINGS_PER_SESSION_MAX = 65536
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
 
@@ -124,12 +125,14 @@ class Worker:
     history: History
     last_heard: float
     suspect: bool = False  # a reader lost it and it has not been heard since
+    sequence: int = 0  # the highest number it has used, as far as we know
     seen_version: int = 0
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
     pending: dict[int, Pending] = field(default_factory=dict)
     replies: OrderedDict[int, m.Reply] = field(default_factory=OrderedDict)
+    withdrawn: OrderedDict[ShardKey, int] = field(default_factory=OrderedDict)  # -> its Unpublish
 
     @property
     def name(self) -> str:
@@ -185,7 +188,7 @@ class History:
     workers: dict[bytes, Worker] = field(default_factory=dict)
     group_latest: dict[str, tuple[int, set[int]]] = field(
         default_factory=dict
-    )  # replica -> version, shards that have it
+    )  # replica -> version that its shards agree on, shards that have been told
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
     settle_at: float = 0.0  # when the next deadline of a pending request or a claim is due
 
@@ -257,7 +260,8 @@ class Hub:
             case _:
                 pass
         if message.request <= worker.hello.sequence and message.request not in worker.hello.pending:
-            return  # from before a hub's restart, and over
+            return  # from before its last Hello, and over
+        worker.sequence = max(worker.sequence, message.request)
         if message.request in worker.replies:  # sent again: the first answer was lost
             self._send(session, worker.replies[message.request])
             return
@@ -285,6 +289,12 @@ class Hub:
 
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
         """Make up for what was lost on the way, in either direction."""
+        if heartbeat.sequence >= worker.sequence and any(
+            request not in worker.leases or len(worker.leases[request].sources) != shards
+            for request, shards in heartbeat.leases.items()
+        ):
+            self._send(worker.session, m.Unknown())  # it reads and we do not know how: its Hello says
+        worker.sequence = max(worker.sequence, heartbeat.sequence)
         unseen = []
         for request in heartbeat.pending:
             if request in worker.replies:
@@ -309,17 +319,19 @@ class Hub:
         history = self.histories.setdefault(key, History(hello.run, hello.model))
         if known is not None and known.history is history:
             known.last_heard, known.suspect = now, False
-            if hello.sequence < known.hello.sequence:  # delayed on the way, and stale
-                self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S))
+            if hello.sequence <= known.sequence:  # delayed or doubled on the way: we know better
                 return
             known.hello = hello
             worker = known
+            self._forget_what_is_not_in(hello, worker)
         else:
             if known is not None:
                 self._forget(known, "joined another run", now)
             worker = Worker(session, hello, history, now)
-            self.workers[session] = worker
-            history.workers[session] = worker
+            self._join(worker)
+        worker.sequence = hello.sequence
+        worker.seen_version = max(worker.seen_version, hello.seen)
+        self._recall_group(worker)
         if hello.retain_newest is not None:
             history.retain_newest = hello.retain_newest
         for announced in hello.holdings:
@@ -327,15 +339,49 @@ class Hub:
             if problem:
                 self._effects.append(Log(f"{worker.name}: {problem}"))
         for held in hello.leases:
-            if held.request not in worker.leases:
+            if held.sources:
                 self._lease(worker, held.request, held.version, held.layout, held.sources, now + held.seconds_left)
         for claimed in hello.claims:
             version = history.versions.setdefault(claimed.version, Version(claimed.version))
             version.claims.setdefault(claimed, Claim(worker, now + CLAIM_S))
         self._touch(history)
-        self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S))
+        self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.sequence))
+
+    def _join(self, worker: Worker) -> None:
+        session, hello, history = worker.session, worker.hello, worker.history
+        for other in history.workers.values():
+            if (other.hello.replica, other.hello.shard) == (hello.replica, hello.shard):
+                history.group_latest.pop(hello.replica, None)  # the replica starts again: so do its rounds
+            for lease in other.leases.values():  # readers may have told us of it before it did itself
+                if session in lease.sources.values():
+                    worker.readers[other.session, lease.request] = lease
+        self.workers[session] = worker
+        history.workers[session] = worker
+
+    def _forget_what_is_not_in(self, hello: m.Hello, worker: Worker) -> None:
+        announced = {holding.key for holding in hello.holdings}
+        for holding in [h for key, h in worker.holdings.items() if key not in announced]:
+            self._drop(holding)
+        for lease in list(worker.leases.values()):
+            if lease.request not in hello.pending:
+                self._end_lease(lease)
+        for request in hello.pending:  # answered, but not heard: what is announced again must be withdrawn again
+            if isinstance(worker.replies.get(request), m.Unpublished):
+                del worker.replies[request]
+
+    def _recall_group(self, worker: Worker) -> None:
+        """What was agreed on before a hub's restart is agreed on after it."""
+        groups, hello = worker.history.group_latest, worker.hello
+        number, joined = groups.get(hello.replica, (0, set()))
+        if hello.resolved > number:
+            groups[hello.replica] = (hello.resolved, {hello.shard})
+        elif hello.resolved == number and number:
+            joined.add(hello.shard)
 
     def _publish(self, worker: Worker, request: int, holding: m.Holding) -> None:
+        if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
+            self._reply(worker, m.Done(request))
+            return
         problem = self._hold(worker, holding)
         if problem:
             self._refuse(worker, request, "UsageError", problem)
@@ -569,20 +615,28 @@ class Hub:
         return None
 
     def _try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
-        if self.recovering(now) and now < pending.deadline:  # others may still have to say that they read or hold it
-            return None
         worker, history = pending.worker, pending.worker.history
         holdings = [h for h in (worker.holdings.get(key) for key in unpublish.keys) if h is not None]
-        if any(h.complete and self._is_last_copy(history, h, holdings) for h in holdings):
-            for h in holdings:
-                h.unpublishing, h.kept = None, True
-            return m.Unpublished(unpublish.request, keep=True)
         leases = [lease for h in holdings for lease in self._leases_on(worker, h.key)]
-        if leases and now < pending.deadline:
-            return None
+        if not unpublish.gone:
+            # Rule 6: others may still have to say that they read it or hold it, or how many are retained.
+            recovering = self.recovering(now)
+            if recovering and now < pending.deadline:
+                return None
+            if any(h.complete and (recovering or self._is_last_copy(history, h, holdings)) for h in holdings):
+                for h in holdings:
+                    h.unpublishing, h.kept = None, True
+                return m.Unpublished(unpublish.request, keep=True)
+            if leases and now < pending.deadline:
+                return None
         cut_off = tuple(sorted({lease.reader.name for lease in leases}))
         for h in holdings:
             self._drop(h)
+        for key in unpublish.keys:
+            worker.withdrawn[key] = unpublish.request
+            worker.withdrawn.move_to_end(key)
+        while len(worker.withdrawn) > WITHDRAWN_KEPT_MAX:
+            worker.withdrawn.popitem(last=False)
         return m.Unpublished(unpublish.request, cut_off)
 
     def _is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
@@ -597,7 +651,9 @@ class Hub:
 
     def _try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
         worker, history = pending.worker, pending.worker.history
-        number = acquire.version or self._resolve_latest(pending, acquire)
+        number = acquire.version or self._resolve_latest(pending, acquire, now)
+        if isinstance(number, m.Refused):
+            return number
         version = history.versions.get(number) if number else None
         if version is not None and version.visible:
             for layout in acquire.layouts:
@@ -621,22 +677,39 @@ class Hub:
             return m.Refused(acquire.request, "NotPublished", f"{what} was not published before the deadline")
         return None
 
-    def _resolve_latest(self, pending: Pending, acquire: m.Acquire) -> int:
+    def _resolve_latest(self, pending: Pending, acquire: m.Acquire, now: float) -> int | m.Refused:
         """Rule 2: one version for all shards of the reading replica; 0 when there is none yet."""
         worker, history = pending.worker, pending.worker.history
-        if pending.version and history.versions[pending.version].visible:
+        if self._is_visible(history, pending.version):
             return pending.version
+        replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
+        present = {w.hello.shard for w in history.workers.values() if w.hello.replica == replica}
+        if self.recovering(now) and len(present) < shard_count:
+            return 0  # another shard may have been told before the hub's restart, and has not said so yet
         at_least = max(acquire.at_least, worker.seen_version)
-        replica, shard = worker.hello.replica, worker.hello.shard
         number, joined = history.group_latest.get(replica, (0, set()))
-        agreed = history.versions.get(number)
-        if agreed is None or not agreed.visible or number < at_least or shard in joined:
+        if number and shard_count > 1 and (shard not in joined or pending.version):
+            if number < at_least or not self._is_visible(history, number):
+                if self.recovering(now):
+                    return 0
+                del history.group_latest[replica]
+                text = (
+                    f"other shards of {replica} took version {number} as the latest, and this one cannot: "
+                    "let all of them read again, naming one version"
+                )
+                return m.Refused(acquire.request, "VersionGone", text)
+        else:
             number, joined = self._newest(history, at_least) or 0, set()
         if number:
             joined.add(shard)
             history.group_latest[replica] = (number, joined)
             pending.version = number
         return number
+
+    @staticmethod
+    def _is_visible(history: History, number: int) -> bool:
+        version = history.versions.get(number)
+        return version is not None and version.visible
 
     def _grant(
         self, pending: Pending, acquire: m.Acquire, version: Version, layout: str, now: float

@@ -20,6 +20,7 @@ from tensorhub_plugins.core.values import Location, ShardKey, VersionInfo
 
 MAGIC = b"TH"
 PROTOCOL = 1
+SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
 MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -31,7 +32,7 @@ Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
 Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
 Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=31_536_000)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
 
@@ -80,8 +81,9 @@ class Grant(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it.
 
-    sequence: the highest request number used so far; of those up to it only `pending` are still wanted, so that a
-    message that was delayed or doubled on the way cannot bring back what is over.
+    It says all there is: what is not in it is over. sequence: a fresh number, so that the hub can tell it from one
+    that was delayed or doubled on the way; of the requests up to it only `pending` are still wanted. seen: the newest
+    version this worker was told of. resolved: what its last "latest" was resolved to, for the replica's other shards.
     """
 
     run: Name
@@ -97,14 +99,16 @@ class Hello(_Message, frozen=True):
     retain_newest: Count | None = None
     sequence: Count = 0
     pending: Requests = ()
+    seen: Count = 0
+    resolved: Count = 0
 
 
 class Heartbeat(_Message, frozen=True):
-    """I live. Of my requests up to `sequence` I wait for `pending` and read under the leases of `leases`, no others."""
+    """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others."""
 
     sequence: Count = 0
     pending: Requests = ()
-    leases: Requests = ()
+    leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
 
 
 class Bye(_Message, frozen=True):
@@ -117,11 +121,12 @@ class Publish(_Message, frozen=True):
 
 
 class Unpublish(_Message, frozen=True):
-    """Stop leasing these shards; answer when no reader is left, or at the deadline."""
+    """Stop leasing these shards; answer when no reader is left, or at the deadline. gone: they are no more already."""
 
     request: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
     deadline_s: Seconds
+    gone: bool = False
 
 
 class Acquire(_Message, frozen=True):
@@ -207,10 +212,11 @@ class Welcome(_Message, frozen=True):
     hub: Session  # this hub's life
     heartbeat_s: Seconds
     session_timeout_s: Seconds
+    sequence: Count = 0  # of the Hello that it answers
 
 
 class Unknown(_Message, frozen=True):
-    """I do not know this session (I was restarted, or gave you up): say Hello again."""
+    """I do not know this session (I was restarted, or gave you up), or not all of it: say Hello again."""
 
 
 class Alive(_Message, frozen=True):

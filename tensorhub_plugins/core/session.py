@@ -3,6 +3,11 @@
 It numbers requests, sends them again when they or their answers were lost, beats the heart, and remembers all that the
 hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert. The truth is
 here, in the workers; the hub only has a copy (rule 6).
+
+What a deadline that passes without the hub's answer means
+    Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
+    Unpublish: the copy is kept, as if the hub had said so, because it may be the last one (rule 4); MayDrop follows
+    when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
 """
 
 from __future__ import annotations
@@ -96,6 +101,7 @@ Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | HubAway |
 class _Asked:
     message: Request
     deadline: float
+    announced: bool = False  # Publish: the hub was told of this shard before
 
 
 @dataclass
@@ -120,10 +126,14 @@ class Session:
     kept: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
     retain_newest: int | None = None
+    seen: int = 0  # the newest version the hub has told us of
+    resolved: int = 0  # what our last "latest" was
     heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
         self._welcomed = False
+        self._hello_first = 0  # the number of the first Hello since we were welcome last
+        self._retry_kept = False
         self._heard_at = self.now
         self._away = False
         self._next_hello = self.now
@@ -156,19 +166,45 @@ class Session:
         return min([due, *(a.deadline + ANSWER_MARGIN_S for a in self.asked.values())])
 
     def _ask(self, message: Request, deadline: float, now: float) -> None:
-        self.asked[message.request] = _Asked(message, deadline)
+        announced = False
         if isinstance(message, m.Publish):
+            announced = message.holding.key in self.holdings
             self.holdings[message.holding.key] = message.holding
+        elif isinstance(message, m.Unpublish) and message.gone:
+            deadline = float("inf")
+            for key in message.keys:
+                self.holdings.pop(key, None)
+                self.kept.discard(key)
+            for overtaken in self._publishing(message):
+                del self.asked[overtaken]
+                self._effects.append(Answered(overtaken, m.Done(overtaken)))
         elif isinstance(message, m.Retain):
             self.retain_newest = message.newest
-        if self._welcomed:
-            self._send(self._dated(message.request, now))
+        self.asked[message.request] = _Asked(message, deadline, announced)
+        self._send_asked(message.request, now)
+
+    def _send_asked(self, request: int, now: float) -> None:
+        """Unless no hub listens, or it has to hear of something else first."""
+        if self._welcomed and not self._publishing(self.asked[request].message):
+            self._send(self._dated(request, now))
+
+    def _publishing(self, message: Request) -> list[int]:
+        """Unanswered Publishes of the shards of this Unpublish: the hub must know what it is asked to give up."""
+        if not isinstance(message, m.Unpublish):
+            return []
+        return [
+            request
+            for request, asked in self.asked.items()
+            if isinstance(asked.message, m.Publish) and asked.message.holding.key in message.keys
+            and request < message.request
+        ]
 
     def _dated(self, request: int, now: float) -> Request:
         """The request with the seconds that are left of its deadline."""
         asked = self.asked[request]
         if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait):
-            return msgspec.structs.replace(asked.message, deadline_s=max(0.0, asked.deadline - now))
+            left_s = min(m.SECONDS_MAX, max(0.0, asked.deadline - now))
+            return msgspec.structs.replace(asked.message, deadline_s=left_s)
         return asked.message
 
     def _end_lease(self, request: int, shard: int | None, lost: bool) -> None:
@@ -185,26 +221,34 @@ class Session:
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self._heard_at = now
         match message:
-            case m.Welcome(hub, heartbeat_s, _):
+            case m.Welcome(hub, heartbeat_s, _, sequence):
+                if self._welcomed or sequence < self._hello_first:
+                    return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
                 restarted = self.hub is not None and hub != self.hub
                 if self._away or restarted:
                     self._away = False
                     self._effects.append(HubBack(restarted))
-                again = not self._welcomed or hub != self.hub
                 self.hub, self._welcomed, self.heartbeat_s = hub, True, heartbeat_s
                 self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
-                if again:
-                    for request in list(self.asked):
-                        self._send(self._dated(request, now))
-                    if self.kept:
-                        self._effects.append(MayDrop(tuple(sorted(self.kept))))
+                for request in list(self.asked):
+                    self._send_asked(request, now)
+                self._retry_kept = True
             case m.Unknown():
-                self._welcomed = False
-                self._hello(now)
+                if self._welcomed:
+                    self._welcomed = False
+                    self._hello_first = self.sequence + 1
+                    self._hello(now)
             case m.Alive(resend):
+                if self._away:
+                    self._away = False
+                    self._effects.append(HubBack(False))
                 for request in resend:
                     if request in self.asked:
-                        self._send(self._dated(request, now))
+                        self._send_asked(request, now)
+                if self._retry_kept:
+                    self._retry_kept = False
+                    if self.kept:
+                        self._effects.append(MayDrop(tuple(sorted(self.kept))))
             case m.SourceGone(session):
                 self._effects.append(SourceGone(session))
             case m.MayDrop(keys):
@@ -242,22 +286,43 @@ class Session:
             case m.Acquire(), m.Granted():
                 sources = {grant.shard: grant.session for grant in reply.grants}
                 self.leases[reply.request] = _Lease(reply.version, reply.layout, sources, asked.deadline)
+                self.seen = max(self.seen, reply.version)
+                if asked.message.version == 0:
+                    self.resolved = reply.version
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
+            case m.Wait(), m.Visible(_, version):
+                self.seen = max(self.seen, version)
             case _:
                 pass
         self._effects.append(Answered(reply.request, reply))
+        self._send_unblocked(asked.message, now)
+
+    def _send_unblocked(self, ended: Request, now: float) -> None:
+        if isinstance(ended, m.Publish):
+            for request, asked in list(self.asked.items()):
+                if isinstance(asked.message, m.Unpublish) and ended.holding.key in asked.message.keys:
+                    self._send_asked(request, now)
 
     def _tick(self, now: float) -> None:
         for request, asked in list(self.asked.items()):
             if now >= asked.deadline + ANSWER_MARGIN_S:
                 del self.asked[request]
-                if isinstance(asked.message, m.Unpublish):  # the source cuts its readers off by itself then
-                    for key in asked.message.keys:
-                        self.holdings.pop(key, None)
-                        self.kept.discard(key)
-                if isinstance(asked.message, m.Acquire) and self._welcomed:
-                    self._send(m.Release(request))
+                match asked.message:
+                    case m.Publish(_, holding):
+                        if not asked.announced and self.holdings.get(holding.key) is holding:
+                            self._ask(m.Unpublish(self.number(), (holding.key,), 0.0, gone=True), now, now)
+                    case m.Unpublish(_, keys, _):
+                        self.kept.update(key for key in keys if key in self.holdings)
+                        self._retry_kept = True
+                    case m.Abandon(_, key):
+                        self.claims.pop(key, None)
+                    case m.Acquire():
+                        if self._welcomed:
+                            self._send(m.Release(request))
+                    case _:
+                        pass
+                self._send_unblocked(asked.message, now)
                 self._effects.append(Expired(request, now - self._heard_at > ANSWER_MARGIN_S))
         for request in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request]
@@ -269,7 +334,8 @@ class Session:
                 self._hello(now)
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + self.heartbeat_s
-            self._send(m.Heartbeat(self.sequence, tuple(self.asked), tuple(self.leases)))
+            leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
+            self._send(m.Heartbeat(self.sequence, tuple(self.asked), leases))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
@@ -285,8 +351,10 @@ class Session:
                 ),
                 claims=tuple(self.claims),
                 retain_newest=self.retain_newest,
-                sequence=self.sequence,
+                sequence=self.number(),
                 pending=tuple(self.asked),
+                seen=self.seen,
+                resolved=self.resolved,
             )
         )
 

@@ -1,0 +1,967 @@
+"""A simulated cluster around the real hub and the real client machines.
+
+Real: `Hub`, `Session`, `Replication` and the wire's encode and decode. Simulated, all from one seed: time, the network
+(loss, duplication, delay and thereby reordering), memory, transfers, crashes, freezes, partitions, flipped bits.
+The thin shell around the machines is written again here, without threads, as `Worker` and `Transfer`.
+
+The run has two phases: faults, then calm, in which everybody must reach the last version and the hub must end up
+knowing exactly what is true. In both, these are checked whenever they could break (`Violation` names the seed):
+
+    torn        what a finished read hands over is, byte for byte, what was published under that name
+    group       the shards of a replica that read "latest" together get one version
+    backwards   no reader is ever given an older version than before
+    atomic      a version is visible only if one replica really held all of it
+    retained    no unpublish drops the last copy of a retained version
+    lease       no byte is read without a lease at the hub, and no unpublish is confirmed while somebody it does not
+                name is reading
+    circle      nobody waits for bytes that depend on his own
+    late        every operation ends by its deadline
+    stuck       in the calm, everybody finishes
+    ghost       in the calm, the hub's holdings, leases and waiters are the workers' own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import xxhash
+
+from tensorhub_plugins.core import hub as hub_machine
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core import replication as r
+from tensorhub_plugins.core import session as s
+from tensorhub_plugins.core.values import CHECKPOINT, Location, Manifest, ShardKey, TensorSpec
+
+SEGMENT_SIZE_BYTES = 8
+SEGMENTS = 5
+RUNTIME = "runtime:5eed"
+
+FAULTS_S = 40.0
+CALM_S_MAX = 150.0
+INFINITY = float("inf")
+QUIET_S = 20.0  # longer than a session's time-out: what is dead has been forgotten by then
+STALL_S = 3.0  # a reader gives a silent source up
+LATE_S = s.ANSWER_MARGIN_S + 0.6  # beyond a deadline: the margin for the hub's answer, and one timer's step
+
+
+class Violation(AssertionError):
+    def __init__(self, rule: str, world: World, text: str) -> None:
+        super().__init__(f"{rule}: {text} (seed {world.seed}, at {world.now:.3f} s)")
+        self.rule = rule
+
+
+# --- what the bytes of a version are ---
+
+
+def _bytes(*what: object) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=SEGMENT_SIZE_BYTES).digest()
+
+
+@lru_cache(maxsize=4096)
+def checkpoint_content(version: int, shard: int) -> tuple[bytes, ...]:
+    return tuple(_bytes("checkpoint", version, shard, k) for k in range(SEGMENTS))
+
+
+def convert(checkpoint: Iterable[tuple[bytes, ...]], shard: int) -> tuple[bytes, ...]:
+    """The runtime layout of one shard from all shards of the checkpoint: a torn byte in, a torn shard out."""
+    whole = b"".join(segment for content in checkpoint for segment in content)
+    return tuple(_bytes("runtime", whole, shard, k) for k in range(SEGMENTS))
+
+
+@lru_cache(maxsize=4096)
+def truth(key: ShardKey, trainer_shards: int) -> tuple[bytes, ...]:
+    if key.layout == CHECKPOINT:
+        return checkpoint_content(key.version, key.shard)
+    return convert([checkpoint_content(key.version, i) for i in range(trainer_shards)], key.shard)
+
+
+@lru_cache(maxsize=4096)
+def manifest_of(content: tuple[bytes, ...]) -> Manifest:
+    spec = TensorSpec("w", "uint8", (SEGMENTS * SEGMENT_SIZE_BYTES,), SEGMENTS * SEGMENT_SIZE_BYTES)
+    return Manifest((spec,), b"".join(xxhash.xxh3_128_digest(c) for c in content), SEGMENT_SIZE_BYTES)
+
+
+@lru_cache(maxsize=4096)
+def root_of(content: tuple[bytes, ...]) -> bytes:
+    return manifest_of(content).root()
+
+
+# --- the world ---
+
+
+@dataclass
+class Faults:
+    """Probabilities, and mean seconds between two events of a kind (0: never)."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    slow: float = 0.0  # a message that takes seconds
+    corrupt: float = 0.0  # a segment with a flipped bit
+    hub_crash_every_s: float = 0.0
+    worker_crash_every_s: float = 0.0
+    freeze_every_s: float = 0.0
+    cut_every_s: float = 0.0  # a worker's line to the hub
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Faults:
+        return cls(
+            loss=rng.choice([0.0, 0.02, 0.1, 0.25]),
+            duplicate=rng.choice([0.0, 0.05, 0.3]),
+            slow=rng.choice([0.0, 0.02, 0.1]),
+            corrupt=rng.choice([0.0, 0.01, 0.1]),
+            hub_crash_every_s=rng.choice([0.0, 12.0, 25.0]),
+            worker_crash_every_s=rng.choice([0.0, 10.0, 25.0]),
+            freeze_every_s=rng.choice([0.0, 12.0, 30.0]),
+            cut_every_s=rng.choice([0.0, 12.0, 30.0]),
+        )
+
+
+Program = Generator[Any, Any, None]
+
+
+class World:
+    def __init__(self, seed: int, hub_class: type[hub_machine.Hub] = hub_machine.Hub, verify: bool = True) -> None:
+        self.seed, self.hub_class, self.verify = seed, hub_class, verify
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.faults = Faults.random(self.rng)
+        self.calm = False
+        self.log: Callable[[str], None] | None = None
+        self.counts: Counter[str] = Counter()
+        self.trace = hashlib.blake2b(digest_size=16)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self.hub: hub_machine.Hub | None = None
+        self.lives = 0
+        self.workers: dict[bytes, Worker] = {}
+        self.links: dict[Link, None] = {}
+        self.dead: dict[bytes, float] = {}  # session -> when it died
+        self.graves: dict[bytes, set[ShardKey]] = {}  # what the dead held
+        self.ever_whole: set[int] = set()
+        self.ever_visible: set[int] = set()
+        self.rounds: dict[tuple[str, int], dict[int, int]] = {}
+        self.last_version = -1
+        self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
+        self.trainers = Group(self, "trainer", self.rng.choice([1, 1, 2, 3]), Location("dc", "r0", "h0"), "trainer")
+        self.groups = [self.trainers]
+        for i in range(self.rng.randint(2, 4)):
+            kind = self.rng.choice(["checkpoint", "runtime"])
+            location = Location("dc", f"r{i % 2}", f"h{i}")
+            self.groups.append(Group(self, f"rollout-{i}", self.rng.choice([1, 1, 2]), location, kind))
+
+    # --- time ---
+
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + delay, self._order, action))
+
+    def run_until(self, stop: float, done: Callable[[], bool] = lambda: False) -> bool:
+        while self._queue and self._queue[0][0] <= stop and not done():
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        if done():
+            return True
+        self.now = stop
+        return False
+
+    def run(self) -> Counter[str]:
+        self.start_hub()
+        for group in self.groups:
+            self.at(self.rng.uniform(0, 1), group.start)
+        self._every(lambda: self.faults.hub_crash_every_s, self._crash_hub)
+        self._every(lambda: self.faults.worker_crash_every_s, self._crash_worker)
+        self._every(lambda: self.faults.freeze_every_s, self._freeze)
+        self._every(lambda: self.faults.cut_every_s, self._cut)
+        self.run_until(FAULTS_S)
+        self.calm, self.faults = True, Faults()
+        for worker in self.workers.values():
+            worker.cut_until = 0.0
+        if not self.run_until(self.now + CALM_S_MAX, lambda: all(g.finished for g in self.groups)):
+            missing = [w.name for g in self.groups for w in g.workers if not w.finished]
+            raise Violation("stuck", self, f"{missing or 'a group that is down'} did not reach the last version")
+        self.counts["calm_ms"] += int(1000 * (self.now - FAULTS_S))
+        self.run_until(self.now + QUIET_S)
+        self._check_no_ghosts()
+        return self.counts
+
+    def _every(self, mean_s: Callable[[], float], action: Callable[[], None]) -> None:
+        def go() -> None:
+            if not self.calm:
+                action()
+                self.at(self.rng.expovariate(1 / mean_s()), go)
+
+        if mean_s():
+            self.at(self.rng.expovariate(1 / mean_s()), go)
+
+    # --- faults ---
+
+    def start_hub(self) -> None:
+        self.lives += 1
+        self.hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
+        self._tick_hub(self.lives)
+
+    def _crash_hub(self) -> None:
+        if self.hub is not None:
+            self.hub = None
+            self.counts["hub_crashes"] += 1
+            self.at(self.rng.choice([0.1, 1.0, 8.0]), self.start_hub)
+
+    def _crash_worker(self) -> None:
+        group = self.rng.choice(self.groups)
+        if group.workers:
+            self.counts["worker_crashes"] += 1
+            group.crash(self.rng.uniform(0.2, 6.0))
+
+    def _freeze(self) -> None:
+        if self.workers:
+            self.counts["freezes"] += 1
+            worker = self.rng.choice(list(self.workers.values()))
+            worker.frozen_until = max(worker.frozen_until, self.now + self.rng.choice([0.5, 4.0, 18.0]))
+
+    def _cut(self) -> None:
+        if self.workers:
+            self.counts["cuts"] += 1
+            worker = self.rng.choice(list(self.workers.values()))
+            worker.cut_until = self.now + self.rng.choice([1.0, 4.0, 18.0])
+
+    # --- the network between workers and hub ---
+
+    def _deliveries(self) -> list[float]:
+        """Delays after which copies of a message arrive."""
+        rng, faults = self.rng, self.faults
+        copies = 0 if rng.random() < faults.loss else 2 if rng.random() < faults.duplicate else 1
+        return [rng.uniform(0.5, 4.0) if rng.random() < faults.slow else rng.uniform(0.0002, 0.02) for _ in range(copies)]
+
+    def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
+        frame = m.encode(message)
+        if self.now >= worker.cut_until:
+            for delay in self._deliveries():
+                self.at(delay, lambda: self._hub_receives(worker, frame))
+
+    def _hub_receives(self, worker: Worker, frame: bytes) -> None:
+        if self.hub is not None and self.now >= worker.cut_until:
+            self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
+
+    def _tick_hub(self, life: int) -> None:
+        if self.hub is not None and life == self.lives:
+            self._feed_hub(hub_machine.Tick())
+            self.at(self.hub.next_deadline(self.now) - self.now, lambda: self._tick_hub(life))
+
+    def _feed_hub(self, event: hub_machine.Event) -> None:
+        assert self.hub is not None
+        effects = self.hub.handle(event, self.now)
+        if self.log is not None:
+            self._log(event, effects)
+        if not isinstance(event, hub_machine.Tick) or effects:
+            self.hub.validate()
+        self.trace.update(f"{self.now:.6f} {len(effects)}".encode())
+        for effect in effects:
+            if isinstance(effect, hub_machine.Send):
+                self._check_reply(effect)
+                frame = m.encode(effect.message)
+                worker = self.workers.get(effect.session)
+                if worker is not None and self.now >= worker.cut_until:
+                    for delay in self._deliveries():
+                        self.at(delay, lambda worker=worker, frame=frame: worker.receive(frame))
+        history = self.hub.histories.get(("run", "actor"))
+        for number, version in history.versions.items() if history else ():
+            if version.visible and number not in self.ever_visible:
+                self.ever_visible.add(number)
+                if number not in self.ever_whole:
+                    raise Violation("atomic", self, f"version {number} is visible and was never whole anywhere")
+
+    def _log(self, event: hub_machine.Event, effects: list[hub_machine.Effect]) -> None:
+        """One line for what the hub was told, one for each thing it said. For reading a failed seed."""
+        assert self.log is not None
+        names = {session: worker.name for session, worker in self.workers.items()}
+        quiet = m.Heartbeat | m.Alive
+        if isinstance(event, hub_machine.Received) and not isinstance(event.message, quiet):
+            self.log(f"{self.now:8.3f} {names.get(event.session, 'dead'):>14} > {event.message}")
+        for effect in effects:
+            if isinstance(effect, hub_machine.Log):
+                self.log(f"{self.now:8.3f} {'hub':>14} : {effect.text}")
+            elif not isinstance(effect.message, quiet):
+                self.log(f"{self.now:8.3f} {names.get(effect.session, 'dead'):>14} < {effect.message}")
+
+    # --- checks on what the hub says and on what readers do ---
+
+    def _check_reply(self, effect: hub_machine.Send) -> None:
+        if not isinstance(effect.message, m.Unpublished) or effect.message.keep:
+            return
+        source = self.workers.get(effect.session)
+        asked = source.machine.asked.get(effect.message.request) if source else None
+        if asked is None or not isinstance(asked.message, m.Unpublish):
+            return
+        for link in self.links:
+            if link.source is source and link.key in asked.message.keys and link.reader.name not in effect.message.cut_off:
+                self._check_lease(link, f"unpublish of {link.key} was confirmed to {source.name}")
+
+    def _check_lease(self, link: Link, what: str) -> None:
+        """The hub must know of this read, unless it could not: it was down, or its word or the reader's was lost."""
+        hub = self.hub
+        if hub is None or hub.recovering(self.now) or self.now >= link.lease_deadline:
+            return
+        reader = hub.workers.get(link.reader.session)
+        if reader is None or link.source.session not in hub.workers:
+            return
+        lease = reader.leases.get(link.request)
+        if lease is None or lease.sources.get(link.key.shard) != link.source.session:
+            raise Violation("lease", self, f"{what} while {link.reader.name} reads without a lease")
+
+    def check_read(self, link: Link) -> None:
+        self._check_lease(link, f"{link.key} is read from {link.source.name}")
+        waits_for: dict[bytes, set[bytes]] = {}
+        for each in self.links:
+            offer = each.source.offers.get(each.key)
+            if offer is not None and not offer.complete:
+                waits_for.setdefault(each.reader.session, set()).add(each.source.session)
+        todo, seen = [link.source.session], set()
+        while todo:
+            session = todo.pop()
+            if session == link.reader.session and link.reader.session in waits_for:
+                raise Violation("circle", self, f"{link.reader.name} waits for itself through {link.source.name}")
+            if session not in seen:
+                seen.add(session)
+                todo.extend(waits_for.get(session, ()))
+
+    def check_dropped(self, worker: Worker, key: ShardKey) -> None:
+        """An unpublish has just taken this complete copy away: was it the last of a retained version?"""
+        retained = sorted(self.ever_visible, reverse=True)[: self.retain_newest]
+        if key.version not in retained or key.layout != CHECKPOINT:
+            return
+        for other in self.workers.values():
+            offer = other.offers.get(key)
+            if other is not worker and offer is not None and offer.complete:
+                return
+        # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
+        recently = self.now - hub_machine.SESSION_TIMEOUT_S - 2.0
+        if any(key in held for session, held in self.graves.items() if self.dead[session] > recently):
+            return
+        raise Violation("retained", self, f"{worker.name} dropped the last copy of {key}")
+
+
+
+    def _check_no_ghosts(self) -> None:
+        assert self.hub is not None
+        for session, known in self.hub.workers.items():
+            worker = self.workers.get(session)
+            if worker is None:
+                raise Violation("ghost", self, f"the hub still knows {known.name}, which is dead")
+            true = {key: offer.complete for key, offer in worker.offers.items() if not offer.withdrawn}
+            if {key: h.complete for key, h in known.holdings.items()} != true:
+                said, real = sorted(map(str, known.holdings)), sorted(map(str, true))
+                raise Violation("ghost", self, f"{known.name} holds {real}, the hub believes {said}")
+            if known.leases or known.readers:
+                raise Violation("ghost", self, f"{known.name} has leases though nobody reads")
+            if any(not isinstance(pending.message, m.Wait) for pending in known.pending.values()):
+                raise Violation("ghost", self, f"{known.name} waits, says the hub: {list(known.pending.values())}")
+        if len(self.hub.workers) != len(self.workers):
+            raise Violation("ghost", self, "the hub has forgotten a worker that lives")
+
+
+# --- a replica: workers that start, read and die together ---
+
+
+class Group:
+    def __init__(self, world: World, name: str, shard_count: int, location: Location, kind: str) -> None:
+        self.world, self.name, self.shard_count, self.location, self.kind = world, name, shard_count, location, kind
+        self.workers: list[Worker] = []
+        self.life = 0
+        self.round = 0
+        self.arrived: list[tuple[Worker, Program]] = []
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.workers) and all(w.finished for w in self.workers)
+
+    def start(self) -> None:
+        self.life += 1
+        self.arrived = []
+        self.workers = [Worker(self, shard) for shard in range(self.shard_count)]
+        program = trainer if self.kind == "trainer" else rollout
+        for worker in self.workers:
+            self.world.workers[worker.session] = worker
+            worker.start(program(worker))
+
+    def crash(self, down_s: float) -> None:
+        for worker in self.workers:
+            worker.die()
+        self.workers = []
+        self.world.at(down_s, self.start)
+
+    def meet(self, worker: Worker, program: Program) -> None:
+        """A barrier of the group's shards, like the collective RPC that starts an update."""
+        self.arrived.append((worker, program))
+        if len(self.arrived) == self.shard_count:
+            self.round += 1
+            arrived, self.arrived = self.arrived, []
+            # After a round that failed for some, "latest" may mean the last round's version to one shard and a newer
+            # one to another: the driver then names one.
+            agreed = all(w.outcome == self.workers[0].outcome for w in self.workers)
+            answer = Met(self.round, 0 if agreed else max(w.seen for w in self.workers), self.world.calm)
+            for each, waiting in arrived:
+                each.later(self.world.rng.uniform(0, 0.2), lambda each=each, waiting=waiting: each.step(waiting, answer))
+
+    def note(self, shard: int, round_: int, version: int) -> None:
+        """Rule 2: the shards that read "latest" in the same round got the same version."""
+        got = self.world.rounds.setdefault((f"{self.name}.{self.life}", round_), {})
+        got[shard] = version
+        if len(set(got.values())) > 1:
+            raise Violation("group", self.world, f"{self.name} read different versions in one round: {got}")
+
+
+# --- what programs may ask for ---
+
+
+@dataclass
+class Sleep:
+    seconds: float
+
+
+@dataclass
+class Meet:
+    """Wait for the other shards of the group; the answer is a Met."""
+
+
+@dataclass
+class Met:
+    round: int
+    version: int  # to read; 0: latest
+    calm: bool
+
+
+@dataclass
+class Request:
+    """The answer is the hub's reply, or None when none came in time."""
+
+    make: Callable[[int], s.Request]
+    deadline_s: float
+
+
+@dataclass
+class Replicate:
+    """The answer is a Got, or the error's class name."""
+
+    version: int
+    at_least: int
+    layouts: tuple[str, ...]
+    claim: bool
+    deadline_s: float
+
+
+@dataclass
+class Got:
+    version: int
+    layout: str
+    shards: dict[int, tuple[bytes, ...]]
+
+
+# --- one worker ---
+
+
+@dataclass(eq=False)
+class Offer:
+    key: ShardKey
+    buffer: list[bytes]
+    manifest: Manifest
+    ready: set[int]
+    complete: bool = False
+    withdrawn: bool = False
+
+
+class Worker:
+    def __init__(self, group: Group, shard: int) -> None:
+        self.group, self.world, self.shard = group, group.world, shard
+        self.name = f"{group.name}/{shard}"
+        self.session = _bytes(self.name, group.life) * 2
+        hello = m.Hello("run", "actor", group.name, shard, group.shard_count, group.location, {"sim": self.name})
+        self.machine = s.Session(hello, self.world.now)
+        self.alive, self.finished = True, False
+        self.frozen_until = self.cut_until = 0.0
+        self.seen = 0
+        self.outcome = 0  # the version that the last read gave, 0: none
+        self.offers: dict[ShardKey, Offer] = {}
+        self.waiting: dict[int, Callable[[m.Reply | None], None]] = {}
+        self.transfers: dict[Transfer, None] = {}
+        self._timer = float("inf")
+
+    def start(self, program: Program) -> None:
+        self._tick()
+        self.step(program, None)
+
+    def die(self) -> None:
+        self.alive = False
+        world = self.world
+        world.dead[self.session] = world.now
+        world.graves[self.session] = {key for key, offer in self.offers.items() if offer.complete}
+        world.workers.pop(self.session)
+        for link in list(world.links):
+            if link.source is self:
+                link.break_("the connection was reset")
+            elif link.reader is self:
+                link.close()
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        """What a process does later it does not do when it is dead, and after it thaws when it is frozen."""
+
+        def go() -> None:
+            if not self.alive:
+                return
+            if self.world.now < self.frozen_until:
+                self.world.at(self.frozen_until - self.world.now, go)
+            else:
+                action()
+
+        self.world.at(delay, go)
+
+    def step(self, program: Program, value: Any) -> None:
+        """Let the program go on with the answer to what it asked for last."""
+        try:
+            asked = program.send(value)
+        except StopIteration:
+            return
+        match asked:
+            case Sleep(seconds):
+                self.later(seconds, lambda: self.step(program, None))
+            case Meet():
+                self.group.meet(self, program)
+            case Request(make, deadline_s):
+                self.ask(make, self.world.now + deadline_s, lambda reply: self.step(program, reply))
+            case Replicate():
+                Transfer(self, asked, lambda outcome: self.step(program, outcome))
+
+    # --- the session's shell ---
+
+    def ask(self, make: Callable[[int], s.Request], deadline: float, then: Callable[[m.Reply | None], None]) -> int:
+        request = self.machine.number()
+
+        def answered(reply: m.Reply | None) -> None:
+            if self.world.now > deadline + LATE_S and self.world.now > self.frozen_until + LATE_S:
+                raise Violation("late", self.world, f"{self.name} got an answer {self.world.now - deadline:.1f} s late")
+            then(reply)
+
+        self.waiting[request] = answered
+        self.feed(s.Ask(make(request), deadline))
+        return request
+
+    def feed(self, event: s.Event) -> None:
+        for effect in self.machine.handle(event, self.world.now):
+            match effect:
+                case s.Send(message):
+                    self.world.to_hub(self, message)
+                case s.Answered(request, reply):
+                    self._answer(request, reply)
+                case s.Expired(request):
+                    self._answer(request, None)
+                case s.SourceGone(session):
+                    for transfer in list(self.transfers):
+                        transfer.feed(r.SourceGone(session))
+                case s.MayDrop(keys):
+                    self.world.counts["may_drop"] += 1
+                    self.step(drop(self, keys), None)
+                case _:
+                    self.world.counts[type(effect).__name__] += 1
+        self._arm()
+
+    def _answer(self, request: int, reply: m.Reply | None) -> None:
+        then = self.waiting.pop(request, None)
+        if then is not None:
+            self.later(0.0, lambda: then(reply))
+
+    def receive(self, frame: bytes) -> None:
+        if self.alive and self.world.now >= self.cut_until:
+            self.later(0.0, lambda: self.feed(s.Heard(m.decode_from_hub(frame))))
+
+    def _arm(self) -> None:
+        due = max(self.machine.next_deadline(), self.world.now + 0.001)
+        if due < self._timer:
+            self._timer = due
+            self.later(due - self.world.now, lambda: self._fire(due))
+
+    def _fire(self, due: float) -> None:
+        if due == self._timer:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._timer = float("inf")
+        self.feed(s.Tick())
+
+    # --- what it holds ---
+
+    def offer(self, key: ShardKey, content: Iterable[bytes], manifest: Manifest, complete: bool) -> Offer:
+        buffer = list(content)
+        offer = Offer(key, buffer, manifest, set(range(len(buffer))) if complete else set(), complete)
+        self.offers[key] = offer
+        if complete:
+            self._maybe_whole(key)
+        return offer
+
+    def make_complete(self, offer: Offer) -> None:
+        offer.complete = True
+        self._maybe_whole(offer.key)
+
+    def _maybe_whole(self, key: ShardKey) -> None:
+        held = {
+            k.shard
+            for worker in self.group.workers
+            for k, offer in worker.offers.items()
+            if offer.complete and (k.version, k.layout, k.shard_count) == (key.version, key.layout, key.shard_count)
+        }
+        if len(held) == key.shard_count:
+            self.world.ever_whole.add(key.version)
+
+    def holding(self, offer: Offer, was_read: bool) -> m.Holding:
+        return m.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, offer.complete, was_read)
+
+    def withdraw(self, key: ShardKey) -> None:
+        """Cut readers off, then the memory is used for something else."""
+        offer = self.offers.pop(key, None)
+        if offer is None:
+            return
+        offer.withdrawn = True
+        for link in list(self.world.links):
+            if link.source is self and link.offer is offer:
+                self.world.counts["cut_off"] += 1
+                link.break_("cut off: the version was withdrawn")
+        offer.buffer[:] = [b"overwritten"[:SEGMENT_SIZE_BYTES]] * SEGMENTS
+
+    def see(self, version: int) -> None:
+        if version < self.seen:
+            raise Violation("backwards", self.world, f"{self.name} was given version {version} after {self.seen}")
+        self.seen = version
+
+
+# --- reading ---
+
+
+class Link:
+    """One reader at one source, reading segment after segment."""
+
+    def __init__(self, transfer: Transfer, key: ShardKey, grant: m.Grant, request: int) -> None:
+        self.transfer, self.key, self.grant, self.request = transfer, key, grant, request
+        self.reader = transfer.worker
+        self.world = self.reader.world
+        self.source: Worker  # once it is open
+        self.lease_deadline = transfer.machine.deadline
+        self.offer: Offer | None = None
+        self.is_open = True
+        self._since = self.world.now
+        self.world.at(self._latency(), self._open)
+
+    def _latency(self) -> float:
+        return self.world.rng.uniform(0.0005, 0.05)
+
+    def _open(self) -> None:
+        if not self.is_open:
+            return
+        source = self.world.workers.get(self.grant.session)
+        if source is None:
+            self.break_("connection refused")
+        elif self.world.now < source.frozen_until:
+            self._again(self._open)
+        else:
+            offer = source.offers.get(self.key)
+            if offer is None:
+                self.break_("not offered")
+                return
+            self.source, self.offer = source, offer
+            self.world.links[self] = None
+            event = r.Opened(self.key.shard, self.grant.session, offer.manifest)
+            self.reader.later(self._latency(), lambda: self._tell(event))
+
+    def _again(self, action: Callable[[], None]) -> None:
+        if self.world.now - self._since > STALL_S:
+            self.break_("stalled")
+        else:
+            self.world.at(0.1, action)
+
+    def _tell(self, event: r.Event) -> None:
+        if self.is_open:
+            self.transfer.feed(event)
+
+    def read(self, segments: tuple[int, ...]) -> None:
+        self._since = self.world.now
+        self.world.at(self._latency(), lambda: self._read(list(segments)))
+
+    def _read(self, todo: list[int]) -> None:
+        if not self.is_open:
+            return
+        assert self.offer is not None
+        if self.world.now < self.source.frozen_until or (todo and todo[0] not in self.offer.ready):
+            if self.offer.complete is False:
+                self.world.counts["waited_for_pipeline"] += 1
+            self._again(lambda: self._read(todo))
+            return
+        self._since = self.world.now
+        if not todo:
+            same = not self.offer.withdrawn
+            event = r.ReadEnded(self.key.shard, self.grant.session, same)
+            self.reader.later(self._latency(), lambda: self._tell(event))
+            return
+        self.world.check_read(self)
+        data = self.offer.buffer[todo[0]]
+        if not self.offer.complete:
+            self.world.counts["pipelined_segments"] += 1
+        if self.world.rng.random() < self.world.faults.corrupt:
+            self.world.counts["corrupt_segments"] += 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        self.reader.later(self._latency(), lambda: self._arrive(todo, data))
+
+    def _arrive(self, todo: list[int], data: bytes) -> None:
+        if not self.is_open:
+            return
+        assert self.offer is not None
+        self.transfer.buffers[self.key.shard][todo[0]] = data
+        intact = xxhash.xxh3_128_digest(data) == self.offer.manifest.digest(todo[0])
+        self._tell(r.Arrived(self.key.shard, self.grant.session, todo[0], intact or not self.world.verify))
+        self.world.at(0.0, lambda: self._read(todo[1:]))
+
+    def break_(self, why: str) -> None:
+        """The other side is lost; the reader hears of it a moment later."""
+        self.world.links.pop(self, None)
+        if self.is_open:
+            self.world.counts["lost_sources"] += 1
+            event = r.Lost(self.key.shard, self.grant.session, why)
+            self.reader.later(self._latency(), lambda: self._tell(event))
+
+    def close(self) -> None:
+        self.is_open = False
+        self.world.links.pop(self, None)
+
+
+class Transfer:
+    """The shell around one Replication."""
+
+    def __init__(self, worker: Worker, asked: Replicate, then: Callable[[Got | str], None]) -> None:
+        self.worker, self.world, self.then = worker, worker.world, then
+        world = self.world
+        deadline = self.world.now + asked.deadline_s
+        self.machine = r.Replication(
+            asked.version, asked.at_least, asked.layouts, asked.claim, deadline, asked.deadline_s, world.verify
+        )
+        self.buffers: dict[int, list[bytes]] = {}
+        self.links: dict[tuple[int, bytes], Link] = {}
+        self.offers: dict[int, Offer] = {}
+        worker.transfers[self] = None
+        self._timer = float("inf")
+        self.feed(r.Begin())
+
+    def feed(self, event: r.Event) -> None:
+        worker = self.worker
+        if isinstance(event, r.Opened) and event.shard in self.buffers and event.shard not in self.offers:
+            self._serve_on(event.shard, event.manifest)
+        for effect in self.machine.handle(event, self.world.now):
+            match effect:
+                case r.AskSources(acquire):
+                    self._ask(acquire)
+                case r.Restart():
+                    self.world.counts["restarts_in_another_layout"] += 1
+                    self._drop()
+                case r.Open(key, grant, request):
+                    self.buffers.setdefault(key.shard, [b""] * SEGMENTS)
+                    self.links[key.shard, grant.session] = Link(self, key, grant, request)
+                case r.Read(shard, session, segments):
+                    self.links[shard, session].read(segments)
+                case r.Close(shard, session):
+                    self.links.pop((shard, session)).close()
+                case r.EndLease(request, shard, lost):
+                    worker.waiting.pop(request, None)
+                    worker.feed(s.EndLease(request, shard, lost))
+                case r.Verified(shard, segment):
+                    if shard in self.offers:
+                        self.offers[shard].ready.add(segment)
+                case r.Complete():
+                    self._complete()
+                case r.GiveUp(error):
+                    self._end(type(error).__name__)
+        due = max(self.machine.next_deadline(), self.world.now + 0.001)
+        if not self.machine.finished and due < self._timer:
+            self._timer = due
+            worker.later(due - self.world.now, lambda: self._fire(due))
+
+    def _fire(self, due: float) -> None:
+        if due == self._timer and not self.machine.finished:
+            self._timer = float("inf")
+            self.feed(r.Tick())
+
+    def _ask(self, acquire: m.Acquire) -> None:
+        request = 0
+
+        def answered(reply: m.Reply | None) -> None:
+            assert reply is None or isinstance(reply, m.Granted | m.Refused)
+            self.feed(r.Answer(request, reply))
+
+        request = self.worker.ask(
+            lambda number: msgspec.structs.replace(acquire, request=number), self.machine.deadline, answered
+        )
+
+    def _serve_on(self, shard: int, manifest: Manifest) -> None:
+        """Rule 3: what arrives is offered while the rest is on its way."""
+        machine, worker = self.machine, self.worker
+        if machine.shards[shard].root != manifest.root():
+            return
+        key = ShardKey(machine.version, machine.layout, shard, machine.shard_count)
+        if key in worker.offers:
+            return  # kept for retention, and complete
+        offer = Offer(key, self.buffers[shard], manifest, set())
+        worker.offers[key] = self.offers[shard] = offer
+        self._publish(offer)
+
+    def _publish(self, offer: Offer) -> None:
+        holding = self.worker.holding(offer, was_read=True)
+        self.worker.ask(lambda number: m.Publish(number, holding), self.world.now + 30.0, lambda reply: None)
+
+    def _complete(self) -> None:
+        machine, worker = self.machine, self.worker
+        shards = {shard: tuple(self.buffers[shard]) for shard in machine.shards}
+        for shard, content in shards.items():
+            key = ShardKey(machine.version, machine.layout, shard, machine.shard_count)
+            if content != truth(key, self.world.trainers.shard_count):
+                raise Violation("torn", self.world, f"{worker.name} was handed wrong bytes as {key}")
+            offer = self.offers.get(shard)
+            if offer is not None:
+                worker.make_complete(offer)
+                self._publish(offer)
+        self.offers = {}
+        self.world.counts["replications"] += 1
+        worker.see(machine.version)
+        self._end(Got(machine.version, machine.layout, shards))
+
+    def _end(self, outcome: Got | str) -> None:
+        if self.world.now > self.machine.deadline + LATE_S and self.world.now > self.worker.frozen_until + LATE_S:
+            raise Violation("late", self.world, f"{self.worker.name} ended a replicate after its deadline")
+        self.worker.transfers.pop(self, None)
+        self._drop()
+        if isinstance(outcome, str):
+            self.world.counts[f"gave_up_{outcome}"] += 1
+        self.worker.later(0.0, lambda: self.then(outcome))
+
+    def _drop(self) -> None:
+        """Partial shards are worth nothing to us any more."""
+        for link in self.links.values():
+            link.close()
+        keys = tuple(offer.key for offer in self.offers.values())
+        self.links, self.offers, self.buffers = {}, {}, {}
+        for key in keys:
+            self.worker.withdraw(key)
+        if keys:
+            self.worker.ask(lambda number: m.Unpublish(number, keys, 0.0, gone=True), INFINITY, lambda reply: None)
+
+
+# --- what trainers and rollouts do ---
+
+
+def trainer(worker: Worker) -> Program:
+    world = worker.world
+    yield Request(lambda number: m.Retain(number, world.retain_newest), 30.0)
+    while True:
+        yield Sleep(world.rng.uniform(0.2, 4.0))
+        met = yield Meet()
+        version = met.round + 1000 * (worker.group.life - 1)  # a group that starts again goes on higher
+        held = [key for key in worker.offers if key.version < version]
+        content = checkpoint_content(version, worker.shard)
+        key = ShardKey(version, CHECKPOINT, worker.shard, worker.group.shard_count)
+        offer = worker.offer(key, content, manifest_of(content), complete=True)
+        reply = yield Request(
+            lambda number, offer=offer: m.Publish(number, worker.holding(offer, was_read=False)), 30.0
+        )
+        if reply is None:
+            worker.withdraw(key)
+        world.counts["published" if reply is not None else "publish_expired"] += 1
+        if held:
+            yield from unpublish(worker, tuple(held))
+        if met.calm:
+            world.last_version = version
+            worker.finished = True
+            return
+
+
+def rollout(worker: Worker) -> Program:
+    world, group = worker.world, worker.group
+    layouts = (RUNTIME, CHECKPOINT) if group.kind == "runtime" else (CHECKPOINT,)
+    current = 0
+    while not group.finished:
+        deadline_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Wait(number, 0, current, deadline_s), deadline_s)  # noqa: B023
+        if isinstance(reply, m.Visible):
+            worker.see(reply.version)
+        met = yield Meet()
+        if world.rng.random() < 0.3 and len(layouts) == 1:  # direct: the old bytes are overwritten in place
+            yield from unpublish(worker, tuple(worker.offers))
+        claim = len(layouts) > 1
+        deadline_s = world.rng.choice([3.0, 10.0, 30.0])
+        got = yield Replicate(met.version, 0 if met.version else worker.seen, layouts, claim, deadline_s)
+        worker.outcome = 0 if isinstance(got, str) else got.version
+        if isinstance(got, str):
+            continue
+        group.note(worker.shard, met.round, got.version)
+        old = tuple(key for key in worker.offers if key.version < got.version)
+        if claim and got.layout == CHECKPOINT:
+            yield from convert_and_publish(worker, got)
+        if old:
+            yield from unpublish(worker, old)
+        current = got.version
+        yield Sleep(world.rng.uniform(0.0, 1.0))
+        worker.finished = world.calm and current == world.last_version
+
+
+def convert_and_publish(worker: Worker, got: Got) -> Program:
+    world = worker.world
+    world.counts["conversions"] += 1
+    yield Sleep(world.rng.uniform(0.0, 1.0))
+    key = ShardKey(got.version, RUNTIME, worker.shard, worker.group.shard_count)
+    if world.rng.random() < 0.1 and not world.calm:
+        world.counts["abandoned"] += 1
+        yield Request(lambda number: m.Abandon(number, key), 10.0)
+        return
+    content = convert([got.shards[i] for i in sorted(got.shards)], worker.shard)
+    offer = worker.offer(key, content, manifest_of(content), complete=True)
+    reply = yield Request(lambda number: m.Publish(number, worker.holding(offer, was_read=True)), 30.0)
+    if reply is None:
+        worker.withdraw(key)
+    checkpoint = tuple(k for k in worker.offers if k.layout == CHECKPOINT)
+    if checkpoint:
+        yield from unpublish(worker, checkpoint)
+
+
+def unpublish(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
+    world = worker.world
+    deadline_s = world.rng.choice([0.5, 3.0, 10.0])
+    reply = yield Request(lambda number: m.Unpublish(number, keys, deadline_s), deadline_s)
+    if reply is None or (isinstance(reply, m.Unpublished) and reply.keep):  # then from memory that nobody overwrites
+        world.counts["kept" if reply is not None else "kept_without_hub"] += 1
+        return
+    world.counts["unpublished"] += 1
+    complete = [key for key in keys if key in worker.offers and worker.offers[key].complete]
+    for key in keys:
+        worker.withdraw(key)
+    for key in complete:
+        world.check_dropped(worker, key)
+
+
+def drop(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
+    held = tuple(key for key in keys if key in worker.offers)
+    if held:
+        yield from unpublish(worker, held)
+
+
+def simulate(seed: int, **broken: Any) -> Counter[str]:
+    """Run one seed to its end; raise Violation when a rule is broken. broken: a hub_class or verify=False."""
+    return World(seed, **broken).run()
+
+
+if __name__ == "__main__":
+    import sys
+
+    for argument in sys.argv[1:]:  # the whole talk of one seed: python tests/sim/simulator.py 17
+        world = World(int(argument))
+        world.log = print
+        print(dict(world.run()))
