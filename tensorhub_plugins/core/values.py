@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import accumulate
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -27,6 +28,9 @@ DIGEST_SIZE_BYTES = 16
 DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards against accidents, not forgery
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
+VERSION_MAX = 1 << 48  # what a message can hold; a step every microsecond for nine years
+SHARDS_MAX = 1 << 16
+NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
 LATEST = "latest"
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
 
@@ -108,10 +112,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True):
     """Names one shard of one replica of one version: what a lease is for and what a peer opens."""
 
-    version: int
-    layout: str
-    shard: int = 0
-    shard_count: int = 1
+    version: Annotated[int, msgspec.Meta(ge=1, le=VERSION_MAX)]  # limits hold where one is decoded
+    layout: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+    shard: Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)] = 0
+    shard_count: Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)] = 1
 
     def __str__(self) -> str:
         return f"version {self.version}, {self.layout}, shard {self.shard}/{self.shard_count}"
@@ -132,6 +136,13 @@ def stream_offsets(specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:
 
 def check_version(version: object) -> int:
     """Return version as an int, or raise UsageError: versions are positive integers that only grow."""
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
         raise UsageError(f"version must be a positive integer (the framework's global step), not {version!r}")
     return version
+
+
+def check_name(what: str, name: object) -> str:
+    """Return the name of a run, model, replica or layout, or raise UsageError."""
+    if not isinstance(name, str) or not 1 <= len(name) <= NAME_LENGTH_MAX:
+        raise UsageError(f"{what} must be a text of 1 to {NAME_LENGTH_MAX} characters, not {name!r:.80}")
+    return name

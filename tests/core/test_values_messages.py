@@ -1,0 +1,324 @@
+"""The nouns hold together, and a frame is a message of this protocol or a ProtocolError, never anything else."""
+
+from __future__ import annotations
+
+import pickle
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core.errors import (
+    CorruptBytes,
+    DeadlineExceeded,
+    HubUnreachable,
+    ProtocolError,
+    SourceLost,
+    TensorHubError,
+    UsageError,
+)
+from tensorhub_plugins.core.hub import GRACE_S, Hub, Received, Tick
+from tensorhub_plugins.core.values import (
+    CHECKPOINT,
+    DIGEST_SIZE_BYTES,
+    SHARD_SIZE_BYTES_MAX,
+    VERSION_MAX,
+    Location,
+    Manifest,
+    ShardKey,
+    TensorSpec,
+    VersionInfo,
+    check_name,
+    check_version,
+)
+
+# --- values ---
+
+
+def spec(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name, "uint8", (size,), size)
+
+
+def a_manifest(*sizes: int, segment_size_bytes: int = 4) -> Manifest:
+    specs = tuple(spec(f"t{index}", size) for index, size in enumerate(sizes))
+    segments = -(-sum(sizes) // segment_size_bytes)
+    return Manifest(specs, b"".join(bytes([k] * DIGEST_SIZE_BYTES) for k in range(segments)), segment_size_bytes)
+
+
+def test_segments_cover_the_stream_once():
+    manifest = a_manifest(3, 0, 6, 1).check()
+    assert manifest.offsets == (0, 3, 3, 9) and manifest.size_bytes == 10 and manifest.segment_count == 3
+    assert [manifest.segment_range(k) for k in range(3)] == [(0, 4), (4, 8), (8, 10)]
+    assert manifest.digest(2) == bytes([2] * 16)
+
+
+def test_a_shard_without_bytes_has_no_segments():
+    for manifest in (a_manifest(), a_manifest(0, 0)):
+        assert manifest.check().segment_count == 0 and manifest.size_bytes == 0
+    assert a_manifest().root() != a_manifest(0).root()
+
+
+def test_the_root_depends_on_everything():
+    base = a_manifest(3, 5)
+    others = [
+        a_manifest(5, 3),
+        a_manifest(8),
+        msgspec.structs.replace(base, digests=base.digests[::-1]),
+        msgspec.structs.replace(base, segment_size_bytes=5),
+        msgspec.structs.replace(base, tensors=(spec("t0", 3), TensorSpec("t1", "int8", (5,), 5))),
+        msgspec.structs.replace(base, tensors=(spec("t0", 3), TensorSpec("t1", "uint8", (5,), 5, (1,)))),
+    ]
+    assert len({x.root() for x in [base, *others]}) == 7
+    assert base.root() == a_manifest(3, 5).root() and len(base.root()) == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tensors": (spec("b", 4), spec("a", 4))}, "not sorted"),
+        ({"tensors": (spec("a", 4), spec("a", 4))}, "not sorted by unique name"),
+        ({"tensors": (spec("a", 12), spec("b", -4))}, "negative size"),
+        ({"tensors": (TensorSpec("a", "uint8", (-2, -4), 8),)}, "negative size"),
+        ({"tensors": (spec("a", SHARD_SIZE_BYTES_MAX + 1),)}, "the limit is"),
+        ({"digests": bytes(16)}, "digests do not match"),
+        ({"segment_size_bytes": 0}, "digests do not match"),
+        ({"segment_size_bytes": -4}, "digests do not match"),
+        ({"digest_algorithm": "crc32"}, "'crc32'"),
+    ],
+)
+def test_a_manifest_that_does_not_hold_together_is_refused(change, words):
+    with pytest.raises(ProtocolError, match=words):
+        msgspec.structs.replace(a_manifest(4, 4), **change).check()
+
+
+@pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, VERSION_MAX + 1])
+def test_what_is_no_version(version):
+    with pytest.raises(UsageError, match="positive integer"):
+        check_version(version)
+
+
+def test_names_have_a_length():
+    assert check_name("run", "r" * 256) == "r" * 256 and check_version(1) == 1
+    for bad in ("", "r" * 257, None, 7):
+        with pytest.raises(UsageError, match="run must be a text of 1 to 256 characters"):
+            check_name("run", bad)
+
+
+# --- errors ---
+
+
+def test_an_error_says_its_context_and_only_what_is_known():
+    error = DeadlineExceeded("too late", version=3, shard=0, peer="a/0", phase="read", deadline_s=1.23456)
+    assert str(error) == "too late [version=3, shard=0, peer=a/0, phase=read, deadline_s=1.235]"
+    assert (error.message, error.version, error.shard) == ("too late", 3, 0)
+    assert str(UsageError("plain")) == "plain"
+
+
+def test_errors_are_also_what_python_calls_them():
+    assert issubclass(DeadlineExceeded, TimeoutError) and issubclass(UsageError, ValueError)
+    assert issubclass(HubUnreachable, ConnectionError) and issubclass(CorruptBytes, SourceLost)
+    assert all(issubclass(x, TensorHubError) for x in (DeadlineExceeded, UsageError, HubUnreachable, SourceLost))
+
+
+# --- messages ---
+
+KEY = ShardKey(5, CHECKPOINT, 1, 2)
+SESSION, ROOT = b"s" * 16, b"r" * 16
+HOLDING = m.Holding(KEY, ROOT, 100, False, True)
+GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host", "gpu"), ROOT, 100)
+
+FROM_CLIENT: list[m.ClientMessage] = [
+    m.Hello(
+        "run",
+        "actor",
+        "rollout",
+        1,
+        2,
+        Location(host="h"),
+        {"tcp": "tcp://h:1"},
+        holdings=(HOLDING,),
+        leases=(m.HeldLease(3, 5, CHECKPOINT, {0: SESSION}, 1.5),),
+        claims=(ShardKey(5, "runtime:f", 1, 2),),
+        retain_newest=2,
+        sequence=9,
+        pending=(3,),
+    ),
+    m.Heartbeat(9, (3,)),
+    m.Bye(),
+    m.Publish(1, HOLDING),
+    m.Unpublish(2, (KEY,), 1.5),
+    m.Acquire(3, 0, 4, ("runtime:f", CHECKPOINT), 60.0, True, (1,), CHECKPOINT, 2, (SESSION,), (SESSION,)),
+    m.Release(3, 1, True),
+    m.Release(3),
+    m.Abandon(4, KEY),
+    m.Wait(5, 0, 3, 2.0),
+    m.Retain(6, 2),
+    m.AskVersions(7),
+    m.AskStatus(8),
+]
+FROM_HUB: list[m.HubMessage] = [
+    m.Welcome(SESSION, 1.0, 15.0),
+    m.Unknown(),
+    m.Alive((3,)),
+    m.Done(1),
+    m.Unpublished(2, ("a/0",), True),
+    m.Granted(3, 5, CHECKPOINT, 2, (GRANT,), KEY),
+    m.Visible(5, 4),
+    m.Refused(0, "UsageError", "because"),
+    m.Versions(7, (VersionInfo(5, True, {CHECKPOINT: ("a/0",)}),)),
+    m.Status(8, {"models": [{"run": "r"}]}),
+    m.SourceGone(SESSION),
+    m.MayDrop((KEY,)),
+]
+
+
+@pytest.mark.parametrize("message", FROM_CLIENT, ids=lambda message: type(message).__name__)
+def test_what_a_client_says_arrives(message):
+    assert m.decode_from_client(m.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FROM_HUB, ids=lambda message: type(message).__name__)
+def test_what_a_hub_says_arrives(message):
+    assert m.decode_from_hub(m.encode(message)) == message
+
+
+def test_nobody_speaks_for_the_other_side():
+    for decode, others in ((m.decode_from_client, FROM_HUB), (m.decode_from_hub, FROM_CLIENT)):
+        for message in others:
+            with pytest.raises(ProtocolError, match="malformed"):
+                decode(m.encode(message))
+
+
+HEADER = m.encode(m.Bye())[:3]
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (b"", "something else"),
+        (b"T", "something else"),
+        (b"GET / HTTP/1.1\r\n\r\n", "something else"),
+        (pickle.dumps({"os": "system"}), "something else"),
+        (b"TH", "protocol version missing"),
+        (b"TH\x02" + m.encode(m.Bye())[3:], "protocol version 2, this side speaks 1: install the same"),
+        (HEADER, "malformed"),
+        (HEADER + pickle.dumps({"os": "system"}), "malformed"),
+        (HEADER + msgspec.msgpack.encode({"Bye": 1}), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Bye", 1, 2]) + b"more", "malformed"),
+        (HEADER + msgspec.msgpack.encode(["NoSuchMessage", 1]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Wait", 1, 2]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Wait", "1", 2, 3, 4.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Wait", -1, 2, 3, 4.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Wait", 1, 2, 3, -4.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Wait", 1, 2, 3, float("nan")]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Retain", 1, 10**6]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "", 0, 1]]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "x" * 257, 0, 1]]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Abandon", 1, [0, "x", 0, 1]]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "x", -1, 1]]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "x", 0, 0]]), "malformed"),
+        (HEADER + b"\x91" * 100_000, "malformed"),  # nested deeper than any stack
+        (HEADER + b"\xdd\xff\xff\xff\xff", "malformed"),  # an array of four billion, of which nothing follows
+        (HEADER + b"\x93\xa7Abandon\x01\x94\x05\xa2\xff\xfe\x00\x01", "malformed"),  # no UTF-8
+        (HEADER + bytes(m.MESSAGE_SIZE_BYTES_MAX), "the limit is"),
+    ],
+)
+def test_garbage_is_refused_in_words(frame, words):
+    with pytest.raises(ProtocolError, match=words) as caught:
+        m.decode_from_client(frame)
+    assert len(str(caught.value)) < 4096  # it must fit into a Refused
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(data):
+    for frame in (data, HEADER + data):
+        for decode in (m.decode_from_client, m.decode_from_hub):
+            try:
+                decode(frame)
+            except ProtocolError:
+                continue
+            assert frame[:3] == HEADER
+
+
+# --- the hub against messages that decode but make no sense ---
+
+sessions = st.sampled_from([bytes([65 + i]) * 16 for i in range(4)])
+numbers = st.one_of(st.integers(0, 4), st.sampled_from([1 << 47, 1 << 48]))
+layouts = st.sampled_from([CHECKPOINT, "runtime:f", "x"])
+shards = st.integers(0, 2)
+counts = st.integers(1, 3)
+roots = st.sampled_from([bytes([i]) * 16 for i in range(3)])
+seconds = st.sampled_from([0.0, 0.5, 100.0, 31_536_000.0])
+keys = st.builds(ShardKey, numbers.map(lambda n: max(1, n)), layouts, shards, counts)
+holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), st.booleans())
+held = st.builds(
+    m.HeldLease, numbers, numbers, layouts, st.dictionaries(st.integers(-1, 3), sessions, max_size=3), seconds
+)
+
+
+def several(strategy):
+    return st.lists(strategy, max_size=3).map(tuple)
+
+
+strange_messages = st.one_of(
+    st.builds(
+        m.Hello,
+        st.sampled_from(["r", "r2"]),
+        st.just("actor"),
+        st.sampled_from(["a", "b"]),
+        shards,
+        counts,
+        st.builds(Location, host=st.sampled_from(["h", ""])),
+        st.just({"tcp": "x"}),
+        several(holdings),
+        several(held),
+        several(keys),
+        st.none() | numbers,
+        numbers,
+        several(numbers),
+    ),
+    st.builds(m.Heartbeat, numbers, several(numbers)),
+    st.builds(m.Bye),
+    st.builds(m.Publish, numbers, holdings),
+    st.builds(m.Unpublish, numbers, several(keys), seconds),
+    st.builds(
+        m.Acquire,
+        numbers,
+        numbers,
+        numbers,
+        st.lists(layouts, min_size=1, max_size=3).map(tuple),
+        seconds,
+        st.booleans(),
+        several(shards),
+        layouts | st.just(""),
+        st.integers(0, 3),
+        several(sessions),
+        several(sessions),
+    ),
+    st.builds(m.Release, numbers, st.none() | shards, st.booleans()),
+    st.builds(m.Abandon, numbers, keys),
+    st.builds(m.Wait, numbers, numbers, numbers, seconds),
+    st.builds(m.Retain, numbers, st.integers(0, 3)),
+    st.builds(m.AskVersions, numbers),
+    st.builds(m.AskStatus, numbers),
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(sessions, strange_messages | st.none(), st.sampled_from([0.0, 0.1, 4.0])), max_size=30))
+def test_nothing_that_decodes_breaks_the_hub(conversation):
+    """Sent by strangers, out of order, with numbers and shards that fit nothing."""
+    hub, now = Hub(b"H" * 16, 0.0), GRACE_S - 1.0
+    for session, message, wait in conversation:
+        now += wait
+        if message is None:
+            effects = hub.handle(Tick(), now)
+        else:
+            effects = hub.handle(Received(session, m.decode_from_client(m.encode(message))), now)
+        hub.validate()
+        for effect in effects:
+            if hasattr(effect, "message"):
+                m.decode_from_hub(m.encode(effect.message))  # a client can read all that it says
+    hub.report(now)
