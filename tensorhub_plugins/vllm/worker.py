@@ -1,0 +1,225 @@
+"""What runs inside every vLLM worker: it pulls a version while the engine generates, and swaps it in when told.
+
+Give an engine `worker_extension_cls="tensorhub_plugins.vllm.TensorHubWorkerExtension"`; vLLM then mixes this class
+into its worker. The way of one update; each step is one `collective_rpc` to all workers of the engine
+    tensorhub_connect(config)          once, after the engine has started; see updater.WorkerConfig
+    tensorhub_begin_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
+    tensorhub_poll()                   until every worker's "state" is "ready"; both return at once
+    tensorhub_prepare_install()        still generating: nobody reads the live weights any more (waits, bounded)
+    pause the engine, keeping its requests, and let it forget caches
+    tensorhub_install(version)         a local copy or reload (waits): all workers of the engine or none
+    resume the engine                  only if every worker's result says "installed"
+
+What goes in
+    The runtime layout when a peer has it or is making it (a plain copy); else the checkpoint, which this worker
+    converts by vLLM's layerwise reload and publishes in the runtime layout for its peers.
+
+What it serves afterwards, while the engine generates (`serve_from`)
+    "host"   an immutable copy in shared host memory: the staged bytes themselves, or a snapshot after a conversion.
+             Peers on this host map it, and the next install waits for nobody. Takes host memory for two versions,
+             the one served and the one arriving.
+    "live"   the engine's own weights in place; no extra memory. The next install first drains their readers.
+With `install="direct"` bytes go from the peer straight into the live weights, while the engine is paused.
+
+Never mixed bytes
+    Until the first byte of the model changes, a failure leaves the old version whole. After it the worker is
+    *broken* until an install succeeds: `tensorhub_poll` says so, `tensorhub_guard` raises, and execute_model
+    refuses, which ends the engine rather than let it answer. So: do not resume, fetch and install again. Workers of
+    one engine agree before they change anything and again afterwards; one that failed breaks all.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.updater import VOTE_SIZE_BYTES, Gather, Place, Updater, WorkerConfig
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+DEADLINE_S = 60.0
+
+# What changes the weights or moves them away behind our back; nobody may be reading them then.
+FOREIGN_CHANGES = ("sleep", "reload_weights", "start_weight_update")
+
+
+class TensorHubWorkerExtension:
+    """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked.
+
+        A mixin cannot override what the worker class defines, so the methods are wrapped on the instance, where
+        vLLM's executors look them up. Nothing outside this worker changes.
+        """
+        following = super().__new__
+        worker = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
+        worker.tensorhub_updater = None
+        worker.load_model = partial(_load_model, worker)
+        worker.execute_model = partial(_execute_model, worker)
+        worker.shutdown = partial(_shutdown, worker)
+        for name in FOREIGN_CHANGES:
+            if hasattr(cls, name):
+                setattr(worker, name, partial(_foreign_change, worker, name))
+        return worker
+
+    def tensorhub_connect(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work."""
+        import vllm
+
+        parsed = WorkerConfig.parse(config)
+        runtime.check_version(vllm.__version__)
+        if not hasattr(self, "tensorhub_updater"):
+            raise UsageError(
+                "this worker was made without TensorHubWorkerExtension.__new__: call super().__new__"
+            )
+        model, vllm_config = self.model_runner.get_model(), self.vllm_config
+        _check_supported(model, vllm_config)
+        ranks = runtime.parallel_ranks(vllm_config)
+        gather = _gather_over_engine(ranks)
+        # Every worker takes part before anything can fail on one of them alone.
+        prints = gather(runtime.fingerprint(model, vllm_config, ranks=ranks))
+        place = Place(
+            ranks["pp"] * ranks["tp_size"] + ranks["tp"], len(prints), runtime.replica_layout(prints)
+        )
+        if self.tensorhub_updater is not None:
+            self.tensorhub_updater.close()
+        self.tensorhub_updater = Updater(parsed, model, vllm_config, place, gather)
+        size_bytes = sum(tensor.nbytes for tensor in runtime.tensors(model).values())
+        logger.info("%s/%d of %d: %s", parsed.replica, place.shard, place.shard_count, place.layout)
+        return {
+            "layout": place.layout,
+            "shard": place.shard,
+            "shard_count": place.shard_count,
+            "size_bytes": size_bytes,
+            "vllm": vllm.__version__,
+        }
+
+    def tensorhub_begin_fetch(self, version: int, deadline_s: float = DEADLINE_S) -> None:
+        """Start to get this version, in a thread. UsageError if another is on its way or this one is installed."""
+        _updater(self).begin_fetch(version, deadline_s)
+
+    def tensorhub_poll(self) -> dict[str, Any]:
+        """state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
+        return _updater(self).poll()
+
+    def tensorhub_discard(self) -> None:
+        """Give up a version that is ready and will not be installed."""
+        _updater(self).discard()
+
+    def tensorhub_prepare_install(self, deadline_s: float = DEADLINE_S) -> None:
+        """Before the pause: drain readers of the live weights. Readers are cut off at the deadline."""
+        _updater(self).prepare_install(deadline_s)
+
+    def tensorhub_install(self, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """While the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
+        result = _updater(self).install(version, deadline_s)
+        if result["installed"]:
+            _forget_encodings(self.model_runner)
+        return result
+
+    def tensorhub_guard(self) -> None:
+        """Raise BrokenWeights if this worker's weights must not be used."""
+        if self.tensorhub_updater is not None:
+            self.tensorhub_updater.guard()
+
+    def tensorhub_digests(self) -> dict[str, Any]:
+        """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
+        return _updater(self).digests()
+
+    def tensorhub_close(self) -> None:
+        """Leave the store; the engine goes on with the weights it has."""
+        if self.tensorhub_updater is not None:
+            self.tensorhub_updater.close()
+            self.tensorhub_updater = None
+
+
+# --- what is wrapped around the worker's own methods ---
+
+
+def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    with runtime.live_cpu_layers():
+        return type(worker).load_model(worker, *args, **kwargs)
+
+
+def _execute_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    worker.tensorhub_guard()
+    return type(worker).execute_model(worker, *args, **kwargs)
+
+
+def _shutdown(worker: Any) -> None:
+    worker.tensorhub_close()
+    type(worker).shutdown(worker)
+
+
+def _foreign_change(worker: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    updater = worker.tensorhub_updater
+    if updater is not None:
+        updater.before_foreign_change(name)
+    result = getattr(type(worker), name)(worker, *args, **kwargs)
+    level = kwargs.get("level", args[0] if args else 1)
+    if updater is not None and name == "sleep" and level >= 2 and not worker.current_platform.is_cpu():
+        updater.break_weights("sleep(level=2) threw the weights away")
+    return result
+
+
+# --- small things ---
+
+
+def _updater(worker: Any) -> Updater:
+    updater = getattr(worker, "tensorhub_updater", None)
+    if updater is None:
+        raise UsageError("not connected: call tensorhub_connect(config) first")
+    return updater
+
+
+def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Refuse what would go wrong silently."""
+    parallel = vllm_config.parallel_config
+    if vllm_config.lora_config is not None:
+        raise UsageError(
+            "tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer"
+        )
+    if getattr(parallel, "enable_eplb", False):
+        raise UsageError(
+            "expert load balancing moves experts between workers at run time: switch enable_eplb off"
+        )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
+    if parallel.data_parallel_size > 1:
+        raise UsageError("one engine per replica: set data_parallel_size=1 and start more engines instead")
+    runtime.check_cpu_layers(model, vllm_config)
+
+
+def _gather_over_engine(ranks: dict[str, int]) -> Gather:
+    """All-gather of one small message over the workers of this engine, in shard order."""
+    if ranks["tp_size"] * ranks["pp_size"] == 1:
+        return lambda message: [message]
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    def gather(message: bytes) -> list[bytes]:
+        assert len(message) == VOTE_SIZE_BYTES
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        tensor_parallel = _all_gather(mine, get_tp_group())
+        everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
+        return [bytes(row.numpy()) for stage in everyone for row in stage]
+
+    return gather
+
+
+def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, tensor, group=group.cpu_group)
+    return gathered
+
+
+def _forget_encodings(model_runner: Any) -> None:
+    """As vLLM's own reload does: what encoders made of inputs under the old weights is stale."""
+    for name in ("reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(model_runner, name):
+            getattr(model_runner, name)()

@@ -1,0 +1,234 @@
+"""Real vLLM engines for tests, each in a process of its own, started in a second or two.
+
+A fork server imports vLLM once; every engine is forked from it and runs scheduler and worker in that one process
+(`UniProcExecutor`), so that a test can steer, kill and freeze an engine as a whole. Models have random weights made
+here: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+EXTENSION = "tensorhub_plugins.vllm.TensorHubWorkerExtension"
+PROMPTS = [[5, 6, 7, 8, 9], [100, 101], [300, 7, 21, 44]]
+TOKENS = 16
+START_DEADLINE_S = 100
+CALL_DEADLINE_S = 60
+
+
+def make_model(kind: str, path: Path, seed: int) -> Path:
+    """Save a tiny model with random weights: "qwen2-tied", "qwen2-untied" or "mixtral"."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 500,  # not a multiple of 64: vLLM pads it
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,  # head_dim 32, the least the CPU attention takes
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,  # large enough that other weights give other tokens
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": kind == "qwen2-tied",
+    }
+    if kind == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # norms of ones and biases of zeros would hide a tensor that was not updated
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def checkpoint(path: Path) -> dict[str, Any]:
+    """The saved tensors by Hugging Face name."""
+    from safetensors.torch import load_file
+
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+class Engine:
+    """A vllm.LLM in a process of its own."""
+
+    def __init__(
+        self, model: Path, *, extension: str | None = EXTENSION, env: dict[str, str] | None = None
+    ) -> None:
+        context = _context()
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(
+            target=_serve, args=(theirs, str(model), extension or "", env or {}), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        self._receive(START_DEADLINE_S)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """collective_rpc to the engine's only worker."""
+        return self.ask("rpc", method, args)[0]
+
+    def generate(self, prompts: list[list[int]] | None = None, tokens: int = TOKENS) -> list[list[int]]:
+        """Greedy continuations of the prompts."""
+        return self.ask("generate", prompts or PROMPTS, tokens)
+
+    def ask(self, command: str, *args: Any) -> Any:
+        self._pipe.send((command, args))
+        return self._receive(CALL_DEADLINE_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def close(self) -> None:
+        self.kill()
+        self._pipe.close()
+
+    def _receive(self, deadline_s: float) -> Any:
+        if not self._pipe.poll(deadline_s):
+            raise TimeoutError(f"the engine did not answer within {deadline_s} s")
+        succeeded, value = self._pipe.recv()
+        if not succeeded:
+            raise EngineError(value)
+        return value
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EngineError(RuntimeError):
+    """What went wrong in the engine's process, as text."""
+
+
+@contextmanager
+def engines(*models: Path, **options: Any) -> Iterator[list[Engine]]:
+    started: list[Engine] = []
+    try:
+        for model in models:
+            started.append(Engine(model, **options))
+        yield started
+    finally:
+        for engine in started:
+            engine.close()
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # The fork server inherits these; all engines of a test run share it.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    here = Path(__file__).resolve().parent
+    wanted = [str(here.parents[1]), str(here)]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*wanted, *(p for p in given if p and p not in wanted)])
+    context.set_forkserver_preload(["vllm_preload"])
+    return context
+
+
+# --- in the engine's process ---
+
+
+def _serve(pipe: Any, model: str, extension: str, env: dict[str, str]) -> None:
+    os.environ.update(env)
+    host = _Host(pipe)
+    host.reply(lambda: host.start(model, extension))
+    while True:
+        if host.generating and not pipe.poll(0):
+            host.step()
+            continue
+        try:
+            command, args = pipe.recv()
+        except EOFError:
+            return
+        host.reply(lambda command=command, args=args: getattr(host, command)(*args))
+
+
+class _Host:
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.paused = False
+        self.outputs: dict[str, list[int]] = {}
+        self.running: set[str] = set()
+
+    @property
+    def generating(self) -> bool:
+        return bool(self.running) and not self.paused
+
+    def reply(self, action: Callable[[], Any]) -> None:
+        try:
+            answer = (True, action())
+        except Exception:
+            answer = (False, traceback.format_exc())
+        self.pipe.send(answer)
+
+    def start(self, model: str, extension: str) -> None:
+        from vllm import LLM
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=64 << 20,
+            distributed_executor_backend=UniProcExecutor,
+            worker_extension_cls=extension,
+            disable_log_stats=True,
+        )
+
+    def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        return self.llm.collective_rpc(method, args=args)
+
+    def reload_stock(self, path: str) -> list[Any]:
+        """vLLM's own layerwise reload, as it is."""
+        return self.llm.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": list(checkpoint(Path(path)).items())}
+        )
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        self.submit("g", prompts, tokens)
+        while self.running:
+            self.step()
+        return [self.outputs.pop(f"g{k}") for k in range(len(prompts))]
+
+    def submit(self, prefix: str, prompts: list[list[int]], tokens: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        for k, prompt in enumerate(prompts):
+            self.llm.llm_engine.add_request(f"{prefix}{k}", {"prompt_token_ids": prompt}, params)
+            self.running.add(f"{prefix}{k}")
+            self.outputs[f"{prefix}{k}"] = []
+
+    def step(self) -> None:
+        for output in self.llm.llm_engine.step():
+            self.outputs[output.request_id] = list(output.outputs[0].token_ids)
+            if output.finished:
+                self.running.discard(output.request_id)
+
+    def progress(self) -> dict[str, int]:
+        return {request: len(tokens) for request, tokens in self.outputs.items()}
+
+    def pause(self) -> None:
+        """As a server does it: requests are kept, caches forgotten."""
+        self.llm.llm_engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=True)
+        self.paused = True
+
+    def resume(self) -> None:
+        self.llm.llm_engine.engine_core.engine_core.resume_scheduler()
+        self.paused = False
