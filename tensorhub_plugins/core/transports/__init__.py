@@ -185,7 +185,7 @@ class Offer:
 
     @property
     def active_readers(self) -> int:
-        """Links that have opened this offer and neither checked nor closed since."""
+        """Connections that have opened this offer and neither checked nor closed since; a link may have several."""
         with self._changed:
             return len(self._readers)
 

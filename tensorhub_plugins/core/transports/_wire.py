@@ -384,6 +384,8 @@ class Server:
             _Conversation(channel, self._shelf, self._dialect).run()
         except Disconnected as reason:
             _log.debug("%s: %s has gone: %s", name, channel.peer, reason)
+        except SourceLost as error:  # withdrawn, or late itself
+            _log.info("%s: closed the connection of %s: %s", name, channel.peer, error)
         except Silent as reason:
             _log.warning("%s: closed the connection of %s: it %s in time", name, channel.peer, reason)
         except TensorHubError as error:

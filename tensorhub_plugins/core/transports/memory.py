@@ -15,6 +15,7 @@ from tensorhub_plugins.core.transports._plan import ReadPlan
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "memory://"
+CLOSED_S = 0.05  # how soon a waiting reader notices that its link was closed
 
 _served: dict[str, MemoryTransport] = {}  # endpoint -> the transport that serves it
 _lock = threading.Lock()
@@ -94,6 +95,9 @@ class MemoryLink:
         self._check_open("read")
         if self._offer is None:
             raise UsageError("open a version before reading it")
+        for segment in segments:
+            if not 0 <= segment < self._offer.manifest.segment_count:
+                raise UsageError(f"there is no segment {segment} in a shard of {self._offer.manifest.segment_count}")
         self._plan = ReadPlan(self._offer.manifest, target, placement)
         return self._read(self._offer, self._plan, list(segments), deadline)
 
@@ -101,9 +105,7 @@ class MemoryLink:
         finished = False
         try:
             for segment in segments:
-                if time.monotonic() > deadline:
-                    raise SourceLost("the deadline passed", version=offer.version, peer=self._endpoint, phase="read")
-                offer.wait_ready(segment, deadline)
+                self._await(offer, segment, deadline)
                 with self._guard:
                     self._check_open("read")
                     self._copying = True
@@ -119,6 +121,14 @@ class MemoryLink:
         finally:
             if not finished:
                 self.close()
+
+    def _await(self, offer: Offer, segment: int, deadline: float) -> None:
+        while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
+            self._check_open("read")
+            if time.monotonic() >= deadline:
+                break
+        if time.monotonic() >= deadline:
+            raise SourceLost("the deadline passed", version=offer.version, peer=self._endpoint, phase="read")
 
     def digest(self, segment: int) -> bytes:
         if self._plan is None:
