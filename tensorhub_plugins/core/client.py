@@ -19,10 +19,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -40,11 +40,13 @@ from tensorhub_plugins.core.transports import Offer, Transport, create
 from tensorhub_plugins.core.values import (
     CHECKPOINT,
     LATEST,
+    SHARDS_MAX,
     Location,
     Manifest,
     ShardKey,
     TensorSpec,
     VersionInfo,
+    check_name,
     check_version,
 )
 
@@ -52,6 +54,9 @@ log = logging.getLogger("tensorhub.client")
 
 POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read
 BACKGROUND_DEADLINE_S = 30.0  # for readers of a kept copy that may be dropped
+ANNOUNCE_S = 1.0  # a hub that is there has long answered by then; one that is away is told when it is back
+LAYOUTS_MAX = 8  # that one fetch names
+FOR_EVER = float("inf")  # until the hub is back: for what is so, whatever it says
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Fetched:
     manifests: dict[int, Manifest]
     report: ReplicateReport
     converts: str | None = None
-    _client: Client | None = field(default=None, repr=False)
+    _release: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
     def slab(self) -> Slab:
@@ -117,11 +122,9 @@ class Fetched:
 
     def release(self) -> None:
         """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
-        if self._client is not None:
-            for slab in self.slabs.values():
-                if not self._client._is_offered(slab):
-                    self._client._recycle(slab)
-        self.slabs = {}
+        if self._release is not None:
+            self._release()
+        self._release, self.slabs = None, {}
 
 
 class Client:
@@ -149,13 +152,17 @@ class Client:
         advertise_host: str | None = None,
         connect_deadline_s: float = 10.0,
     ) -> None:
-        if not 0 <= shard < shard_count:
-            raise UsageError(f"shard {shard} of {shard_count}: shards count from 0")
+        for what, name in (("run", run), ("model", model), ("replica", replica)):
+            check_name(what, name)
+        if not 0 <= shard < shard_count <= SHARDS_MAX:
+            raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._lock = threading.Lock()
         self._offers: dict[ShardKey, Offer] = {}
+        self._incoming: set[ShardKey] = set()  # offers whose bytes are still arriving
         self._pool: list[Slab] = []
-        self._owned: WeakSet[Slab] = WeakSet()  # came from `allocate`, to be used again
+        self._owned: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # of `allocate` -> how often handed out
+        self._copies: WeakSet[Slab] = WeakSet()  # made to keep a last copy, not to be used again
         self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
         self._transfers: set[Transfer] = set()
         self._seen = 0
@@ -204,8 +211,7 @@ class Client:
         Raise UsageError for what can never be published, HubUnreachable when the hub stays away until the deadline:
         then nothing was published.
         """
-        check_version(version)
-        key = ShardKey(version, layout, self.shard, self.shard_count)
+        key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         self._check_open()
         with self._lock:
             newest = self._published.get(layout, 0)
@@ -217,15 +223,27 @@ class Client:
         if isinstance(tensors, Slab):
             slab = tensors
             if slab.kind == "allocated" and slab.unwritten:
-                raise UsageError(f"tensors of the slab were never written, first {slab.unwritten[:5]}", version=version)
+                raise UsageError(
+                    f"{len(slab.unwritten)} tensors of the slab were never written, first {list(slab.unwritten[:5])}: "
+                    "write them all, or call mark_written for those that were filled through their views",
+                    version=version,
+                )
+            with self._lock:  # it was published before, taken back, and is used again by its owner
+                if slab in self._pool:
+                    self._pool.remove(slab)
         elif copy:
             slab = self._snapshot(tensors)
         else:
             slab = Slab.adopt(tensors)
         copied = time.monotonic()
-        manifest = slab.manifest()
-        digested = time.monotonic()
-        self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
+        try:
+            manifest = slab.manifest()
+            digested = time.monotonic()
+            self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
+        except BaseException:
+            if slab is not tensors:
+                self._recycle(slab)
+            raise
         with self._lock:
             self._published[layout] = version
             self._seen = max(self._seen, version)
@@ -239,9 +257,12 @@ class Client:
         last copy of a retained version is moved to host memory first and served from there until it is not needed.
         """
         check_version(version)
+        self._check_open()
         began = time.monotonic()
         with self._lock:
             keys = [k for k in self._offers if k.version == version and layout in (None, k.layout)]
+            if not self._incoming.isdisjoint(keys):
+                raise UsageError("it is still being read here: let replicate or fetch return first", version=version)
         if not keys:
             return UnpublishReport(version, 0.0)
         return self._unpublish(keys, version, began, deadline_s)
@@ -272,7 +293,7 @@ class Client:
                     )
         targets = _InPlace(self, tensors, serve=serve)
         outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
-        targets.complete(outcome, deadline_s)
+        targets.complete()
         return _report(outcome)
 
     def fetch(
@@ -290,14 +311,14 @@ class Client:
         layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
         serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
         """
-        if not layouts:
-            raise UsageError("fetch needs at least one layout")
+        if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
+            raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
         targets = _Allocated(self, serve=serve)
         outcome = self._transfer(targets, version, tuple(layouts), deadline_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
         if outcome.claimed is not None and not chosen:
             self.abandon(outcome.version, layouts[0])
-        targets.complete(outcome, deadline_s)
+        targets.complete()
         return Fetched(
             outcome.version,
             outcome.layout,
@@ -305,17 +326,19 @@ class Client:
             outcome.manifests,
             _report(outcome),
             layouts[0] if chosen else None,
-            self,
+            self._releaser(list(targets.slabs.values())),
         )
 
     def abandon(self, version: int, layout: str) -> None:
         """Give up a conversion that `fetch` has put on this worker; another is chosen."""
-        key = ShardKey(version, layout, self.shard, self.shard_count)
+        key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         self._hub.ask(lambda number: messages.Abandon(number, key), time.monotonic() + BACKGROUND_DEADLINE_S)
 
     def wait(self, version: int | str = LATEST, *, newer_than: int = 0, deadline_s: float = 60.0) -> int:
         """Return a visible version: this one, or the newest that is above newer_than. NotPublished at the deadline."""
         number = 0 if version == LATEST else check_version(version)
+        if newer_than:
+            check_version(newer_than)
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, deadline_s), deadline_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
@@ -328,22 +351,24 @@ class Client:
 
     def retain(self, newest: int = 1, *, deadline_s: float = 10.0) -> None:
         """Never give up the last copy of this many newest versions (of this run and model) by an unpublish."""
-        if newest < 0:
-            raise UsageError(f"retain(newest={newest}): a count of versions")
+        if not 0 <= newest <= messages.RETAIN_MAX:
+            raise UsageError(f"retain(newest={newest}): a count of versions from 0 to {messages.RETAIN_MAX}")
         self._ask(lambda number: messages.Retain(number, newest), deadline_s)
 
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory for these tensors, shareable with readers on this host; reused from versions that are over."""
+        self._check_open()
         wanted = tuple(sorted(specs, key=lambda spec: spec.name))
         with self._lock:
             for index, slab in enumerate(self._pool):
                 if slab.specs == wanted:
                     del self._pool[index]
+                    self._owned[slab] += 1
                     slab.expect_writes()
                     return slab
         slab = Slab.allocate(wanted)
         with self._lock:
-            self._owned.add(slab)
+            self._owned[slab] = 1
         return slab
 
     def serving(self) -> list[ShardKey]:
@@ -379,6 +404,8 @@ class Client:
         self, targets: _Targets, version: int | str, layouts: tuple[str, ...], deadline_s: float, *, claim: bool
     ) -> Outcome:
         self._check_open()
+        for layout in layouts:
+            check_name("layout", layout)
         number = 0 if version == LATEST else check_version(version)
         machine = replication.Replication(
             version=number,
@@ -408,25 +435,27 @@ class Client:
             log.warning("%s/%d: version %d: lost %s", self.replica, self.shard, outcome.version, loss)
         return outcome
 
-    def _offer(
-        self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, deadline_s: float, ready: bool = True
-    ) -> Offer:
-        """Put a shard on the shelf and tell the hub; ready=False: it is still arriving."""
+    def _offer(self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, deadline_s: float) -> None:
+        """Put a shard on the shelf and tell the hub."""
         offer = Offer(key, manifest, slab)
-        if ready:
-            offer.mark_all_ready()
+        offer.mark_all_ready()
         with self._lock:
+            if key in self._offers:
+                raise UsageError("this version is published here already: unpublish it first", version=key.version)
             self._offers[key] = offer
+        holding = messages.Holding(key, manifest.root(), manifest.size_bytes, True, was_read)
         try:
-            self._announce(offer, was_read=was_read, complete=ready, deadline_s=deadline_s)
+            self._ask(lambda number: messages.Publish(number, holding), deadline_s)
         except BaseException:
-            self._withdraw(key)
+            with self._lock:
+                self._offers.pop(key, None)
+            offer.withdraw()
             raise
-        return offer
 
-    def _announce(self, offer: Offer, *, was_read: bool, complete: bool, deadline_s: float) -> None:
-        holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, was_read)
-        self._ask(lambda number: messages.Publish(number, holding), deadline_s)
+    def _announce(self, offer: Offer, *, complete: bool) -> Future[messages.Reply]:
+        """Tell the hub of what was read, whenever it listens."""
+        holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, True)
+        return self._hub.ask(lambda number: messages.Publish(number, holding), FOR_EVER)
 
     def _unpublish(self, keys: list[ShardKey], version: int, began: float, deadline_s: float) -> UnpublishReport:
         try:
@@ -446,13 +475,16 @@ class Client:
     def _keep(self, key: ShardKey, deadline: float) -> None:
         """Rule 4: go on serving the last copy, from memory that the caller does not touch."""
         with self._lock:
-            offer = self._offers[key]
-        if offer.slab.kind == "allocated":
+            offer = self._offers.get(key)
+        if offer is None or offer.slab.kind == "allocated":
             return
-        copy = self._snapshot(offer.slab.tensors())
+        copy = Slab.allocate(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
+        for name, tensor in offer.slab.tensors().items():
+            copy.write(name, tensor)
         moved = Offer(key, offer.manifest, copy)
         moved.mark_all_ready()
         with self._lock:
+            self._copies.add(copy)
             self._offers[key] = moved
         offer.wait_no_readers(deadline)
         offer.withdraw()
@@ -467,24 +499,40 @@ class Client:
     def _snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Slab:
         """A copy of these tensors in host memory of this client's."""
         slab = self.allocate(_specs(tensors))
-        for name, tensor in tensors.items():
-            slab.write(name, tensor)
+        try:
+            for name, tensor in tensors.items():
+                slab.write(name, tensor)
+        except BaseException:
+            self._recycle(slab)
+            raise
         return slab
 
-    def _is_offered(self, slab: Slab) -> bool:
+    def _releaser(self, slabs: list[Slab]) -> Callable[[], None]:
+        """Recycles these slabs as they are handed out now: not if that has happened, and somebody has them again."""
         with self._lock:
-            return any(offer.slab is slab for offer in self._offers.values())
+            handed_out = [(slab, self._owned[slab]) for slab in slabs]
 
-    def _recycle(self, slab: Slab) -> None:
+        def release() -> None:
+            for slab, times in handed_out:
+                self._recycle(slab, times)
+
+        return release
+
+    def _recycle(self, slab: Slab, times: int | None = None) -> None:
+        """Keep a slab that nobody uses any more for the next `allocate`. times: only if not handed out since."""
         with self._lock:
-            self._fetched.discard(slab)
-            if slab not in self._owned or slab in self._pool:
+            if any(offer.slab is slab for offer in self._offers.values()):
                 return
+            if slab not in self._owned and slab not in self._copies:
+                return
+            if slab in self._pool or times not in (None, self._owned.get(slab)):
+                return
+            self._fetched.discard(slab)
             alike = sum(pooled.specs == slab.specs for pooled in self._pool)
-            if alike < POOLED_SLABS_MAX and not self._closed:
+            if slab in self._owned and alike < POOLED_SLABS_MAX and not self._closed:
                 self._pool.append(slab)
                 return
-            self._owned.discard(slab)
+            self._owned.pop(slab, None)
         slab.close()
 
     def _ask(self, make: Callable[[int], session.Request], deadline_s: float) -> messages.Reply:
@@ -523,7 +571,7 @@ class Client:
             pool, self._pool = self._pool, []
         for offer in offers:
             offer.withdraw()
-            if offer.slab in self._owned:
+            if offer.slab in self._owned or offer.slab in self._copies:
                 offer.slab.close()
         for slab in pool:
             slab.close()
@@ -542,16 +590,16 @@ class _Targets:
         self.slabs: dict[int, Slab] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        client = self._client
         slab = self.slabs[key.shard] = self._memory(manifest)
-        if self._serve and slab.specs == manifest.tensors and self._client.find(key) is None:
-            offer = Offer(key, manifest, slab)
-            with self._client._lock:
-                self._client._offers[key] = offer
+        if self._serve and slab.specs == manifest.tensors:
+            with client._lock:
+                if key in client._offers or client._closed:
+                    return slab
+                offer = client._offers[key] = Offer(key, manifest, slab)
+                client._incoming.add(key)
             self._arriving[key.shard] = offer
-            holding = messages.Holding(key, manifest.root(), manifest.size_bytes, False, True)
-            self._client._hub.ask(
-                lambda number: messages.Publish(number, holding), time.monotonic() + BACKGROUND_DEADLINE_S
-            )
+            client._announce(offer, complete=False)
         return slab
 
     def _memory(self, manifest: Manifest) -> Slab:
@@ -563,23 +611,30 @@ class _Targets:
 
     def restart(self) -> None:
         """Nothing of what was prepared will be completed."""
+        client = self._client
         for offer in self._arriving.values():
-            keys = (offer.key,)
-            self._client._hub.ask(
-                lambda number, keys=keys: messages.Unpublish(number, keys, 0.0, gone=True),  # type: ignore[misc]
-                time.monotonic() + BACKGROUND_DEADLINE_S,
-            )
-            self._client._withdraw(offer.key)
+            with suppress(UsageError):  # closed meanwhile: the hub knows, or will
+                client._hub.ask(
+                    lambda number, key=offer.key: messages.Unpublish(number, (key,), 0.0, gone=True),  # type: ignore[misc]
+                    time.monotonic() + BACKGROUND_DEADLINE_S,
+                )
+            with client._lock:
+                client._incoming.discard(offer.key)
+            client._withdraw(offer.key)
         self._arriving.clear()
         self.slabs.clear()
 
-    def complete(self, outcome: Outcome, deadline_s: float) -> None:
+    def complete(self) -> None:
+        """All bytes are here and verified."""
+        client = self._client
+        answers = []
         for offer in self._arriving.values():
             offer.mark_all_ready()
-            try:
-                self._client._announce(offer, was_read=True, complete=True, deadline_s=deadline_s)
-            except HubUnreachable as error:  # the bytes are here all the same, and the hub will be told when it is back
-                log.warning("%s: %s", offer.key, error)
+            with client._lock:
+                client._incoming.discard(offer.key)
+            answers.append(client._announce(offer, complete=True))
+        if wait(answers, ANNOUNCE_S).not_done:  # nothing of it is the caller's to wait for
+            log.info("%s/%d: the hub has not heard yet what was read", client.replica, client.shard)
 
 
 class _InPlace(_Targets):
@@ -613,11 +668,11 @@ class _Allocated(_Targets):
         for slab in slabs:
             self._client._recycle(slab)
 
-    def complete(self, outcome: Outcome, deadline_s: float) -> None:
+    def complete(self) -> None:
         for slab in self.slabs.values():
             slab.mark_written()
         self._client._fetched.update(self.slabs.values())
-        super().complete(outcome, deadline_s)
+        super().complete()
 
 
 # --- small things ---

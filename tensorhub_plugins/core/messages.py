@@ -20,6 +20,7 @@ from tensorhub_plugins.core.values import Location, ShardKey, VersionInfo
 
 MAGIC = b"TH"
 PROTOCOL = 1
+RETAIN_MAX = 1024  # versions
 SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
 MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
 
@@ -177,7 +178,7 @@ class Wait(_Message, frozen=True):
 
 class Retain(_Message, frozen=True):
     request: Count
-    newest: Annotated[int, msgspec.Meta(ge=0, le=1024)]
+    newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
 
 
 class AskVersions(_Message, frozen=True):
