@@ -3,7 +3,7 @@
 States, as `poll` tells them
     idle       nothing under way
     fetching   a version is on its way into host memory (or, for a direct install, awaited)
-    ready      it is here and verified: install or discard it
+    ready      it is here and verified, and nobody reads the live weights any more: install or discard it
     failed     the last fetch ended in an error; nothing has changed, fetch again
     broken     the weights are mixed or lost; fetch and install again, until then nothing may be computed with them
 A broken worker can fetch: `broken` keeps the reason until an install succeeds.
@@ -63,6 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         False  # hash the live weights after every install, in the background; always on with events
     )
     connect_deadline_s: float = 10.0
+    drain_deadline_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_deadline_s: float = (
         120.0  # for what serving takes after an install: publishing, dropping the last version
     )
@@ -273,6 +274,8 @@ class Updater:
         error: TensorHubError | None = None
         try:
             staged = self._acquire(version, deadline)
+            # Here rather than in the install: it may take as long as the slowest reader, and the engine generates.
+            self._withdraw_live(time.monotonic() + self.config.drain_deadline_s)
         except TensorHubError as failure:
             error = failure
         except (
@@ -281,6 +284,9 @@ class Updater:
             logger.exception("%s: version %d: fetch failed", self._name, version)
             error = TensorHubError(f"{type(failure).__name__}: {failure}", version=version)
         if error is not None:
+            if staged is not None:
+                self._drop(staged)
+                staged = None
             logger.warning("%s: version %d was not fetched: %s", self._name, version, error)
             events.record("update_failed", worker=self._name, version=version, error=str(error))
         with self._lock:

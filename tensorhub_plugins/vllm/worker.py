@@ -5,7 +5,7 @@ into its worker. The way of one update; each step is one `collective_rpc` to all
     tensorhub_connect(config)          once, after the engine has started; see updater.WorkerConfig
     tensorhub_begin_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
     tensorhub_poll()                   until every worker's "state" is "ready"; both return at once
-    tensorhub_prepare_install()        still generating: nobody reads the live weights any more (waits, bounded)
+    tensorhub_prepare_install()        optional; raises rather than let the install wait for something
     pause the engine, keeping its requests, and let it forget caches
     tensorhub_install(version)         a local copy or reload (waits): all workers of the engine or none
     resume the engine                  only if every worker's result says "installed"
@@ -18,7 +18,8 @@ What it serves afterwards, while the engine generates (`serve_from`)
     "host"   an immutable copy in shared host memory: the staged bytes themselves, or a snapshot after a conversion.
              Peers on this host map it, and the next install waits for nobody. Takes host memory for two versions,
              the one served and the one arriving.
-    "live"   the engine's own weights in place; no extra memory. The next install first drains their readers.
+    "live"   the engine's own weights in place; no extra memory. Before the next version is "ready" their readers
+             are drained.
 With `install="direct"` bytes go from the peer straight into the live weights, while the engine is paused.
 
 Never mixed bytes
@@ -113,7 +114,7 @@ class TensorHubWorkerExtension:
         _updater(self).discard()
 
     def tensorhub_prepare_install(self, deadline_s: float = DEADLINE_S) -> None:
-        """Before the pause: drain readers of the live weights. Readers are cut off at the deadline."""
+        """Before the pause: make sure that the install will not have to wait for anything."""
         _updater(self).prepare_install(deadline_s)
 
     def tensorhub_install(self, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:

@@ -1,0 +1,172 @@
+"""Which tensors of a model are its weights, and when two models may trade them. No engine is started."""
+
+from __future__ import annotations
+
+import enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Slab, UsageError
+from tensorhub_plugins.vllm import runtime, updater
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+        self.proj = torch.nn.Linear(3, 3)
+        self.proj.weight = torch.nn.Parameter(torch.randn(3, 3).t())  # transposed: dense, not row-major
+        self.register_buffer("table", torch.arange(6.0), persistent=False)
+        self.register_buffer("alias", self.table[2:4], persistent=False)
+        self.padded = torch.nn.Parameter(torch.randn(4, 8)[:, :5])  # rows with gaps between them
+        self.mla = torch.nn.Module()
+        self.mla.W_UV = torch.randn(2, 2)
+        self.mla.kv_cache = torch.zeros(100)
+        self.packed = torch.nn.Parameter(torch.empty(0))
+
+
+def test_every_weight_once_and_no_kv_cache() -> None:
+    found = runtime.tensors(Model())
+    assert sorted(found) == ["embed.weight", "mla.W_UV", "padded", "proj.bias", "proj.weight", "table"]
+    assert all(tensor.is_contiguous() for tensor in found.values())
+    assert found["padded"].shape == (4 * 8 - 3,)
+    Slab.adopt(found)  # what the store can serve in place
+
+
+def test_writing_them_writes_the_model() -> None:
+    one, other = Model(), Model()
+    with torch.no_grad():
+        other.table += 1
+    runtime.copy_tensors(runtime.tensors(one), runtime.tensors(other))
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], tensor), name
+    assert torch.equal(one.head.weight, other.embed.weight)
+    assert torch.equal(one.alias, other.table[2:4])
+    assert torch.equal(one.mla.W_UV, other.mla.W_UV)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("table"), r"source lacks \['table'\]"),
+        (lambda t: t.update(extra=torch.zeros(1)), r"model lacks \['extra'\]"),
+        (lambda t: t.update(table=torch.zeros(7)), "'table' differs"),
+        (lambda t: t.update(table=torch.zeros(6, dtype=torch.float64)), "'table' differs"),
+    ],
+)
+def test_tensors_that_differ_are_refused_before_a_byte_is_written(change: Any, says: str) -> None:
+    model, source = Model(), runtime.tensors(Model())
+    before = {name: tensor.clone() for name, tensor in runtime.tensors(model).items()}
+    change(source)
+    with pytest.raises(UsageError, match=says):
+        runtime.copy_tensors(runtime.tensors(model), source)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in runtime.tensors(model).items())
+
+
+def test_scalars_follow_their_buffers() -> None:
+    layer = torch.nn.Module()
+    layer.register_buffer("_k_scale", torch.tensor(1.0))
+    layer._k_scale_float = 1.0
+    layer._k_scale.fill_(0.25)
+    runtime.refresh_scalars(layer)
+    assert layer._k_scale_float == 0.25
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.33.2"])
+def test_supported_versions(version: str) -> None:
+    runtime.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_with_what_to_do(version: str) -> None:
+    with pytest.raises(UsageError, match="supported range 0.26 to 0.33: install a version in that range"):
+        runtime.check_version(version)
+
+
+class Backend(enum.Enum):
+    TRITON = 1
+    CUTLASS = 2
+
+
+def described(**changes: Any) -> bytes:
+    """A fingerprint of a small model, with some of what it depends on changed."""
+    pytest.importorskip("vllm")
+    settings = {"hidden": 3, "dtype": "bfloat16", "quantization": None, "kv": "auto", "tp": 0, "path": "/a"}
+    settings |= {"backend": Backend.TRITON, "weight": torch.zeros(2, 4), "placement": "linear"} | changes
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    model.layer.weight = torch.nn.Parameter(settings["weight"])
+    model.layer.quant_method = SimpleNamespace(backend=settings["backend"])
+    hf_config = {"hidden_size": settings["hidden"], "_name_or_path": settings["path"]}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=lambda: hf_config),
+            dtype=settings["dtype"],
+            quantization=settings["quantization"],
+        ),
+        cache_config=SimpleNamespace(cache_dtype=settings["kv"]),
+        parallel_config=SimpleNamespace(expert_placement_strategy=settings["placement"]),
+    )
+    return runtime.fingerprint(model, config, ranks={"tp": settings["tp"], "tp_size": 2})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": 4},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"kv": "fp8"},
+        {"tp": 1},
+        {"placement": "round_robin"},
+        {"backend": Backend.CUTLASS},  # the same shapes, packed for another kernel
+        {"weight": torch.zeros(2, 5)},
+        {"weight": torch.zeros(2, 4, dtype=torch.float16)},
+        {"weight": torch.zeros(4, 2).t()},
+    ],
+    ids=str,
+)
+def test_engines_that_differ_do_not_trade_raw_bytes(change: dict[str, Any]) -> None:
+    assert described(**change) != described()
+
+
+def test_engines_that_differ_in_what_does_not_matter_do() -> None:
+    assert described(path="/b", weight=torch.ones(2, 4)) == described()
+
+
+def test_a_replica_has_one_layout_that_depends_on_all_its_workers() -> None:
+    a, b, c = described(tp=0), described(tp=1), described(tp=1, hidden=9)
+    layouts = [runtime.replica_layout(prints) for prints in ([a, b], [b, a], [a, c], [a])]
+    assert len(set(layouts)) == 4
+    assert all(layout.startswith("runtime:") for layout in layouts)
+    assert runtime.replica_layout([a, b]) == layouts[0]
+
+
+def test_digests_are_the_stores() -> None:
+    tensor = torch.randn(5, 7).to(torch.bfloat16)
+    slab = Slab.adopt({"t": tensor})
+    assert updater.digest(tensor) == slab.digest(0, slab.size_bytes).hex()
+    assert updater.digest(tensor) != updater.digest(tensor.flip(0).contiguous())
+    assert updater.digest(torch.tensor(1.5)) == updater.digest(torch.tensor([1.5]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hubb": "tcp://h:1"}, "known keys: hub, run"),
+        ({"run": 3}, "run"),
+        ({"install": "quick"}, "install"),
+        ({"install": "direct", "serve_from": "host"}, 'use serve_from="live"'),
+    ],
+)
+def test_a_wrong_configuration_is_refused(change: dict[str, Any], says: str) -> None:
+    good = {"hub": "tcp://h:1", "run": "r", "model": "m", "replica": "p", "location": {"host": "h"}}
+    assert updater.WorkerConfig.parse(good).source == "host"
+    assert updater.WorkerConfig.parse(good | {"install": "direct"}).source == "live"
+    with pytest.raises(UsageError, match=says):
+        updater.WorkerConfig.parse(good | change)
