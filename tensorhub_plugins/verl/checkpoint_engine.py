@@ -9,6 +9,7 @@ whoever has it, other rollouts first.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
@@ -112,7 +113,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         distributed = torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed and self.is_trainer else 0
         ranks = torch.distributed.get_world_size() if distributed and self.is_trainer else 1
-        replica = TRAINER if self.is_trainer else f"rollout-{_actor_name()}"
+        replica = TRAINER if self.is_trainer else replica_name(_actor_name())
         self._worker = f"{replica}/{rank}"
         try:
             self._client = Client(
@@ -130,6 +131,14 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             raise config.refused(error, address) from error
         if self.is_trainer:
             self._publisher = Publisher(self._client, rank=rank, ranks=ranks, options=self.options, worker=self._worker)
+
+
+def replica_name(actor: str) -> str:
+    """ "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
+
+    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own."""
+    found = re.fullmatch(r"rollout_\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
+    return f"rollout-{'.'.join(found.groups())}" if found else f"rollout-{actor}"
 
 
 def _actor_name() -> str:

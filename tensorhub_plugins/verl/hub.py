@@ -6,6 +6,7 @@ comes back at the same address and every worker tells it again what it holds; no
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ import ray
 
 from tensorhub_plugins.core.errors import HubUnreachable
 from tensorhub_plugins.verl.config import WHERE, Options
+
+log = logging.getLogger(__name__)
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
 START_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
@@ -31,18 +34,19 @@ def ensure(options: Options) -> str:
     if options.hub is not None:
         return options.hub
     name = _actor_name()
+    if name in _addresses:
+        return _addresses[name]  # it never changes: no update waits for a hub that is being started again
+    on_head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
     try:
         actor = ray.get_actor(name)
     except ValueError:
-        on_head = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
         host, port = ray.get(ray.remote(_free_address).options(**on_head).remote(), timeout=START_S)
-        actor = (
-            ray.remote(_hub_class())
-            .options(name=name, get_if_exists=True, max_restarts=-1, max_task_retries=-1, **on_head)
-            .remote(host, port)
-        )
-        _owned[name] = actor
-    return str(ray.get(actor.address.remote(), timeout=START_S))
+        options_of_actor = {"name": name, "get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
+        actor = ray.remote(_hub_class()).options(**options_of_actor, **on_head).remote(host, port)
+    _owned[name] = actor
+    _addresses[name] = address = str(ray.get(actor.address.remote(), timeout=START_S))
+    log.warning("the hub of %s is at %s: tensorhub status --hub %s", run_name(options), address, address)
+    return address
 
 
 def find(options: Options, *, deadline_s: float = START_S) -> str:
@@ -65,6 +69,7 @@ def find(options: Options, *, deadline_s: float = START_S) -> str:
 
 
 _owned: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone
+_addresses: dict[str, str] = {}
 
 
 def _actor_name() -> str:
@@ -87,16 +92,13 @@ def _hub_class() -> type:
     class TensorHub:
         def __init__(self, host: str, port: int) -> None:
             from tensorhub_plugins.core import start_server
+            from tensorhub_plugins.core.events import record
 
             host = f"[{host}]" if ":" in host else host
             self.server = start_server(f"tcp://{host}:{port}")
+            record("hub", worker="hub", address=self.server.address)
 
         def address(self) -> str:
             return str(self.server.address)
-
-        def pid(self) -> int:
-            import os
-
-            return os.getpid()
 
     return TensorHub

@@ -39,6 +39,9 @@ class NullWorker:
 class TensorHubReplica(vLLMReplica):
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
+        self._placeholders: list[Any] = []
+        if self.is_reward_model or self.is_teacher_model:
+            return  # their weights do not change: verl's own server
         engine = self.config.checkpoint_engine
         if engine.backend != configuration.BACKEND:
             raise UsageError(
@@ -55,8 +58,9 @@ class TensorHubReplica(vLLMReplica):
         # self.config is this replica's own copy, and what its servers are made with.
         given = engine.engine_kwargs.get(configuration.BACKEND) or {}
         engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}
-        self.server_class = ray.remote(max_restarts=options.restarts)(TensorHubServer)
-        self._placeholders: list[Any] = []
+        # The servers of a replica that spans nodes start together or not at all.
+        restarts = options.restarts if self.nnodes == 1 else 0
+        self.server_class = ray.remote(max_restarts=restarts)(TensorHubServer)
 
     def _check_supported(self) -> None:
         if self.config.data_parallel_size > 1:
@@ -74,7 +78,8 @@ class TensorHubReplica(vLLMReplica):
     @property
     def follows(self) -> bool:
         """Hybrid replicas share the trainer's GPUs: verl puts them to sleep and gives them weights in its own way."""
-        return self.rollout_mode == RolloutMode.STANDALONE
+        frozen = self.is_reward_model or self.is_teacher_model
+        return self.rollout_mode == RolloutMode.STANDALONE and not frozen
 
     def _get_server_name_prefix(self) -> str:
         return f"{self.config.name}_"

@@ -184,6 +184,8 @@ class TensorHubServer(vLLMHttpServer):
                 self._launch = asyncio.create_task(self.launch_server())
                 self._launch.add_done_callback(_exit_on_error)
             return self._heartbeat(ready=False, silent_s=0.0)
+        if not self.follows:  # verl itself puts hybrid replicas in and out of rotation
+            return self._heartbeat(ready=True, silent_s=0.0)
         follower = self.follower
         silent_s = time.monotonic() - self._engine_heard_at
         if follower is not None and follower.installing_since is not None:
@@ -196,7 +198,7 @@ class TensorHubServer(vLLMHttpServer):
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
         return {
             "ready": ready,
-            "version": self.follower.version if self.follower else 0,
+            "version": 0 if self.global_steps is None else version_of_step(self.global_steps),
             "silent_s": silent_s,
             "timeout_s": self.options.replica_timeout_s,
         }

@@ -48,7 +48,9 @@ def test_a_wrong_option_is_refused_with_what_to_change(given_options, says):
 
 def test_untested_versions_are_refused_unless_allowed():
     packages = {"verl": ("0.9.1",), "vllm": ("0.29",)}
-    config.check_versions(allow_untested=False, packages=packages, installed={"verl": "0.9.1", "vllm": "0.29.0"})
+    config.check_versions(
+        allow_untested=False, packages=packages, installed={"verl": "0.9.1", "vllm": "0.29.0"}
+    )
     for installed in ({"verl": "0.9.2", "vllm": "0.29.0"}, {"verl": "0.9.1", "vllm": "0.290.1"}):
         with pytest.raises(UsageError, match="was not tested with this adapter: install"):
             config.check_versions(allow_untested=False, packages=packages, installed=installed)
@@ -178,3 +180,14 @@ def test_what_verl_takes_away_is_not_put_back():
     watch.remove("a")
     assert not watch.heard("a", 2, ready=True, version=5)
     assert not watch.in_rotation("a")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_verls_names_of_rollout_workers():
+    from tensorhub_plugins.verl.checkpoint_engine import replica_name
+
+    assert replica_name("rollout_standalone_1CheckpointEngineWorker_0:0") == "rollout-1.0.0"
+    assert replica_name("rollout_standalone_12_abCheckpointEngineWorker_1:7") == "rollout-12.1.7"
+    assert replica_name("something else") == "rollout-something else"

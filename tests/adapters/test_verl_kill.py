@@ -1,0 +1,277 @@
+"""kill -9 in a real GRPO run: of the hub, of a replica while it pulls, of the peer a replica pulls from; and a freeze.
+
+One verl run in pull mode, two trainer ranks and three replicas, and one story after another. How a kill is known to hit in the middle:
+the process that serves is stopped (SIGSTOP) the moment its version appears; the hub's own status then shows the lease
+under which the victim reads; only then the kill. What comes after is read from the run's event log.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="this is about verl")
+pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
+
+from tensorhub_plugins.core.cli import fetch_status  # noqa: E402
+from tensorhub_plugins.core.errors import TensorHubError  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+STORE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub"
+START_S = 420  # imports of verl and vLLM in a dozen processes on two cores
+STORY_S = 120
+REPLICAS = 3
+RANKS = 2  # of the trainer (FSDP2): each serves its half
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1200)]
+
+
+class Run:
+    """A running recipe and its event log."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.events_folder = folder / "events"
+        overrides = [
+            "trainer.total_training_steps=400",
+            "trainer.total_epochs=1000",
+            f"trainer.n_gpus_per_node={RANKS}",
+            f"actor_rollout_ref.rollout.n_gpus_per_node={REPLICAS}",
+            f"++ray_kwargs.ray_init.num_gpus={REPLICAS + RANKS}",
+            f"+{STORE}.transports=[tcp]",  # the source must be there for every byte, so that it can be stopped
+            f"+{STORE}.replica_timeout_s=5",
+        ]
+        environment = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "SIZE": os.environ.get("TENSORHUB_TEST_SIZE", "small"),
+            "OUT": str(folder / "out"),
+            "RUN": str(folder / "run"),
+            "TENSORHUB_EVENTS": str(self.events_folder),
+        }
+        self.log = folder / "verl.log"
+        command = ["bash", str(ROOT / "recipes/verl_grpo/run.sh"), "separate_async", "pull", *overrides]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self._offsets = {}
+        self.events = []
+
+    def read(self):
+        """All events so far, oldest first; each knows the process that wrote it."""
+        for path in sorted(self.events_folder.glob("*.jsonl")) if self.events_folder.exists() else []:
+            with open(path) as file:
+                file.seek(self._offsets.get(path, 0))
+                while (line := file.readline()).endswith("\n"):
+                    self.events.append({**json.loads(line), "pid": int(path.stem.rsplit("-", 1)[1])})
+                    self._offsets[path] = file.tell()
+        self.events.sort(key=lambda event: event["t"])
+        return self.events
+
+    def find(self, event, since=0.0, **fields):
+        return [
+            e
+            for e in self.read()
+            if e["event"] == event and e["t"] > since and all(e.get(k) == v for k, v in fields.items())
+        ]
+
+    def until(self, what, condition, deadline_s=STORY_S, every_s=0.05):
+        """The first truthy answer of `condition`; fails the test at the deadline or when the run has ended."""
+        deadline = time.monotonic() + deadline_s
+        while not (answer := condition()):
+            assert self.process.poll() is None, f"verl ended while waiting for {what}\n{self.tail()}"
+            assert time.monotonic() < deadline, f"no {what} within {deadline_s} s\n{self.tail()}"
+            time.sleep(every_s)
+        return answer
+
+    def tail(self):
+        lines = self.log.read_text(errors="replace").splitlines()
+        recent = [json.dumps(e) for e in self.read()[-40:]]
+        return "\n".join([*recent, *[line[:300] for line in lines[-60:]]])
+
+    def version(self):
+        published = self.find("publish")
+        return published[-1]["version"] if published else 0
+
+    def leases(self):
+        try:
+            report = fetch_status(self.find("hub")[0]["address"], deadline_s=2)
+        except TensorHubError:
+            return []
+        return [lease for model in report["models"] for lease in model["leases"]]
+
+    def pid(self, event, worker):
+        """The process that most recently said this about this worker."""
+        return self.find(event, worker=worker)[-1]["pid"]
+
+    def has_all(self, version, replicas, since):
+        return all(
+            any(e["version"] >= version for e in self.find("resume", since=since, worker=f"{name}/0"))
+            for name in replicas
+        )
+
+    def close(self):
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, number)
+                try:
+                    self.process.wait(30)
+                except subprocess.TimeoutExpired:
+                    continue
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("kill"))
+    stopped = []
+    run.stopped = stopped
+    try:
+        yield run
+    finally:
+        for pid in stopped:
+            resume(run, pid)
+        run.close()
+
+
+def stop(run, pid):
+    os.kill(pid, signal.SIGSTOP)
+    run.stopped.append(pid)
+
+
+def resume(run, pid):
+    if pid in run.stopped:
+        run.stopped.remove(pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def caught(run, source_event, source_worker, reader, *, attempts=20):
+    """Stop `source_worker` as it says `source_event` and return (its pid, the lease of a reader on it, version).
+
+    The source stands still, so the reader cannot have finished: it is in the middle for as long as we like."""
+    for _ in range(attempts):
+        since = time.time()
+        appeared = run.until(
+            f"{source_event} of a new version",
+            lambda since=since: [
+                e for e in run.find(source_event, since=since) if source_worker is None or e["worker"] == source_worker
+            ],
+            every_s=0.001,
+        )[-1]
+        stop(run, appeared["pid"])
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            for lease in run.leases():
+                reads = appeared["worker"] in lease["sources"].values() and lease["version"] == appeared["version"]
+                if reads and reader(lease["reader"], appeared["worker"]):
+                    return appeared, lease
+            time.sleep(0.02)
+        resume(run, appeared["pid"])
+    raise AssertionError(f"no reader was caught in {attempts} versions\n{run.tail()}")
+
+
+def others(run, *names):
+    return [f"rollout-{i}" for i in range(REPLICAS) if f"rollout-{i}" not in names]
+
+
+def test_1_the_run_starts_and_its_versions_arrive(run):
+    everybody = others(run)
+    run.until("third version everywhere", lambda: run.has_all(3, everybody, 0.0), START_S, every_s=0.5)
+    run.until("address of the hub", lambda: run.find("hub"))
+
+
+def test_2_the_hub_dies_while_weights_are_read(run):
+    since = time.time()
+    published, lease = caught(run, "publish", "trainer/0", lambda reader, _: reader.startswith("rollout-"))
+    first = run.pid("hub", "hub")
+    os.kill(first, signal.SIGKILL)
+    killed_at = time.time()
+    resume(run, published["pid"])
+    version = published["version"]
+    # The transfer under way did not notice: it began before the kill and ended after it, with all its bytes.
+    reader = lease["reader"]
+    fetch = run.until("its end", lambda: run.find("fetch", since=since, worker=reader, version=version))[0]
+    assert fetch["t"] - fetch["seconds"] < killed_at < fetch["t"]
+    assert sum(fetch["sources"].values()) == fetch["bytes"]
+    # A hub of the same address came back, and versions go on to arrive everywhere; no other process was started again.
+    second = run.until("new hub", lambda: run.find("hub", since=killed_at))[0]
+    assert second["pid"] != first and second["address"] == run.find("hub")[0]["address"]
+    run.until("versions after the kill", lambda: run.has_all(run.version() - 1, others(run), killed_at + 5) or None)
+    for name in others(run):
+        assert len({e["pid"] for e in run.find("install", worker=f"{name}/0")}) == 1
+
+
+def test_3_a_replica_dies_while_it_pulls(run):
+    published, lease = caught(run, "publish", "trainer/0", lambda reader, _: reader.startswith("rollout-"))
+    reader, version = lease["reader"], published["version"]
+    victim = reader.split("/")[0]
+    pid = run.pid("install", reader)
+    os.kill(pid, signal.SIGKILL)
+    killed_at = time.time()
+    resume(run, published["pid"])
+    assert not run.find("fetch", worker=reader, version=version), "it had finished before the kill"
+    run.until("versions for the others", lambda: run.has_all(version + 2, others(run, victim), killed_at))
+    run.until("loss of the replica", lambda: run.find("replica_lost", since=killed_at - 1))
+    # It comes back by itself, in new processes, with a newer version.
+    back = run.until("return of the replica", lambda: run.find("resume", since=killed_at, worker=reader), START_S)[0]
+    assert back["version"] > version
+    run.until("its place in the rotation", lambda: run.find("replica_back", since=killed_at))
+    run.until("requests for it", lambda: run.find("request", since=back["t"], worker=reader))
+    assert run.pid("install", reader) != pid
+
+
+def test_4_the_peer_that_is_read_from_dies(run):
+    appeared, lease = caught(run, "serve", None, lambda reader, source: reader != source, attempts=40)
+    source, reader, version = appeared["worker"], lease["reader"], appeared["version"]
+    os.kill(appeared["pid"], signal.SIGKILL)
+    killed_at = time.time()
+    resume(run, appeared["pid"])
+    assert not run.find("fetch", worker=reader, version=version), "it had finished before the kill"
+    # The reader gets that version or a newer one from somebody else.
+    fetch = run.until(
+        "the reader's next version",
+        lambda: [e for e in run.find("fetch", since=killed_at, worker=reader) if e["version"] >= version],
+    )[0]
+    assert sum(fetch["sources"].values()) == fetch["bytes"]
+    everybody = others(run, source.split("/")[0])
+    run.until("versions for the others", lambda: run.has_all(version + 2, everybody, killed_at))
+    run.until("return of the source", lambda: run.find("resume", since=killed_at, worker=source), START_S)
+
+
+def test_5_a_frozen_replica_delays_nobody_and_gets_no_requests(run):
+    run.until("all in rotation", lambda: len(run.find("replica_back")) >= len(run.find("replica_lost")), START_S)
+    victim = "rollout-1/0"
+    pid = run.pid("install", victim)
+    stop(run, pid)
+    frozen_at = time.time()
+    lost = run.until("loss of the frozen replica", lambda: run.find("replica_lost", since=frozen_at))[0]
+    version = run.version()
+    run.until("versions for the others", lambda: run.has_all(version + 3, others(run, "rollout-1"), lost["t"]))
+    assert not run.find("request", since=lost["t"] + 1, worker=victim)
+    resume(run, pid)
+    thawed_at = time.time()
+    back = run.until("return of the frozen replica", lambda: run.find("replica_back", since=thawed_at))[0]
+    assert back["version"] >= version + 3  # not before it had caught up
+    run.until("requests for it", lambda: run.find("request", since=back["t"], worker=victim))
+
+
+def test_6_nothing_torn_was_served_and_no_sample_lost(run):
+    digests = {}
+    for event in run.find("digests"):
+        for key, digest in event["digests"].items():
+            digests.setdefault((event["version"], event["layout"], key), {})[event["worker"]] = digest
+    assert sum(len(by_worker) > 1 for by_worker in digests.values()) > 20
+    assert not {k: v for k, v in digests.items() if len(set(v.values())) > 1}
+    assert run.find("request_retried")
+    log = run.log.read_text(errors="replace")
+    assert "Error in _run_prompt" not in log
+    metrics = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) > 10
+    # Trainer and rollouts agree about every token's probability; a torn weight would show here, as would a stale one.
+    worst = max(abs(row["data"]["rollout_corr/kl"]) for row in metrics if "rollout_corr/kl" in row["data"])
+    assert worst < 0.05
