@@ -335,6 +335,8 @@ class Hub:
         if hello.retain_newest is not None:
             history.retain_newest = hello.retain_newest
         for announced in hello.holdings:
+            if worker.withdrawn.get(announced.key) in hello.pending:
+                continue  # withdrawn, and the answer that says so is on its way or will be sent again
             problem = self._hold(worker, announced)
             if problem:
                 self._effects.append(Log(f"{worker.name}: {problem}"))
@@ -365,9 +367,6 @@ class Hub:
         for lease in list(worker.leases.values()):
             if lease.request not in hello.pending:
                 self._end_lease(lease)
-        for request in hello.pending:  # answered, but not heard: what is announced again must be withdrawn again
-            if isinstance(worker.replies.get(request), m.Unpublished):
-                del worker.replies[request]
 
     def _recall_group(self, worker: Worker) -> None:
         """What was agreed on before a hub's restart is agreed on after it."""
@@ -684,8 +683,8 @@ class Hub:
             return pending.version
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
         present = {w.hello.shard for w in history.workers.values() if w.hello.replica == replica}
-        if self.recovering(now) and len(present) < shard_count:
-            return 0  # another shard may have been told before the hub's restart, and has not said so yet
+        if len(present) < shard_count:
+            return 0  # the one we do not know may have been told already, by a hub that was restarted since
         at_least = max(acquire.at_least, worker.seen_version)
         number, joined = history.group_latest.get(replica, (0, set()))
         if number and shard_count > 1 and (shard not in joined or pending.version):

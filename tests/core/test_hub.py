@@ -337,7 +337,7 @@ def test_a_checkpoint_is_read_whole_and_a_runtime_layout_shard_by_shard(stage: S
         stage.publish(f"trainer/{shard}", 1)
         stage.join(f"engine/{shard}", 2)
         stage.publish(f"engine/{shard}", 1, RUNTIME)
-    stage.join("rollout/1", 2)
+        stage.join(f"rollout/{shard}", 2)
     stage.acquire("rollout/1")
     stage.acquire("rollout/1", layouts=(RUNTIME,))
     assert stage.heard("rollout/1") == [

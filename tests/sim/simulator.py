@@ -43,6 +43,7 @@ from tensorhub_plugins.core.values import CHECKPOINT, Location, Manifest, ShardK
 SEGMENT_SIZE_BYTES = 8
 SEGMENTS = 5
 RUNTIME = "runtime:5eed"
+FAILED = -1
 
 FAULTS_S = 40.0
 CALM_S_MAX = 150.0
@@ -317,7 +318,10 @@ class World:
             raise Violation("lease", self, f"{what} while {link.reader.name} reads without a lease")
 
     def check_read(self, link: Link) -> None:
-        self._check_lease(link, f"{link.key} is read from {link.source.name}")
+        source = self.hub.workers.get(link.source.session) if self.hub is not None else None
+        if source is not None and link.key in source.holdings:
+            # Else the unpublish has reached its deadline, and the source is about to be told whom to cut off.
+            self._check_lease(link, f"{link.key} is read from {link.source.name}")
         waits_for: dict[bytes, set[bytes]] = {}
         for each in self.links:
             offer = each.source.offers.get(each.key)
@@ -337,15 +341,13 @@ class World:
         retained = sorted(self.ever_visible, reverse=True)[: self.retain_newest]
         if key.version not in retained or key.layout != CHECKPOINT:
             return
-        for other in self.workers.values():
-            offer = other.offers.get(key)
-            if other is not worker and offer is not None and offer.complete:
-                return
+        held = {k for other in self.workers.values() for k, offer in other.offers.items() if offer.complete}
         # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
         recently = self.now - hub_machine.SESSION_TIMEOUT_S - 2.0
-        if any(key in held for session, held in self.graves.items() if self.dead[session] > recently):
-            return
-        raise Violation("retained", self, f"{worker.name} dropped the last copy of {key}")
+        buried = {k for session, keys in self.graves.items() if self.dead[session] > recently for k in keys}
+        rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
+        if key not in held | buried and rest <= held:  # without the rest it was lost before
+            raise Violation("retained", self, f"{worker.name} dropped the last copy of {key}")
 
 
 
@@ -405,8 +407,10 @@ class Group:
             arrived, self.arrived = self.arrived, []
             # After a round that failed for some, "latest" may mean the last round's version to one shard and a newer
             # one to another: the driver then names one.
-            agreed = all(w.outcome == self.workers[0].outcome for w in self.workers)
-            answer = Met(self.round, 0 if agreed else max(w.seen for w in self.workers), self.world.calm)
+            outcomes = {w.outcome for w in self.workers}
+            agreed = len(outcomes) == 1 and outcomes != {FAILED}
+            version = 0 if agreed else max(w.seen for w in self.workers) or FAILED
+            answer = Met(self.round, version, self.world.calm)
             for each, waiting in arrived:
                 each.later(self.world.rng.uniform(0, 0.2), lambda each=each, waiting=waiting: each.step(waiting, answer))
 
@@ -434,7 +438,7 @@ class Meet:
 @dataclass
 class Met:
     round: int
-    version: int  # to read; 0: latest
+    version: int  # to read; 0: the latest; FAILED: none, because no shard has seen one since the last round failed
     calm: bool
 
 
@@ -487,7 +491,7 @@ class Worker:
         self.alive, self.finished = True, False
         self.frozen_until = self.cut_until = 0.0
         self.seen = 0
-        self.outcome = 0  # the version that the last read gave, 0: none
+        self.outcome = 0  # the version that the last read gave; 0: there was none; FAILED
         self.offers: dict[ShardKey, Offer] = {}
         self.waiting: dict[int, Callable[[m.Reply | None], None]] = {}
         self.transfers: dict[Transfer, None] = {}
@@ -894,12 +898,14 @@ def rollout(worker: Worker) -> Program:
         if isinstance(reply, m.Visible):
             worker.see(reply.version)
         met = yield Meet()
+        if met.version == FAILED:
+            continue
         if world.rng.random() < 0.3 and len(layouts) == 1:  # direct: the old bytes are overwritten in place
             yield from unpublish(worker, tuple(worker.offers))
         claim = len(layouts) > 1
         deadline_s = world.rng.choice([3.0, 10.0, 30.0])
         got = yield Replicate(met.version, 0 if met.version else worker.seen, layouts, claim, deadline_s)
-        worker.outcome = 0 if isinstance(got, str) else got.version
+        worker.outcome = FAILED if isinstance(got, str) else got.version
         if isinstance(got, str):
             continue
         group.note(worker.shard, met.round, got.version)
