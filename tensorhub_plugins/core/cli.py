@@ -5,23 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
 import zmq
 
 from tensorhub_plugins.core import messages
-from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError
-from tensorhub_plugins.core.server import Server, new_session
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
+from tensorhub_plugins.core.server import Server, check_address, new_session
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
+ALIVE_CHECK_S = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    import os
-
     parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
@@ -54,18 +55,17 @@ def serve(address: str, *, verbose: bool = False) -> int:
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     with Server(address) as server:
         print(f"tensorhub server at {server.address}", flush=True)
-        signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            server.join()
-        except KeyboardInterrupt:
+        while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
             pass
+        if not server.is_alive():
+            print("tensorhub: the hub has failed, its log says why", file=sys.stderr)
+            return 1
     return 0
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
@@ -77,9 +77,9 @@ def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
         socket.setsockopt(zmq.IDENTITY, new_session())
         socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
         try:
-            socket.connect(address)
+            socket.connect(check_address(address))
         except zmq.ZMQError as error:
-            raise HubUnreachable(f"{address!r} is no address: use tcp://host:port", peer=address) from error
+            raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
         socket.send(messages.encode(messages.AskStatus(1)))
         end = time.monotonic() + deadline_s
         while socket.poll(int(1000 * max(0.0, end - time.monotonic()))):

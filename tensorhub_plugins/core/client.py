@@ -34,6 +34,7 @@ from tensorhub_plugins.core.errors import (
 )
 from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.reads import check_cover
+from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transfer import Outcome, Transfer
 from tensorhub_plugins.core.transports import Offer, Transport, create
@@ -690,14 +691,14 @@ def here() -> Location:
 
 def _address_towards(address: str) -> str:
     """The address of this host's interface that faces the hub, found without sending anything."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, _, port = check_address(address).removeprefix("tcp://").rpartition(":")
     try:
         family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
-        raise UsageError(f"{address!r} is no hub address that can be reached: use tcp://host:port ({error})") from error
+        raise UsageError(f"there is no way to the hub at {address}: correct the host's name ({error})") from error
 
 
 def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:

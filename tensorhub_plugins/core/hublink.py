@@ -22,7 +22,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core import messages, session
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.replication import refusal
-from tensorhub_plugins.core.server import new_session
+from tensorhub_plugins.core.server import check_address, new_session
 
 log = logging.getLogger("tensorhub.client")
 
@@ -47,7 +47,7 @@ class HubLink:
         on_source_gone: Callable[[bytes], None],
         on_may_drop: Callable[[session.MayDrop], None],
     ) -> None:
-        self.address = address
+        self.address = check_address(address)
         self.session = new_session()
         self._name = f"{identity.replica}/{identity.shard}"
         self._on_source_gone = on_source_gone
@@ -218,8 +218,11 @@ class HubLink:
         while self._outbox:
             try:
                 self._socket.send(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:  # no hub: the heartbeat will find out what it has missed
-                self._outbox.clear()
+            except zmq.Again:
+                # No hub. The last word waits for it, mostly a Hello, so that it is said as soon as one listens; what
+                # else it has missed the heartbeat finds out.
+                while len(self._outbox) > 1:
+                    self._outbox.popleft()
                 return
             self._outbox.popleft()
 

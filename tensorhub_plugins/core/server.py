@@ -1,7 +1,11 @@
 """The hub on the network: a ZeroMQ ROUTER around the pure `Hub`. One thread, no state of its own.
 
 Who may talk: anybody who can reach the port, so every frame is decoded strictly, sizes are bounded before memory is
-taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log.
+taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log. What is
+larger than any message is not even received: ZeroMQ closes that connection.
+
+A fault of ours must not end a run: when the machine fails over an event, that event is dropped and a new machine takes
+its place, as if the hub had been restarted, and the workers tell it all they know (rule 6).
 """
 
 from __future__ import annotations
@@ -29,6 +33,14 @@ def new_session() -> bytes:
     return bytes([os.urandom(1)[0] | 1]) + os.urandom(15)
 
 
+def check_address(address: str) -> str:
+    """Return a hub's address, or raise UsageError. ZeroMQ itself takes port 99999 and uses another."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{address!r} is no hub address: use tcp://host:port")
+    return address
+
+
 class Server:
     """A running hub.
 
@@ -37,6 +49,7 @@ class Server:
     """
 
     def __init__(self, address: str = "tcp://127.0.0.1:0", *, clock: Callable[[], float] = time.monotonic) -> None:
+        check_address(address)
         self._clock = clock
         self._hub = hub.Hub(new_session(), clock())
         self._context = zmq.Context()
@@ -63,9 +76,9 @@ class Server:
         self._stop.set()
         self._thread.join()
 
-    def join(self) -> None:
-        """Block until the server is closed."""
-        self._thread.join()
+    def is_alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive()
 
     def __enter__(self) -> Server:
         return self
@@ -80,8 +93,8 @@ class Server:
             while not self._stop.is_set():
                 now = self._clock()
                 if now >= next_tick:
+                    self._handle(hub.Tick(), now)
                     next_tick = self._hub.next_deadline(now)
-                    self._carry_out(self._hub.handle(hub.Tick(), now))
                 if self._socket.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._receive_burst()
         except Exception:
@@ -105,7 +118,20 @@ class Server:
                 self._log_refusal(session, error)
                 self._send(session, messages.Refused(0, "ProtocolError", str(error)))
                 continue
-            self._carry_out(self._hub.handle(hub.Received(session, message), self._clock()))
+            self._handle(hub.Received(session, message), self._clock())
+
+    def _handle(self, event: hub.Event, now: float) -> None:
+        try:
+            effects = self._hub.handle(event, now)
+        except Exception:
+            log.exception("the hub has failed over %.1000r and starts afresh: please report this", event)
+            self._hub = hub.Hub(new_session(), now)
+            if isinstance(event, hub.Received):  # or it would ask again, and again
+                request = getattr(event.message, "request", 0)
+                refusal = messages.Refused(request, "ProtocolError", "the hub failed over this: its log says why")
+                self._send(event.session, refusal)
+            return
+        self._carry_out(effects)
 
     def _carry_out(self, effects: list[hub.Effect]) -> None:
         for effect in effects:

@@ -1,0 +1,138 @@
+"""`tensorhub server` and `tensorhub status`, as commands in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core.cli import fetch_status, main, status_text
+
+COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
+
+
+@contextlib.contextmanager
+def server_process(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the address it printed."""
+    process = subprocess.Popen(
+        [*COMMAND, "server", *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        line = process.stdout.readline()
+        match = re.fullmatch(r"tensorhub server at (tcp://\S+:(\d+))\n", line)
+        assert match and int(match[2]) > 0, (line, process.poll() is not None and process.stderr.read())
+        yield process, match[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_prints_its_port_serves_and_ends_when_told():
+    with server_process("--address", "tcp://127.0.0.1:0") as (process, address):
+        assert fetch_status(address)["models"] == []
+        with Client(address, run="r", model="actor", replica="t", transports=("memory",)) as client:
+            client.publish(1, {"w": torch.ones(3)})
+            assert fetch_status(address)["models"][0]["newest"] == 1
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert process.returncode == 0
+        assert "version 1 is visible" in log and "Traceback" not in log
+
+
+def test_the_address_is_taken(capsys):
+    with start_server() as other:
+        assert main(["server", "--address", other.address]) == 1
+    assert "cannot listen on" in capsys.readouterr().err
+    assert main(["server", "--address", "0.0.0.0:7070"]) == 1
+    assert "use tcp://host:port" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub_with_versions() -> Iterator[tuple[str, Client]]:
+    """Versions 1 and 2 of r/actor, in two layouts."""
+    with start_server() as server:
+        options = {"run": "r", "model": "actor", "transports": ("memory",)}
+        with Client(server.address, replica="trainer", **options) as trainer:
+            trainer.publish(1, {"w": torch.ones(1000)})
+            trainer.publish(2, {"w": torch.ones(1000)}, layout="runtime:f")
+            yield server.address, trainer
+
+
+def test_status_for_people_and_for_machines(hub_with_versions, capsys, monkeypatch):
+    address, _ = hub_with_versions
+    assert main(["status", "--hub", address]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "1 models",
+        "r/actor: newest version 2",
+        "version 1 (visible)",
+        "checkpoint: trainer/0",
+        "runtime:f: trainer/0",
+        f"worker trainer/0 on {os.environ.get('TENSORHUB_HOST') or socket.gethostname()}: holds [1, 2]",
+    ):
+        assert words in text, text
+    monkeypatch.setenv("TENSORHUB_HUB", address)
+    assert main(["status", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert (model["run"], model["model"], model["newest"], model["leases"]) == ("r", "actor", 2, [])
+    assert [(v["version"], v["visible"], v["layouts"]) for v in model["versions"]] == [
+        (1, True, {"checkpoint": ["trainer/0"]}),
+        (2, True, {"runtime:f": ["trainer/0"]}),
+    ]
+    assert model["workers"][0]["bytes_held"] == 8000 and "memory" in model["workers"][0]["endpoints"]
+
+
+def test_leases_are_shown_by_name():
+    report = {
+        "hub": "00" * 16,
+        "up_s": 3.0,
+        "models": [
+            {
+                "run": "r",
+                "model": "actor",
+                "newest": 0,
+                "versions": [{"version": 3, "visible": False, "layouts": {}}],
+                "workers": [],
+                "leases": [
+                    {
+                        "reader": "rollout/0",
+                        "version": 3,
+                        "layout": "checkpoint",
+                        "sources": {"0": "trainer/0", "1": "trainer/1", "2": "trainer/0"},
+                        "seconds_left": 41.7,
+                    }
+                ],
+            }
+        ],
+    }
+    text = status_text(report)
+    assert "newest version none" in text and "version 3 (not visible)" in text
+    assert "lease: rollout/0 reads version 3 checkpoint from trainer/0, trainer/1, 42 s left" in text
+
+
+def test_status_of_a_hub_that_is_not_there(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        assert main(["status", "--hub", address, "--deadline", "0.2"]) == 1
+    captured = capsys.readouterr()
+    assert "no hub answers" in captured.err and address in captured.err and not captured.out
+    assert main(["status", "--hub", "somewhere"]) == 1
+    assert "use tcp://host:port" in capsys.readouterr().err
+
+
+def test_wrong_use_of_the_command_says_how(capsys, monkeypatch):
+    monkeypatch.delenv("TENSORHUB_HUB", raising=False)
+    for arguments, words in ((["status"], "TENSORHUB_HUB"), ([], "usage"), (["fly"], "invalid choice")):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2 and words in capsys.readouterr().err

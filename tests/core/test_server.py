@@ -1,0 +1,243 @@
+"""The hub on the network: whoever talks to its port, it answers in kind, says so in its log, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from tensorhub_plugins.core import hub, messages
+from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
+from tensorhub_plugins.core.hublink import HubLink
+from tensorhub_plugins.core.server import Server, new_session, start_server
+from tensorhub_plugins.core.values import Location, ShardKey
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with start_server() as running:
+        yield running
+
+
+@contextlib.contextmanager
+def stranger(server: Server, identity: bytes | None = None) -> Iterator[zmq.Socket]:
+    """A ZeroMQ client that may send what it likes."""
+    context = zmq.Context()
+    connection = context.socket(zmq.DEALER)
+    connection.setsockopt(zmq.LINGER, 0)
+    connection.setsockopt(zmq.RCVTIMEO, 10_000)
+    if identity is not None:
+        connection.setsockopt(zmq.IDENTITY, identity)
+    connection.connect(server.address)
+    try:
+        yield connection
+    finally:
+        connection.close()
+        context.term()
+
+
+def hello(replica: str = "a") -> messages.Hello:
+    return messages.Hello("r", "m", replica, 0, 1, Location(), {"tcp": "tcp://127.0.0.1:1"})
+
+
+@contextlib.contextmanager
+def worker(server: Server, replica: str = "a") -> Iterator[HubLink]:
+    link = HubLink(
+        server.address,
+        hello(replica),
+        connect_deadline_s=10.0,
+        on_source_gone=lambda session: None,
+        on_may_drop=lambda effect: None,
+    )
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def serves(server: Server) -> bool:
+    with stranger(server, new_session()) as connection:
+        connection.send(messages.encode(messages.AskStatus(7)))
+        return isinstance(messages.decode_from_hub(connection.recv()), messages.Status)
+
+
+rng = random.Random(2)
+HEADER = messages.encode(messages.Bye())[:3]
+GARBAGE = {
+    "nothing": [b""],
+    "random": [rng.randbytes(100)],
+    "random behind our magic": [HEADER + rng.randbytes(100)],
+    "a request of the web": [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"],
+    "a pickle": [pickle.dumps(os.getcwd)],
+    "a pickle behind our magic": [HEADER + pickle.dumps(os.getcwd)],
+    "another protocol version": [b"TH\x09" + messages.encode(messages.AskStatus(1))[3:]],
+    "what a hub would say": [messages.encode(messages.Unknown())],
+    "half a message": [messages.encode(hello())[:20]],
+    "two frames": [messages.encode(messages.AskStatus(1)), messages.encode(messages.AskStatus(1))],
+    "many frames": [b"x"] * 100,
+    "the largest frame": [HEADER + b"\xc1" * (messages.MESSAGE_SIZE_BYTES_MAX - 3)],
+}
+
+
+@pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE.keys())
+def test_garbage_gets_a_typed_refusal_and_a_line_in_the_log(server, caplog, frames):
+    with stranger(server, new_session()) as connection:
+        connection.send_multipart(frames)
+        refused = messages.decode_from_hub(connection.recv())
+    assert isinstance(refused, messages.Refused) and (refused.request, refused.error) == (0, "ProtocolError")
+    assert refused.message
+    lines = [r for r in caplog.records if r.name == "tensorhub.hub" and r.levelno == logging.WARNING]
+    assert len(lines) == 1 and "refused a message from" in lines[0].getMessage()
+    assert serves(server)
+
+
+def test_a_good_message_without_a_sessions_name_is_refused(server):
+    with stranger(server) as connection:  # ZeroMQ makes one of five bytes
+        connection.send(messages.encode(messages.AskStatus(1)))
+        refused = messages.decode_from_hub(connection.recv())
+    assert isinstance(refused, messages.Refused) and "not a tensorhub client" in refused.message
+
+
+def test_a_frame_beyond_the_limit_is_never_received(server):
+    """ZeroMQ closes the connection when the frame is announced; the hub hears nothing of it."""
+    with stranger(server, new_session()) as connection:
+        connection.setsockopt(zmq.RECONNECT_IVL, -1)
+        monitor = connection.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        connection.send(bytes(messages.MESSAGE_SIZE_BYTES_MAX + 1))
+        assert monitor.poll(10_000), "the hub took it"
+        connection.disable_monitor()
+        monitor.close()
+    assert serves(server)
+
+
+def test_bytes_that_are_not_zeromq_do_no_harm(server):
+    host, port = server.address.removeprefix("tcp://").split(":")
+    for data in (rng.randbytes(10_000), b"\xff" + b"\x00" * 8 + b"\x7f", b"", b"\x01"):
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            raw.sendall(data)
+    assert serves(server)
+
+
+def test_a_flood_of_garbage_does_not_fill_the_log(server, caplog):
+    with stranger(server, new_session()) as connection:
+        for _ in range(500):
+            connection.send(b"garbage")
+        for _ in range(500):
+            connection.recv()
+    seconds = 1 + int(caplog.records[-1].created - caplog.records[0].created)
+    lines = [r for r in caplog.records if "refused a message" in r.getMessage()]
+    assert 1 <= len(lines) <= 10 * (seconds + 1)
+
+
+def test_a_worker_is_not_disturbed_by_strangers(server):
+    with worker(server) as link, stranger(server, new_session()) as connection:
+        for frames in GARBAGE.values():
+            connection.send_multipart(frames)
+            connection.recv()
+        reply = link.ask(lambda number: messages.Retain(number, 3), time.monotonic() + 10).result(10)
+        assert isinstance(reply, messages.Done)
+
+
+def test_a_worker_that_is_refused_hears_why(server):
+    bad = messages.Hello("r", "m", "a", 3, 2, Location(), {})
+    with pytest.raises(UsageError, match="shard 3 of 2: shards count from 0"):
+        HubLink(server.address, bad, connect_deadline_s=10.0, on_source_gone=id, on_may_drop=id)
+    malformed = messages.Hello("", "m", "a", 0, 1, Location(), {})
+    with pytest.raises(ProtocolError, match="malformed"):
+        HubLink(server.address, malformed, connect_deadline_s=10.0, on_source_gone=id, on_may_drop=id)
+
+
+def test_a_fault_of_ours_starts_the_hub_afresh_and_the_workers_tell_it_all(server, caplog, monkeypatch):
+    """Rule 6 for bugs: one poisoned message costs its sender an error and everybody else nothing."""
+    true_handle = hub.Hub.handle
+    key = ShardKey(1, "checkpoint")
+
+    def handle(self, event, now):
+        if isinstance(event, hub.Received) and isinstance(event.message, messages.Retain):
+            self.workers.clear()  # half a state, to make it worse
+            raise KeyError("a bug")
+        return true_handle(self, event, now)
+
+    monkeypatch.setattr(hub.Hub, "handle", handle)
+    with worker(server) as link:
+        deadline = time.monotonic() + 20
+        holding = messages.Holding(key, b"r" * 16, 10)
+        link.ask(lambda number: messages.Publish(number, holding), deadline).result(10)
+        with pytest.raises(ProtocolError, match="the hub failed over this"):
+            link.ask(lambda number: messages.Retain(number, 3), deadline).result(10)
+        while True:  # until the next heartbeat has been answered with Unknown, and that with Hello
+            versions = link.ask(messages.AskVersions, deadline).result(10).versions
+            if versions:
+                break
+        assert versions[0].version == 1 and versions[0].layouts == {"checkpoint": ("a/0",)}
+    assert any("starts afresh" in record.getMessage() and record.exc_info for record in caplog.records)
+
+
+def test_the_address_it_got_and_one_it_cannot_have(server):
+    assert server.address.startswith("tcp://127.0.0.1:") and not server.address.endswith(":0")
+    with pytest.raises(UsageError, match="cannot listen on .*choose another address or port"):
+        Server(server.address)
+    for bad in ("nonsense", "tcp://", "tcp://127.0.0.1", "tcp://:1", "ipc:///x", "tcp://127.0.0.1:99999", "tcp://h:x"):
+        with pytest.raises(UsageError, match="is no hub address: use tcp://host:port"):
+            Server(bad)
+        with pytest.raises(UsageError, match="is no hub address: use tcp://host:port"):
+            HubLink(bad, hello(), connect_deadline_s=1.0, on_source_gone=id, on_may_drop=id)
+    with pytest.raises(UsageError, match="cannot listen on"):
+        Server("tcp://no.such.host.invalid:1")
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(HubUnreachable, match="start one with `tensorhub server`, or correct the address") as caught:
+        HubLink(address, hello(), connect_deadline_s=0.3, on_source_gone=id, on_may_drop=id)
+    assert time.monotonic() - began < 5 and (caught.value.peer, caught.value.deadline_s) == (address, 0.3)
+
+
+def test_a_request_to_a_hub_that_went_away_ends_by_its_deadline():
+    server = start_server()
+    with worker(server) as link:
+        server.close()
+        with pytest.raises(HubUnreachable, match="the hub does not answer"):
+            link.ask(messages.AskVersions, time.monotonic() + 0.1).result(20)
+
+
+def test_a_closed_link_says_so_and_ends_who_waits(server):
+    with worker(server) as link:
+        waiting = link.ask(lambda n: messages.Wait(n, 9, 0, 60.0), time.monotonic() + 60)
+        link.close()
+        link.close()
+        with pytest.raises(UsageError, match="closed"):
+            waiting.result(10)
+        with pytest.raises(UsageError, match="the client is closed"):
+            link.ask(messages.AskVersions, time.monotonic() + 1)
+        link.end_lease(1)  # nothing to end any more, and no error
+
+
+def test_closing_leaves_no_thread_and_no_descriptor():
+    start_server().close()  # what is made once stays
+    before = threads_and_descriptors()
+    for _ in range(3):
+        server = start_server()
+        with worker(server):
+            pass
+        server.close()
+        server.close()
+    assert threads_and_descriptors() == before
+    running = start_server()  # the control: an open one is seen
+    assert threads_and_descriptors() != before
+    running.close()
+
+
+def threads_and_descriptors() -> tuple[list[str], int]:
+    return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd"))
