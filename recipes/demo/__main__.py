@@ -25,6 +25,22 @@ REPLICAS = 2
 TICK_S = 0.5
 QUIET_S = 20.0  # without news, say that it still runs
 STOP_S = 30.0  # what verl and Ray get to end by themselves
+# The job, where it differs from the recipe's. Samples are one step old when they are trained on, so the policy must
+# move little in a step for the log-probabilities of trainer and rollout to agree; more samples make up for it. Few
+# answers at a time, so that generating takes as long as training and every update meets answers in flight.
+JOB = (
+    "actor_rollout_ref.actor.optim.lr=7e-6",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.max_num_seqs=2",
+)
+# What verl's log says first, and what that means.
+STAGES = (
+    ("Started a local Ray instance", "Ray runs"),
+    ("WorkerDict", "the trainer starts"),
+    ("CheckpointEngineWorker", "the trainer has the model; the replicas start"),
+    ("EngineCore pid=", "the engines load the model"),
+    ("AgentLoopWorker", "the engines are up"),
+)
 STORE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub"
 
 
@@ -57,9 +73,11 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
         "separate_async",
         "pull",
         f"trainer.total_training_steps={arguments.steps + arguments.control_steps}",
+        *JOB,
         # verl's step 0 is the model before training.
         f"+{STORE}.pull_until={arguments.steps}",
         f"+{STORE}.verify=true",
+        f"+{STORE}.dtype=bfloat16",  # what the engines run; the trainer's masters are fp32
         *arguments.overrides,
     ]
     environment = {
@@ -96,10 +114,12 @@ class Progress:
         self.run, self.started = run, started
         self.told_at = started
         self.steps = 0
+        self.log_offset, self.stages = 0, list(STAGES)
         self.pulled: set[tuple[str, int]] = set()
         self.fetched: dict[tuple[str, int], str] = {}
 
     def tell(self) -> None:
+        self._tell_stage()
         events = reports.read_events(self.run / "events") if (self.run / "events").exists() else []
         for event in events:
             key = (reports.replica_of(event["worker"]), event.get("version", 0))
@@ -120,6 +140,18 @@ class Progress:
             )
         if time.monotonic() - self.told_at > QUIET_S:
             self._say("...")
+
+    def _tell_stage(self) -> None:
+        if not self.stages:
+            return
+        with open(self.run / "verl.log", errors="replace") as log:
+            log.seek(self.log_offset)
+            new = log.read()
+            self.log_offset = log.tell()
+        reached = [number for number, (sign, _) in enumerate(self.stages) if sign in new]
+        if reached:
+            self._say(self.stages[reached[-1]][1])
+            del self.stages[: reached[-1] + 1]
 
     def _say(self, text: str) -> None:
         self.told_at = time.monotonic()
