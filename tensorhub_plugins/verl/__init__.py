@@ -11,7 +11,8 @@ Options: config.py.
 
 from __future__ import annotations
 
-from tensorhub_plugins.verl.config import ROLLOUT
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.verl.config import ROLLOUT, TESTED_VERL
 
 
 def _register() -> None:
@@ -30,4 +31,10 @@ def _replica() -> type:
     return TensorHubReplica
 
 
-_register()
+try:
+    _register()
+except ImportError as error:
+    raise UsageError(
+        f"the installed verl has other plug-in points than {' and '.join(TESTED_VERL)}, with which this adapter was "
+        f"tested: pip install verl=={TESTED_VERL[-1]} ({error})"
+    ) from error

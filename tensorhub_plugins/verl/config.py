@@ -6,13 +6,18 @@ Every refusal is a UsageError whose sentence says what to change, raised before 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import omegaconf
 
 from tensorhub_plugins.core import Location, UsageError, here
+
+log = logging.getLogger(__name__)
 
 BACKEND = "tensorhub"
 ROLLOUT = "vllm_tensorhub"
@@ -22,6 +27,7 @@ WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
 TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = ("0.29",)
 
+ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -130,6 +136,40 @@ def location(options: Options) -> Location:
         host=place.host,
         device=place.device,
     )
+
+
+def use_our_router(rollout: Any) -> bool:
+    """Have verl make our router where it would make its own; False if it must not. rollout: verl's configuration of
+    the rollout, from which the load balancer is made later, in this same process."""
+    theirs = rollout.get("router_config_path", None)
+    if theirs == str(ROUTER):
+        return True
+    if theirs is not None or rollout.get("full_determinism", False):
+        why = "full_determinism" if theirs is None else f"router_config_path={theirs}"
+        log.warning(
+            "rollout.%s has another router: requests are not moved away from lost replicas, and samples of several "
+            "versions are reported as of their oldest",
+            why,
+        )
+        return False
+    with omegaconf.open_dict(rollout):
+        rollout.router_config_path = str(ROUTER)
+    return True
+
+
+def spans_of(choice: str, rollout: Any) -> str:
+    """How samples of several versions are handed to verl's client. "auto": split where the client of this trainer
+    understands pieces (verl chooses the client by the trainer, see versions.py)."""
+    if choice != "auto":
+        return choice
+    root = rollout._get_root()
+    async_training = root.get("async_training")
+    if async_training is not None:
+        return "split" if async_training.get("partial_rollout") else "oldest"
+    trainer = root.get("trainer") or {}
+    v1 = trainer.get("v1") or {}
+    understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
+    return "split" if understands else "oldest"
 
 
 def _plain(value: Any) -> Any:

@@ -7,20 +7,15 @@ so an update ends when the trainer has published. The servers follow by themselv
 
 from __future__ import annotations
 
-import logging
-from importlib import resources
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, open_dict
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.server import TensorHubServer
-
-log = logging.getLogger(__name__)
 
 NULL_WORKER = "tensorhub_null_worker"
 
@@ -53,8 +48,8 @@ class TensorHubReplica(vLLMReplica):
         configuration.check_verl(options)
         configuration.check_vllm(options)
         self._check_supported()
-        has_router = _route(config)
-        spans = _spans(options.spans, config) if has_router else "oldest"
+        has_router = configuration.use_our_router(config)
+        spans = configuration.spans_of(options.spans, config) if has_router else "oldest"
         # self.config is this replica's own copy, and what its servers are made with.
         given = engine.engine_kwargs.get(configuration.BACKEND) or {}
         engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}
@@ -111,39 +106,3 @@ class TensorHubReplica(vLLMReplica):
     async def sleep(self) -> None:
         if not self.follows:  # waits for the engine, and a standalone replica never sleeps
             await super().sleep()
-
-
-def _route(config: Any) -> bool:
-    """Have verl make our router where it would make its own. The load balancer is built from this configuration,
-    after the replicas and in the same process."""
-    if config.get("full_determinism", False):
-        return False
-    ours = str(resources.files("tensorhub_plugins.verl") / "router.yaml")
-    theirs = config.get("router_config_path", None)
-    if theirs == ours:
-        return True
-    if theirs is not None or not isinstance(config, DictConfig):
-        log.warning(
-            "rollout.router_config_path is %r: requests are not moved away from lost replicas, "
-            "and samples of several versions are reported as of their oldest",
-            theirs,
-        )
-        return False
-    with open_dict(config):
-        config.router_config_path = ours
-    return True
-
-
-def _spans(choice: str, config: Any) -> str:
-    """How samples of several versions are handed to verl's client. "auto": split where the client of this trainer
-    understands pieces (verl chooses the client by the trainer, see versions.py)."""
-    if choice != "auto":
-        return choice
-    root = config._get_root() if isinstance(config, DictConfig) else {}
-    async_training = root.get("async_training")
-    if async_training is not None:
-        return "split" if async_training.get("partial_rollout") else "oldest"
-    trainer = root.get("trainer") or {}
-    v1 = trainer.get("v1") or {}
-    understands = trainer.get("use_v1", True) and v1.get("trainer_mode") in ("separate_async", "colocate_async")
-    return "split" if understands else "oldest"

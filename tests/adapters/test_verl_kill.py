@@ -1,8 +1,8 @@
 """kill -9 in a real GRPO run: of the hub, of a replica while it pulls, of the peer a replica pulls from; and a freeze.
 
-One verl run in pull mode, two trainer ranks and three replicas, and one story after another. How a kill is known to hit in the middle:
-the process that serves is stopped (SIGSTOP) the moment its version appears; the hub's own status then shows the lease
-under which the victim reads; only then the kill. What comes after is read from the run's event log.
+One verl run in pull mode, two trainer ranks and three replicas, and one story after another. How a kill is known to
+hit in the middle: the process that serves is stopped (SIGSTOP) the moment its version appears; the hub's own status
+then shows the lease under which the victim reads; only then the kill. What comes after is read from the event log.
 """
 
 import contextlib

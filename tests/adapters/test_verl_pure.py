@@ -72,6 +72,43 @@ def test_options_survive_rays_pickle():
     assert msgspec.to_builtins(options)["keep"] == 3
 
 
+def verl_config(**root):
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm_tensorhub"}}, **root})
+    OmegaConf.set_struct(tree, True)  # as Hydra leaves it
+    return tree.actor_rollout_ref.rollout
+
+
+def test_verl_is_pointed_at_our_router_unless_the_user_has_one():
+    from omegaconf import OmegaConf
+
+    from tensorhub_plugins.verl.router import TensorHubRouter
+
+    rollout = verl_config()
+    assert config.use_our_router(rollout) and config.use_our_router(rollout)
+    path = rollout.router_config_path
+    module, name = OmegaConf.load(path).router_class.rsplit(".", 1)
+    assert (module, name) == (TensorHubRouter.__module__, TensorHubRouter.__name__)
+    rollout.router_config_path = "mine.yaml"
+    assert not config.use_our_router(rollout) and rollout.router_config_path == "mine.yaml"
+
+
+@pytest.mark.parametrize(
+    ("root", "spans"),
+    [
+        ({"trainer": {"use_v1": True, "v1": {"trainer_mode": "separate_async"}}}, "split"),
+        ({"trainer": {"use_v1": True, "v1": {"trainer_mode": "sync"}}}, "oldest"),
+        ({"trainer": {"use_v1": False, "v1": {"trainer_mode": "separate_async"}}}, "oldest"),  # one_step_off
+        ({"trainer": {"use_v1": False}, "async_training": {"partial_rollout": True}}, "split"),
+        ({"trainer": {"use_v1": False}, "async_training": {"partial_rollout": False}}, "oldest"),
+    ],
+)
+def test_samples_are_split_only_where_verls_client_comes_back_for_the_rest(root, spans):
+    assert config.spans_of("auto", verl_config(**root)) == spans
+    assert config.spans_of("oldest", verl_config(**root)) == "oldest"
+
+
 # --- ownership --------------------------------------------------------------------------------------------------------
 
 
