@@ -52,7 +52,7 @@ MakeTransport = Callable[[], Transport]
 SEGMENT_SIZE_BYTES = 997  # a prime: cuts tensors and elements anywhere
 FAR_S = 60.0  # a deadline that must not be needed
 NEAR_S = 1.0  # a deadline that must be kept
-MIDDLE_S = 5.0  # the same, with time for half a transfer before
+MIDDLE_S = 3.0  # the same, with time for half a transfer before
 POISON = 0xA5
 GARBAGE = (
     b"",
@@ -173,8 +173,7 @@ class TransportSuite:
                         continue
                     _require(manifest == offer.manifest, "open() must return the manifest as published")
                     target = blank_like(tensors)
-                    segments = self._read_all(link, manifest, Slab.adopt(target), manifest.offsets)
-                    _require(segments == list(range(manifest.segment_count)), "each segment must be yielded once")
+                    self._read_all(link, manifest, Slab.adopt(target), manifest.offsets)
                     _require_equal(target, tensors)
                     _require(link.check(deadline=_far()), "check() must be True when nothing changed")
 
@@ -231,7 +230,7 @@ class TransportSuite:
     def _check_nothing_wanted(self) -> None:
         tensors = sample_tensors(seed=5)
         with self._reading(tensors) as (offer, _, link):
-            target = {"other": _tensor("uint8", (64,), seed=6)}
+            target = {"other": _tensor("uint8", (1 << 20,), seed=6)}  # could hold any of them by mistake
             before = _raw(target["other"])
             self._read_all(link, offer.manifest, Slab.adopt(target), [-1] * len(offer.manifest.tensors))
             _require(_raw(target["other"]) == before, "unwanted tensors were written into the target")
@@ -619,7 +618,7 @@ class TransportSuite:
         """SIGSTOP of a reader with more on its way than buffers hold: withdraw() does not wait for it."""
         tensors = {"a": _tensor("uint8", (64 << 20,), seed=24)}
         with self._source() as source:
-            offer = source.offer(tensors, segment_size_bytes=4 << 20)
+            offer = source.offer(tensors, segment_size_bytes=32 << 20)  # the second alone is more than buffers hold
             peer = self._process()
             got = peer.ask("read", self._make, source.endpoint, offer.key, 1)
             _require(len(got) == 1, f"the reader got {got}")
@@ -676,7 +675,7 @@ class TransportSuite:
         with self._source() as source:
             address = _address(source.endpoint)
         assert address is not None
-        for greeting in (*(g for g in self._garbage if len(g) > 16), None, b""):
+        for greeting in (*(g for g in GARBAGE if len(g) > 16), None, b""):
             with socket.socket(address.family, socket.SOCK_STREAM) as listener:
                 listener.bind(address.fresh)
                 listener.listen()
@@ -737,7 +736,11 @@ class TransportSuite:
         for segment in link.read(range(manifest.segment_count), target, placement, deadline=_far()):
             _require(link.digest(segment) == manifest.digest(segment), f"digest() of segment {segment} differs")
             segments.append(segment)
-        return sorted(segments)
+        _require(
+            sorted(segments) == list(range(manifest.segment_count)),
+            f"each of {manifest.segment_count} segments must be yielded once, not {segments}",
+        )
+        return segments
 
     def _finish(self, reading: Iterator[int]) -> None:
         rest = self._soon(lambda: list(reading), "end the iteration after the last segment")
@@ -951,9 +954,9 @@ class _Address:
 
 def _address(endpoint: str) -> _Address | None:
     scheme, _, rest = endpoint.partition("://")
-    if scheme == "tcp":
+    if scheme in ("tcp", "rdma"):
         host, _, port = rest.rpartition(":")
-        return _Address(socket.AF_INET, (host, int(port)), (host, 0), lambda name: f"tcp://{name[0]}:{name[1]}")
+        return _Address(socket.AF_INET, (host, int(port)), (host, 0), lambda name: f"{scheme}://{name[0]}:{name[1]}")
     if scheme == "shm":
         fresh = f"\0conformance-{os.getpid()}-{time.monotonic_ns()}"
         return _Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: "shm://" + bytes(name[1:]).decode())
@@ -1046,7 +1049,7 @@ class _Peer:
         """Returns when it has stopped."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         if self.alive() and self._process.pid is not None:

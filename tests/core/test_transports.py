@@ -1,0 +1,811 @@
+"""Every transport passes the shipped conformance suite; a broken one does not; and the wire refuses what it must."""
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+import torch
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
+from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _wire, choices, create
+from tensorhub_plugins.core.transports._wire import (
+    CONTROL,
+    HEADER,
+    HELLO,
+    MAGIC,
+    PROTOCOL,
+    SEGMENT,
+    Opened,
+    Read,
+)
+from tensorhub_plugins.core.transports.memory import MemoryLink, MemoryTransport
+from tensorhub_plugins.core.transports.shm import ShmTransport, _Block
+from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport, local_host_towards
+from tensorhub_plugins.core.values import ShardKey
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+KEY = ShardKey(1, "checkpoint")
+
+
+def frame(message, kind=CONTROL, length=None):
+    body = msgspec.msgpack.encode(message)
+    return HEADER.pack(kind, 0, len(body) if length is None else length) + body
+
+
+GREETING = HELLO.pack(MAGIC, PROTOCOL, 0)
+# What only somebody who knows the protocol's beginning would send. Each must cost the source next to nothing.
+FORGED = (
+    HELLO.pack(MAGIC, PROTOCOL + 1, 0),  # another version
+    GREETING + HEADER.pack(CONTROL, 0, 1 << 63) + b"x",  # a huge length
+    GREETING + HEADER.pack(CONTROL, 0, _wire.REQUEST_SIZE_BYTES_MAX + 1) + b"x",
+    GREETING + HEADER.pack(77, 0, 0),  # a kind that is none
+    GREETING + frame(["Shutdown", 1]),  # a type that is none
+    GREETING + frame(["Open", "a", "b"]),  # wrong types of fields
+    GREETING + HEADER.pack(CONTROL, 0, 5) + b"\xdd\xff\xff\xff\xff",  # an array of four billion elements
+    GREETING + frame(Read([(0, 1)], 1.0)),  # reading before anything is open
+    GREETING + frame(_wire.Open(KEY, 1)) + frame(Read([(0, 1 << 40)], 1.0)),  # segments that are not there
+    GREETING + frame(_wire.Open(KEY, 1)) + frame(Read([(3, 3)], 1.0)),
+)
+
+TRANSPORTS = {
+    "memory": (MemoryTransport, {"processes": False}),
+    "tcp": (TcpTransport, {"garbage": FORGED}),
+    "tcp-3-streams": (functools.partial(TcpTransport, streams=3), {"garbage": FORGED}),
+    "shm": (ShmTransport, {"garbage": FORGED}),
+}
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def suite(request):
+    make, options = TRANSPORTS[request.param]
+    if reason := getattr(make, "func", make).available():
+        pytest.skip(reason)
+    with TransportSuite(make, **options) as suite:
+        yield suite
+
+
+@pytest.mark.parametrize("case", TransportSuite.CASES)
+def test_conformance(suite, case):
+    if reason := suite.skip_reason(case):
+        pytest.skip(reason)
+    suite.run(case)
+
+
+def test_check_transport_runs_all_cases():
+    report = check_transport(MemoryTransport, processes=False)
+    assert set(report.passed) | set(report.skipped) == set(TransportSuite.CASES)
+    assert set(report.skipped) == {
+        "killed_source",
+        "frozen_source",
+        "killed_reader",
+        "frozen_reader",
+        "garbage",
+        "impostor",
+    }
+
+
+# --- negative controls: the suite fails what is broken, in the case that is meant for it ---
+
+
+def broken(link_class=None, **overrides):
+    """A tcp transport whose links have these methods instead of their own."""
+    link_type = type("BrokenLink", (link_class or TcpLink,), overrides)
+
+    class Broken(TcpTransport):
+        def connect(self, endpoint, *, deadline):
+            link = super().connect(endpoint, deadline=deadline)
+            link.__class__ = link_type
+            return link
+
+    return Broken
+
+
+def flips_a_bit(self, segments, target, placement, *, deadline):
+    for segment in TcpLink.read(self, segments, target, placement, deadline=deadline):
+        yield segment
+        if segment == 1:
+            with target.writable(1500, 1501) as views:
+                views[0][0] ^= 1
+
+
+def swaps_segments(self, segments, target, placement, *, deadline):
+    for segment in TcpLink.read(self, segments, target, placement, deadline=deadline):
+        yield segment
+        if segment == 3:
+            with target.writable_ranges([(0, 997), (997, 1994)]) as views:
+                content = b"".join(views)
+                content = memoryview(content[997:] + content[:997])
+                for view in views:
+                    view[:] = content[: len(view)]
+                    content = content[len(view) :]
+
+
+def forgets_the_last(self, segments, target, placement, *, deadline):
+    yield from TcpLink.read(self, list(segments)[:-1], target, placement, deadline=deadline)
+
+
+def yields_too_early(self, segments, target, placement, *, deadline):
+    TcpLink.read(self, segments, target, placement, deadline=deadline)
+    self._plan._digests = {segment: self._manifest.digest(segment) for segment in segments}
+    yield from segments
+
+
+def reads_nothing_unwanted(self, segments, target, placement, *, deadline):
+    yield from () if set(placement) == {-1} else TcpLink.read(self, segments, target, placement, deadline=deadline)
+
+
+def writes_the_unwanted(self, segments, target, placement, *, deadline):
+    placement = [0 if place == -1 else place for place in placement]
+    yield from TcpLink.read(self, segments, target, placement, deadline=deadline)
+
+
+def lies_about_digests(self, segment):
+    return self._offered.digest(segment)
+
+
+def remembers_the_manifest(self, key, lease, *, deadline):
+    self._offered = TcpLink.open(self, key, lease, deadline=deadline)
+    return self._offered
+
+
+def collects_first(self, segments, target, placement, *, deadline):
+    yield from list(TcpLink.read(self, segments, target, placement, deadline=deadline))
+
+
+def ignores_the_deadline(self, segments, target, placement, *, deadline):
+    yield from TcpLink.read(self, segments, target, placement, deadline=deadline + 30)
+
+
+def always_content(self, *, deadline):
+    TcpLink.check(self, deadline=deadline)
+    return True
+
+
+def never_closes(self):
+    self._closed = True
+
+
+def closes_once(self):
+    if self._closed:
+        raise OSError("already closed")
+    TcpLink.close(self)
+
+
+@pytest.mark.parametrize(
+    ("case", "methods"),
+    [
+        ("exact_bytes", {"read": flips_a_bit}),
+        ("exact_bytes", {"read": swaps_segments}),
+        ("exact_bytes", {"read": forgets_the_last}),
+        ("exact_bytes", {"read": yields_too_early}),
+        ("many_tiny_tensors", {"read": yields_too_early}),
+        ("nothing_wanted", {"read": writes_the_unwanted}),
+        ("nothing_wanted", {"read": reads_nothing_unwanted}),
+        ("changed_bytes_show", {"digest": lies_about_digests, "open": remembers_the_manifest}),
+        ("pipelined", {"read": collects_first}),
+        ("late_segment", {"read": ignores_the_deadline}),
+        ("frozen_source", {"read": ignores_the_deadline}),
+        ("published_anew", {"check": always_content}),
+        ("withdrawn_in_mid_read", {"check": always_content}),
+        ("readers_are_counted", {"close": never_closes}),
+        ("nothing_leaks", {"close": never_closes}),
+        ("close_twice", {"close": closes_once}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(f.__name__ for f in value.values()),
+)
+def test_a_broken_link_fails(case, methods, keep):
+    make = broken(**methods)
+    if case in ("nothing_leaks", "readers_are_counted"):
+        make = keeping_links(make, keep)
+    with (
+        TransportSuite(make, make_source=functools.partial(TcpTransport, stall_s=60), patience_s=2.0) as suite,
+        pytest.raises((ConformanceError, OSError)),
+    ):
+        suite.run(case)
+
+
+@pytest.fixture
+def keep():
+    """What a leaky transport holds on to; let go of at the end of the test."""
+    kept = []
+    yield kept
+    for link in kept:
+        TcpLink.close(link)
+
+
+def keeping_links(make, keep):
+    class Keeping(make):
+        def __init__(self):
+            super().__init__(stall_s=60)
+
+        def connect(self, endpoint, *, deadline):
+            keep.append(super().connect(endpoint, deadline=deadline))
+            return keep[-1]
+
+        def close(self):
+            pass
+
+    return Keeping
+
+
+def serves_what_is_not_ready(monkeypatch):
+    monkeypatch.setattr(_wire._Conversation, "_await", lambda *_: None)
+
+
+def cannot_be_cut_off(monkeypatch):
+    attach = Offer.attach
+    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.5)
+    monkeypatch.setattr(Offer, "attach", lambda self, cut: attach(self, lambda: None))
+
+
+def counts_no_readers(monkeypatch):
+    monkeypatch.setattr(Offer, "attach", lambda self, cut: 0)
+
+
+def never_notices_that_readers_left(monkeypatch):
+    monkeypatch.setattr(_wire._Conversation, "_release", lambda self, **_: None)
+    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.5)
+
+
+def listens_to_anybody(monkeypatch):
+    done = threading.Event()
+
+    def run(self):
+        self._channel.fill([memoryview(bytearray(1))], None)
+        done.wait(6)
+        raise _wire.Disconnected
+
+    monkeypatch.setattr(_wire._Conversation, "run", run)
+
+
+def keeps_silent_about_garbage(monkeypatch):
+    monkeypatch.setattr(_wire._log, "disabled", True)
+
+
+def believes_lengths(monkeypatch):
+    def receive_body(self, length, limit, deadline):
+        body = bytearray(min(length, 256 << 20))
+        self.fill([memoryview(body)], deadline)
+        return body
+
+    monkeypatch.setattr(_wire.Channel, "receive_body", receive_body)
+
+
+@pytest.mark.parametrize(
+    ("case", "damage"),
+    [
+        ("pipelined", serves_what_is_not_ready),
+        ("withdrawn_before_read", cannot_be_cut_off),
+        ("readers_are_counted", counts_no_readers),
+        ("readers_are_counted", never_notices_that_readers_left),
+        ("reader_gives_up", never_notices_that_readers_left),
+        ("garbage", listens_to_anybody),
+        ("garbage", keeps_silent_about_garbage),
+        ("garbage", believes_lengths),
+    ],
+)
+def test_a_broken_source_fails(case, damage, monkeypatch):
+    with TransportSuite(TcpTransport, garbage=FORGED, patience_s=2.0) as suite:
+        suite.run(case)
+        damage(monkeypatch)
+        with pytest.raises((ConformanceError, SourceLost, RuntimeError)):
+            suite.run(case)
+        monkeypatch.undo()
+
+
+# --- torn bytes over shared memory, the one transport whose readers cannot be stopped ---
+
+
+@contextlib.contextmanager
+def served(transport, tensors=None, *, segment_size_bytes=1000, kind="allocated"):
+    tensors = {"a": torch.arange(8000, dtype=torch.int16)} if tensors is None else tensors
+    if kind == "allocated":
+        slab = Slab.allocate(spec_of(name, tensor) for name, tensor in tensors.items())
+        for name, tensor in tensors.items():
+            slab.write(name, tensor)
+    else:
+        slab = Slab.adopt(tensors)
+    offer = Offer(KEY, slab.manifest(segment_size_bytes), slab)
+    offer.mark_all_ready()
+    with slab, contextlib.closing(transport):
+        yield offer, transport.serve(SimpleShelf(offer))
+
+
+def soon(seconds=10.0):
+    return time.monotonic() + seconds
+
+
+def withdrawn_while_copied(monkeypatch):
+    """Read segment 0, whose memory is withdrawn and overwritten while it is copied: what is yielded, what is torn."""
+    copy = _Block.read
+    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+
+        def read(self, start, stop, views):
+            offer.withdraw()
+            offer.slab.tensors()["a"].fill_(-1)
+            copy(self, start, stop, views)
+
+        monkeypatch.setattr(_Block, "read", read)
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        got = []
+        with contextlib.suppress(SourceLost):
+            got.extend(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon()))
+        torn = [segment for segment in got if link.digest(segment) != manifest.digest(segment)]
+        return got, torn
+
+
+def test_shm_yields_nothing_that_was_overwritten_while_it_copied(monkeypatch):
+    assert withdrawn_while_copied(monkeypatch) == ([], [])
+
+
+def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(monkeypatch):
+    monkeypatch.setattr(_wire.Channel, "is_cut", lambda self: False)
+    assert withdrawn_while_copied(monkeypatch) == ([0], [0])
+
+
+# --- shm ---
+
+
+def test_shm_does_not_serve_adopted_memory_and_tcp_does():
+    tensors = {"a": torch.arange(100, dtype=torch.int16)}
+    with (
+        served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint),
+        contextlib.closing(ShmTransport()) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        with pytest.raises(NotServable, match="adopted"):
+            link.open(KEY, 1, deadline=soon())
+        assert isinstance(NotServable("x"), UsageError)
+        with pytest.raises(VersionGone):  # the link is still good
+            link.open(ShardKey(9, "checkpoint"), 1, deadline=soon())
+        assert offer.active_readers == 0
+    with served(TcpTransport(), tensors, kind="adopted") as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        assert link.open(KEY, 1, deadline=soon()).size_bytes == 200
+
+
+def test_shm_gives_readers_no_right_to_write(monkeypatch):
+    fds = []
+    receive = _wire.Channel.receive_descriptor
+    monkeypatch.setattr(
+        _wire.Channel, "receive_descriptor", lambda self, deadline: fds.append(receive(self, deadline)) or fds[-1]
+    )
+    with served(ShmTransport()) as (_, endpoint), contextlib.closing(ShmTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
+        with pytest.raises(OSError):
+            os.pwrite(fds[0], b"x", 0)
+        assert not os.get_inheritable(fds[0])
+
+
+def test_shm_refuses_other_users(monkeypatch, caplog):
+    with served(ShmTransport()) as (_, endpoint), contextlib.closing(ShmTransport()) as reader:
+        reader.connect(endpoint, deadline=soon()).close()
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1000)  # the source is another user's, and not root's
+        monkeypatch.setattr("tensorhub_plugins.core.transports.shm._CREDENTIALS", _Credentials(uid + 2000))
+        with pytest.raises(SourceLost):
+            reader.connect(endpoint, deadline=soon())
+    assert "belongs to user" in caplog.text
+
+
+class _Credentials:
+    size = struct.calcsize("iII")
+
+    def __init__(self, uid):
+        self._uid = uid
+
+    def unpack(self, _):
+        return 1234, self._uid, 0
+
+
+@pytest.mark.parametrize("what", ["too short", "no descriptor", "two descriptors", "not the byte"])
+def test_shm_believes_no_source_about_its_memory(what, monkeypatch):
+    """A file that ends early is an error, never a SIGBUS."""
+
+    def send_descriptor(self, fd, deadline):
+        short = os.memfd_create("short")
+        os.ftruncate(short, 100)
+        fds = {"too short": [short], "no descriptor": [], "two descriptors": [short, short], "not the byte": [short]}[
+            what
+        ]
+        data = b"x" if what == "not the byte" else _wire.DESCRIPTOR
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        self.sock.sendmsg([data], rights)
+        os.close(short)
+
+    monkeypatch.setattr(_wire.Channel, "send_descriptor", send_descriptor)
+    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(ProtocolError):
+            link.open(KEY, 1, deadline=soon())
+        assert len(os.listdir("/proc/self/fd")) <= before
+        assert offer.wait_no_readers(soon())
+
+
+def test_shm_file_that_is_cut_while_it_is_read(tmp_path):
+    """preadv says so; a mapping would have killed us."""
+    tensors = {"a": torch.zeros(50_000, dtype=torch.uint8)}
+    with Slab.adopt(tensors) as slab:
+        manifest = slab.manifest(1000)
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(50_000 + 4096))
+    block = _Block(manifest, os.open(path, os.O_RDONLY))
+    block.read(0, 1000, [memoryview(bytearray(1000))])
+    os.truncate(path, 500)
+    with pytest.raises(ProtocolError, match="ends before"):
+        block.read(0, 1000, [memoryview(bytearray(1000))])
+    block.close()
+
+
+# --- tcp ---
+
+
+@pytest.mark.parametrize("streams", [0, 17])
+def test_tcp_streams_are_bounded(streams):
+    with pytest.raises(UsageError, match="streams"):
+        TcpTransport(streams=streams)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_tcp_does_not_advertise_what_cannot_be_connected_to(host):
+    with pytest.raises(UsageError, match="advertise_host"):
+        TcpTransport(host)
+
+
+def test_tcp_listens_only_where_it_says():
+    with served(TcpTransport()) as (_, endpoint):
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        with (
+            pytest.raises(OSError),
+            socket.create_connection(("127.0.0.2", int(endpoint.rpartition(":")[2])), timeout=5),
+        ):
+            pass
+
+
+def test_tcp_behind_address_translation_listens_everywhere():
+    """192.0.2.1 is nobody's address (RFC 5737): peers reach it through somebody else's."""
+    with served(TcpTransport("192.0.2.1")) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        assert endpoint.startswith("tcp://192.0.2.1:")
+        port = endpoint.rpartition(":")[2]
+        reader.connect(f"tcp://127.0.0.1:{port}", deadline=soon()).close()
+
+
+def test_tcp_over_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with served(TcpTransport("::1")) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        assert endpoint.startswith("tcp://[::1]:")
+        assert reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon()).size_bytes == 16000
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://", "tcp://host", "tcp://host:", "tcp://:1", "shm://x", "host:1", "tcp://h:x"]
+)
+def test_endpoints_that_are_none(endpoint):
+    with contextlib.closing(TcpTransport()) as reader, pytest.raises(UsageError, match="endpoint"):
+        reader.connect(endpoint, deadline=soon())
+
+
+def test_local_host_towards():
+    assert local_host_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UsageError):
+        local_host_towards("no such host.invalid")
+
+
+def test_streams_share_a_read(monkeypatch):
+    asked = []
+    request = TcpLink._request
+    monkeypatch.setattr(
+        TcpLink,
+        "_request",
+        lambda self, channel, segments, deadline: (
+            asked.append(list(segments)) or request(self, channel, segments, deadline)
+        ),
+    )
+    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport(streams=3)) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        slab = Slab.allocate(manifest.tensors)
+        assert sorted(link.read(range(16), slab, [0], deadline=soon())) == list(range(16))
+        assert sorted(asked) == [list(range(k, 16, 3)) for k in range(3)]
+        asked.clear()
+        assert list(link.read([5], slab, [0], deadline=soon())) == [5]
+        assert asked == [[5]]
+
+
+def test_a_bigger_deadline_than_stall_does_not_wait_for_the_dead():
+    """A source that says nothing at all is lost after stall_s, however far the deadline is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.closing(TcpTransport(stall_s=0.3)) as reader:
+            began = time.monotonic()
+            with pytest.raises(SourceLost, match="frozen or unreachable"):
+                reader.connect(endpoint, deadline=soon(600))
+            assert time.monotonic() - began < 60
+
+
+def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
+    """Signs of life keep a link that waits for a segment longer than stall_s."""
+    monkeypatch.setattr(_wire, "ALIVE_S", 0.05)
+    monkeypatch.setattr(_wire, "VANISHED_S", 0.05)
+    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport(stall_s=1.0)) as reader:
+        offer._ready = bytearray(len(offer._ready))
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        timer = threading.Timer(2.5, offer.mark_all_ready)
+        timer.start()
+        assert list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon(60))) == [0]
+        timer.join()
+
+
+# --- the reader against forged sources ---
+
+
+@contextlib.contextmanager
+def forged_source(*answers):
+    """Says these things one after the other, each after hearing something, and then hangs up when the test ends."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                for answer in answers:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                done.wait(30)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join()
+
+
+def manifest_of(size_bytes=4000, segment_size_bytes=1000):
+    with Slab.adopt({"a": torch.zeros(size_bytes, dtype=torch.uint8)}) as slab:
+        return slab.manifest(segment_size_bytes)
+
+
+def opened(**changes):
+    return frame(msgspec.structs.replace(Opened(0, manifest_of()), **changes))
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "reason"),
+    [
+        ((HELLO.pack(MAGIC, 2, 0),), ProtocolError, "protocol 2, this side 1"),
+        ((b"HTTP/1.1 400 Bad Request\r\n\r\n",), ProtocolError, "no weight transfer"),
+        ((GREETING, HEADER.pack(CONTROL, 0, 1 << 62)), ProtocolError, "the limit is"),
+        ((GREETING, HEADER.pack(SEGMENT, 0, 0)), ProtocolError, "where a reply should be"),
+        ((GREETING, frame(["Opened", 1, 2])), ProtocolError, "does not decode"),
+        ((GREETING, frame(["Finished", True])), ProtocolError, "Finished where Opened"),
+        ((GREETING, frame(["Opened", 0, None])), ProtocolError, "without a manifest"),
+        ((GREETING, opened(manifest=msgspec.structs.replace(manifest_of(), digests=b""))), ProtocolError, "digests"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 1, 1000)), ProtocolError, "segment 0 of 1000 bytes was due"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 1 << 60)), ProtocolError, "segment 0 of 1000 bytes was due"),
+        ((GREETING, opened(), HEADER.pack(99, 0, 0)), ProtocolError, "came kind 99"),
+        ((GREETING, opened(), frame(["Finished", True])), ProtocolError, "Finished where"),
+        ((GREETING, opened(), frame(["Refused", "late", "not here yet"])), SourceLost, "not here yet"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 1000) + b"x" * 999), SourceLost, "by the deadline"),
+        ((GREETING, frame(["Refused", "gone", "never heard of it"])), VersionGone, "never heard of it"),
+    ],
+)
+def test_a_reader_believes_no_source(answers, error, reason):
+    with forged_source(*answers) as endpoint, contextlib.closing(TcpTransport()) as reader:
+        deadline = soon(2.0)
+        with pytest.raises(error, match=reason) as caught:
+            link = reader.connect(endpoint, deadline=deadline)
+            link.open(KEY, 1, deadline=deadline)
+            list(link.read([0], Slab.allocate(manifest_of().tensors), [0], deadline=deadline))
+        assert type(caught.value) is error
+        assert caught.value.peer == endpoint
+        assert caught.value.phase in ("connect", "open", "read")
+
+
+def test_what_a_liar_announces_is_not_allocated():
+    answers = GREETING, HEADER.pack(CONTROL, 0, _wire.REPLY_SIZE_BYTES_MAX) + b"x"
+    with forged_source(*answers) as endpoint, contextlib.closing(TcpTransport()) as reader:
+        deadline = soon(1.0)
+        link = reader.connect(endpoint, deadline=deadline)
+        tracemalloc.start()
+        with pytest.raises(SourceLost):
+            link.open(KEY, 1, deadline=deadline)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 4 * _wire.CHUNK_SIZE_BYTES
+
+
+# --- the source ---
+
+
+def test_a_source_has_a_limit_of_readers(monkeypatch, caplog):
+    monkeypatch.setattr(_wire, "CONNECTIONS_MAX", 2)
+    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
+        with pytest.raises(SourceLost):
+            reader.connect(endpoint, deadline=soon())
+        assert "2 readers are connected" in caplog.text
+        assert all(link.open(KEY, 1, deadline=soon()) for link in links)
+        links[0].close()
+        patience = soon(10)
+        while True:  # the place is free as soon as the source has noticed
+            try:
+                reader.connect(endpoint, deadline=soon()).close()
+                break
+            except SourceLost:
+                assert time.monotonic() < patience
+
+
+def test_a_fault_of_the_shelf_costs_one_connection(caplog):
+    class Shelf:
+        def find(self, key):
+            raise ZeroDivisionError
+
+    with contextlib.closing(TcpTransport()) as source, contextlib.closing(TcpTransport()) as reader:
+        endpoint = source.serve(Shelf())
+        for _ in range(2):
+            with pytest.raises(SourceLost):
+                reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+
+
+def test_withdrawing_is_no_warning(caplog):
+    caplog.set_level(logging.WARNING)
+    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
+        offer.withdraw()
+        assert not link.check(deadline=soon())
+    assert caplog.text == ""
+
+
+# --- offers ---
+
+
+def offer_of(count=3):
+    with Slab.adopt({"a": torch.zeros(count, dtype=torch.uint8)}) as slab:
+        return Offer(KEY, slab.manifest(1), slab)
+
+
+def test_offer_readiness():
+    offer = offer_of()
+    with pytest.raises(SourceLost, match="segment 1"):
+        offer.wait_ready(1, time.monotonic())
+    offer.mark_ready(1)
+    offer.wait_ready(1, time.monotonic())
+    assert not offer.poll_ready(0, time.monotonic())
+    offer.mark_all_ready()
+    offer.wait_ready(0, time.monotonic())
+    offer.withdraw()
+    with pytest.raises(SourceLost, match="withdrew"):
+        offer.wait_ready(0, time.monotonic() + 60)
+
+
+def test_offer_waiters_learn_of_withdrawal_at_once():
+    offer = offer_of()
+    problems = []
+
+    def wait():
+        try:
+            offer.wait_ready(0, time.monotonic() + 600)
+        except TensorHubError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    offer.withdraw()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert isinstance(problems[0], SourceLost)
+
+
+def test_offer_withdrawal_cuts_once_refuses_newcomers_and_raises_the_epoch():
+    offer = offer_of()
+    cuts = []
+    readers = []
+    readers.append(offer.attach(lambda: (cuts.append(1), offer.detach(readers[0]))))
+    assert offer.active_readers == 1
+    for _ in range(2):
+        offer.withdraw()
+    assert cuts == [1]
+    assert offer.epoch == 1
+    assert offer.withdrawn
+    with pytest.raises(VersionGone):
+        offer.attach(lambda: None)
+
+
+def test_offer_says_when_a_reader_cannot_be_stopped(monkeypatch):
+    """Returning would let the owner write into memory that is being read."""
+    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.01)
+    offer = offer_of()
+    offer.attach(lambda: None)
+    with pytest.raises(RuntimeError, match="did not end"):
+        offer.withdraw()
+
+
+# --- choice ---
+
+
+def test_create_and_choices():
+    for name, kind in (("memory", MemoryTransport), ("tcp", TcpTransport), ("shm", ShmTransport)):
+        with contextlib.closing(create(name, advertise_host="127.0.0.1")) as transport:
+            assert isinstance(transport, kind)
+            assert transport.name == name
+    with pytest.raises(UsageError, match="no transport 'carrier pigeon'"):
+        create("carrier pigeon")
+    assert choices(("shm", "tcp"), {"tcp": "t", "memory": "m", "shm": "s"}) == [("shm", "s"), ("tcp", "t")]
+    assert choices(("shm",), {"tcp": "t"}) == []
+
+
+def test_a_transport_that_does_not_work_here_says_why(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UsageError, match="'shm' cannot be used here: .*memfd"):
+        create("shm")
+
+
+def test_importing_starts_and_opens_nothing():
+    code = (
+        "import os, threading; before = os.listdir('/proc/self/fd'), threading.active_count()\n"
+        "import tensorhub_plugins.core.transports.tcp, tensorhub_plugins.core.transports.shm\n"
+        "assert (os.listdir('/proc/self/fd'), threading.active_count()) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_serving_twice():
+    for transport in (MemoryTransport(), TcpTransport(), ShmTransport()):
+        with contextlib.closing(transport):
+            transport.serve(SimpleShelf())
+            with pytest.raises(UsageError, match="one shelf"):
+                transport.serve(SimpleShelf())
+
+
+# --- plans ---
+
+
+def test_runs_of():
+    assert _plan.runs_of([3, 4, 5, 9, 8, 1, 2]) == [(3, 6), (9, 10), (8, 9), (1, 3)]
+    assert _plan.runs_of([]) == []
+
+
+def test_memory_link_is_cut_while_it_copies(monkeypatch):
+    """withdraw() waits for the copy under way, and what it copied is not yielded."""
+    with served(MemoryTransport()) as (offer, endpoint), contextlib.closing(MemoryTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        withdrawing = threading.Thread(target=offer.withdraw, daemon=True)
+
+        def copy(sources, targets):
+            withdrawing.start()
+            while not offer.withdrawn:
+                time.sleep(0.001)
+            assert withdrawing.is_alive()  # it waits for us
+
+        monkeypatch.setattr("tensorhub_plugins.core.transports.memory.copy_views", copy)
+        with pytest.raises(SourceLost):
+            list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon()))
+        withdrawing.join(10)
+        assert not withdrawing.is_alive()
+        assert isinstance(link, MemoryLink)
