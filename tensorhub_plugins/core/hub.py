@@ -289,6 +289,9 @@ class Hub:
 
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
         """Make up for what was lost on the way, in either direction."""
+        if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
+            self._send(worker.session, m.Unknown())
+            return
         if heartbeat.sequence >= worker.sequence and any(
             request not in worker.leases or len(worker.leases[request].sources) != shards
             for request, shards in heartbeat.leases.items()

@@ -105,8 +105,12 @@ class Hello(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others."""
+    """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others.
 
+    hub: the life of the hub that has welcomed me last.
+    """
+
+    hub: Session
     sequence: Count = 0
     pending: Requests = ()
     leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}

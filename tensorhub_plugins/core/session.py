@@ -256,7 +256,10 @@ class Session:
                 if wanted:
                     self._effects.append(MayDrop(wanted))
             case _:
-                self._answered(message, now)
+                # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
+                # what was said before would change what the hub has been told.
+                if self._welcomed or message.request == 0:
+                    self._answered(message, now)
 
     def _answered(self, reply: m.Reply, now: float) -> None:
         asked = self.asked.pop(reply.request, None)
@@ -335,7 +338,8 @@ class Session:
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + self.heartbeat_s
             leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
-            self._send(m.Heartbeat(self.sequence, tuple(self.asked), leases))
+            assert self.hub is not None
+            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S

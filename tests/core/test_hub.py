@@ -234,11 +234,11 @@ def test_a_heartbeat_that_does_not_name_a_lease_ends_it(stage: Stage) -> None:
     stage.join("rollout/0")
     stage.publish("trainer/0", 1)
     lease = stage.acquire("rollout/0", version=1)
-    stage.tell("rollout/0", m.Heartbeat(sequence=lease, leases={lease: 1}))
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease, leases={lease: 1}))
     assert stage.hub.report(stage.now)["models"][0]["leases"]
-    stage.tell("rollout/0", m.Heartbeat(sequence=lease - 1))  # sent before the lease was asked for: says nothing of it
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease - 1))  # sent before the lease was asked for: says nothing of it
     assert stage.hub.report(stage.now)["models"][0]["leases"]
-    stage.tell("rollout/0", m.Heartbeat(sequence=lease))  # its Release was lost
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease))  # its Release was lost
     assert not stage.hub.report(stage.now)["models"][0]["leases"]
 
 
@@ -299,7 +299,7 @@ def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(stage
     for _ in range(2):  # though b becomes busier than a
         stage.acquire("y/0")
         assert stage.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-b/0"]
-    stage.tell("a/0", m.Heartbeat())
+    stage.tell("a/0", m.Heartbeat(stage.hub.session))
     stage.acquire("y/0")
     assert stage.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
 
@@ -393,10 +393,10 @@ def test_the_last_copy_of_the_newest_version_is_kept_until_a_newer_one_is_visibl
     stage.join("rollout/0")
     stage.acquire("rollout/0")
     assert stage.heard("rollout/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
-    stage.tell("trainer/0", m.Heartbeat())
+    stage.tell("trainer/0", m.Heartbeat(stage.hub.session))
     assert stage.heard("trainer/0") == ["Alive"]
     stage.publish("trainer/0", 2)
-    stage.tell("trainer/0", m.Heartbeat())
+    stage.tell("trainer/0", m.Heartbeat(stage.hub.session))
     assert stage.heard("trainer/0") == ["Alive", "may drop 1"]
 
 
@@ -464,7 +464,7 @@ def test_a_recovering_hub_neither_declares_a_version_gone_nor_elects_a_converter
 
 def test_an_unknown_worker_is_asked_who_it_is(stage: Stage) -> None:
     stage.sessions["stranger/0"] = b"s" * 16
-    stage.tell("stranger/0", m.Heartbeat())
+    stage.tell("stranger/0", m.Heartbeat(stage.hub.session))
     assert stage.heard("stranger/0") == ["Unknown"]
 
 

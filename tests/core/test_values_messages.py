@@ -145,7 +145,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
         sequence=9,
         pending=(3,),
     ),
-    m.Heartbeat(9, (3,)),
+    m.Heartbeat(b"h" * 16, 9, (3,), {4: 1}),
     m.Bye(),
     m.Publish(1, HOLDING),
     m.Unpublish(2, (KEY,), 1.5),

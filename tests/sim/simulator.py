@@ -206,7 +206,7 @@ class World:
 
     def start_hub(self) -> None:
         self.lives += 1
-        self.hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
+        self.hub = self.last_hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
         self._tick_hub(self.lives)
 
     def _crash_hub(self) -> None:
@@ -346,7 +346,8 @@ class World:
         recently = self.now - hub_machine.SESSION_TIMEOUT_S - 2.0
         buried = {k for session, keys in self.graves.items() if self.dead[session] > recently for k in keys}
         rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
-        if key not in held | buried and rest <= held:  # without the rest it was lost before
+        known = {k for other in self.last_hub.workers.values() for k in other.holdings}
+        if key not in held | buried and rest <= held & known:  # without the rest it was lost before, to the hub at least
             raise Violation("retained", self, f"{worker.name} dropped the last copy of {key}")
 
 
