@@ -24,8 +24,10 @@ POLL_S = 0.1
 
 def run_name(options: Options) -> str:
     """The run's name at the hub: as configured, else unique for this Ray cluster and job."""
+    if options.run is not None:
+        return options.run
     context = ray.get_runtime_context()
-    return options.run or f"verl-{context.get_session_name()}-{context.get_job_id()}"
+    return f"verl-{context.get_session_name()}-{context.get_job_id()}"
 
 
 def ensure(options: Options) -> str:

@@ -1,0 +1,102 @@
+"""Whole verl runs over the store, a few steps each: every trainer that is supported, drop-in and pull mode.
+
+Two minutes each, most of it imports. What kills and freezes do to a run is in test_verl_kill.py.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="this is about verl")
+pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_S = 600
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_S + 60)]
+
+TWO_RANKS = ["trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4"]
+STEPS = ["trainer.total_training_steps=3"]
+CASES = {
+    "drop-in, separate_async": ("separate_async", "dropin", "grpo.args", STEPS, 4),
+    "drop-in, one_step_off": ("one_step_off", "dropin", "grpo.args", STEPS, 4),
+    "drop-in, fully_async": ("fully_async", "dropin", "grpo.args", ["rollout.total_rollout_steps=32"], 4),
+    "pull, fully_async": ("fully_async", "pull", "grpo.args", ["rollout.total_rollout_steps=32"], 4),
+    "pull, separate_async, PPO with critic, two FSDP1 ranks in bf16": (
+        "separate_async",
+        "pull",
+        "ppo.args",
+        [
+            *STEPS,
+            *TWO_RANKS,
+            "actor_rollout_ref.actor.strategy=fsdp",
+            "critic.strategy=fsdp",
+            "actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+        ],
+        4,
+    ),
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    started = []
+
+    def start(mode, store, algorithm, overrides):
+        environment = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "SIZE": "tiny",
+            "OUT": str(tmp_path / "out"),
+            "RUN": str(tmp_path / "run"),
+            "TENSORHUB_EVENTS": str(tmp_path / "events"),
+            "ALGORITHM": str(next(ROOT.glob(f"recipes/*/{algorithm}"))),
+        }
+        command = ["bash", str(ROOT / "recipes/verl_grpo/run.sh"), mode, store, *overrides]
+        with open(tmp_path / "verl.log", "wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        started.append(process)
+        return process.wait(RUN_S), (tmp_path / "verl.log").read_text(errors="replace")
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_over_the_store(case, run, tmp_path):
+    mode, store, algorithm, overrides, versions = CASES[case]
+    code, log = run(mode, store, algorithm, overrides)
+    assert code == 0, log[-6000:]
+    assert "Error in _run_prompt" not in log
+    events = [json.loads(line) for path in (tmp_path / "events").glob("*.jsonl") for line in path.open()]
+    published = {e["version"] for e in events if e["event"] == "publish"}
+    assert len(published) >= versions
+    fetched = {}
+    for event in events:
+        if event["event"] == "fetch":
+            fetched.setdefault(event["worker"], set()).add(event["version"])
+            assert sum(event["sources"].values()) == event["bytes"] > 0
+    assert len(fetched) == 2  # replicas
+    for worker, got in fetched.items():
+        if store == "dropin":
+            assert got == published, worker  # verl's manager moves every version to everybody
+        else:
+            assert min(published) in got and max(got) > min(published), worker  # and each its own pace in pull mode
+    metrics = [json.loads(line)["data"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [abs(row["rollout_corr/kl"]) for row in metrics if "rollout_corr/kl" in row]
+    assert all(difference < 0.02 for difference in differences)
+    if mode == "separate_async":
+        assert differences
+    same = {}
+    for event in events:
+        if event["event"] == "digests":
+            for key, digest in event["digests"].items():
+                same.setdefault((event["version"], event["layout"], key), set()).add(digest)
+    assert all(len(digests) == 1 for digests in same.values())
