@@ -554,25 +554,7 @@ class TransportSuite:
             live_once()
         self._until(lambda: _resources() == before, lambda: f"{before} (threads, fds) became {_resources()}")
 
-    # --- other processes ---
-
-    def _check_killed_source(self) -> None:
-        """SIGKILL when half was read and the other half is awaited."""
-        with contextlib.closing(self._make()) as reader, _Remote(self._process(), self._make_source) as remote:
-            link, manifest, tensors = remote.open(reader)
-            target = blank_like(tensors)
-            reading = link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=_far())
-            half = [next(reading) for _ in range(manifest.segment_count // 2)]
-            remote.peer.kill()
-            rest: list[int] = []
-            error = self._lost_soon(lambda: rest.extend(reading), "wait for a source that was killed")
-            _require(sorted(half) == list(range(len(half))), f"the first half was ready, {half} were yielded")
-            _require(not rest, f"segments {rest} were yielded, which the source never had")
-            _require(
-                error.peer is not None and error.phase is not None, f"SourceLost must name peer and phase: {error}"
-            )
-            _require(all(link.digest(s) == manifest.digest(s) for s in half), "bytes yielded before the kill are wrong")
-            link.close()
+    # --- other processes (started as few times as possible: the frozen are thawed and used again) ---
 
     def _check_frozen_source(self) -> None:
         """SIGSTOP when half was read: the deadline holds for reading, for opening and for connecting."""
@@ -600,20 +582,6 @@ class TransportSuite:
             with contextlib.closing(reader.connect(remote.endpoint, deadline=_far())) as again:
                 _require(self._open(again, remote.key) == manifest, "a source that thawed serves as before")
 
-    def _check_killed_reader(self) -> None:
-        """SIGKILL of a reader that waits for more: the source is free of it at once."""
-        tensors = {"a": _tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=23)}
-        with self._source() as source:
-            offer = source.offer(tensors, ready=False)
-            for segment in range(4):
-                offer.mark_ready(segment)
-            peer = self._process()
-            got = peer.ask("read", self._make, source.endpoint, offer.key, 4)
-            _require(sorted(got) == [0, 1, 2, 3], f"the reader got {got}")
-            _require(offer.active_readers >= 1, f"one process reads the offer, it counts {offer.active_readers}")
-            peer.kill()
-            self._no_readers(offer, "a killed reader")
-
     def _check_frozen_reader(self) -> None:
         """SIGSTOP of a reader with more on its way than buffers hold: withdraw() does not wait for it."""
         tensors = {"a": _tensor("uint8", (64 << 20,), seed=24)}
@@ -628,6 +596,38 @@ class TransportSuite:
                 _require(offer.active_readers == 0, "withdraw() returned while a reader was attached")
             finally:
                 peer.thaw()
+
+    def _check_killed_source(self) -> None:
+        """SIGKILL when half was read and the other half is awaited."""
+        with contextlib.closing(self._make()) as reader, _Remote(self._process(), self._make_source) as remote:
+            link, manifest, tensors = remote.open(reader)
+            target = blank_like(tensors)
+            reading = link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=_far())
+            half = [next(reading) for _ in range(manifest.segment_count // 2)]
+            remote.peer.kill()
+            rest: list[int] = []
+            error = self._lost_soon(lambda: rest.extend(reading), "wait for a source that was killed")
+            _require(sorted(half) == list(range(len(half))), f"the first half was ready, {half} were yielded")
+            _require(not rest, f"segments {rest} were yielded, which the source never had")
+            _require(
+                error.peer is not None and error.phase is not None, f"SourceLost must name peer and phase: {error}"
+            )
+            _require(all(link.digest(s) == manifest.digest(s) for s in half), "bytes yielded before the kill are wrong")
+            link.close()
+
+    def _check_killed_reader(self) -> None:
+        """SIGKILL of a reader that waits for more: the source is free of it at once."""
+        tensors = {"a": _tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=23)}
+        with self._source() as source:
+            offer = source.offer(tensors, ready=False)
+            for segment in range(4):
+                offer.mark_ready(segment)
+            peer = self._process()
+            got = peer.ask("read", self._make, source.endpoint, offer.key, 4)
+            _require(sorted(got) == [0, 1, 2, 3], f"the reader got {got}")
+            _require(offer.active_readers >= 1, f"one process reads the offer, it counts {offer.active_readers}")
+            peer.kill()
+            self._no_readers(offer, "a killed reader")
 
     # --- strangers ---
 

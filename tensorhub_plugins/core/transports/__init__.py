@@ -35,6 +35,7 @@ MODULES: dict[str, tuple[str, str]] = {
     "memory": ("tensorhub_plugins.core.transports.memory", "MemoryTransport"),
     "shm": ("tensorhub_plugins.core.transports.shm", "ShmTransport"),
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
+    "rdma": ("tensorhub_plugins.core.transports.rdma", "RdmaTransport"),
 }
 CUT_S_MAX = 10.0  # a cut reader's thread only has to leave one system call; beyond this something is broken
 
@@ -234,7 +235,7 @@ def create(name: str, *, advertise_host: str | None = None) -> Transport:
     reason = kind.available()
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
-    options = {"advertise_host": advertise_host} if name == "tcp" else {}
+    options = {"advertise_host": advertise_host} if name in ("tcp", "rdma") else {}
     return cast(Transport, kind(**options))
 
 

@@ -303,6 +303,9 @@ class Dialect:
         """The bytes that follow a segment's header."""
         raise NotImplementedError
 
+    def let_go(self, channel: Channel, *, ended: bool) -> None:
+        """The reader is done with what was handed over (ended: and with the connection). Memory may change after it."""
+
 
 class Server:
     """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
@@ -423,7 +426,7 @@ class _Conversation:
             while True:
                 self._answer(self._receive())
         finally:
-            self._release()
+            self._release(ended=True)
 
     def _receive(self) -> Request:
         kind, _, length = self._channel.receive_header(
@@ -507,10 +510,13 @@ class _Conversation:
                 self._channel.send([HEADER.pack(ALIVE, 0, 0)], deadline)
                 alive_at = now + ALIVE_S
 
-    def _release(self) -> None:
+    def _release(self, *, ended: bool = False) -> None:
         offer, self._offer = self._offer, None
-        if offer is not None:
-            offer.detach(self._reader)
+        try:
+            self._dialect.let_go(self._channel, ended=ended)
+        finally:
+            if offer is not None:
+                offer.detach(self._reader)
 
 
 # --- the reader's end ---
