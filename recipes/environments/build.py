@@ -31,6 +31,9 @@ PYTHONS = ((3, 11), (3, 12))  # what the pinned packages have wheels for; the li
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 CHECK = "import torch, vllm._C, zmq, msgspec, xxhash"  # fails where torch and vLLM's extension do not match
 LOG_TAIL_LINES = 15
+# DeepSpeed is built from source: nothing is compiled then (it compiles what it needs when it first runs), and the build
+# sees only what it asks for, not our torch, with which it fails.
+BUILD_SETTINGS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu", "PIP_USE_PEP517": "1"}
 
 
 def main() -> None:
@@ -71,7 +74,7 @@ def build(path: Path, requirements: Path) -> None:
     say(f"[{time.monotonic() - started:4.0f} s] {torch}")
     # First and alone: its build for CPU is the one thing that pip may have to be told where to find.
     install(path, log, *how_to_get_torch(path, torch), torch)
-    say(f"[{time.monotonic() - started:4.0f} s] vLLM, verl and what they need")
+    say(f"[{time.monotonic() - started:4.0f} s] vLLM, the trainer and what they need")
     # The file is complete, so nothing is left for pip to resolve, and what it leaves out stays out.
     install(path, log, "--no-deps", "--no-compile", "-r", str(requirements))
     say(f"[{time.monotonic() - started:4.0f} s] compiling, checking")
@@ -122,7 +125,9 @@ def install(path: Path, log, *arguments: str) -> None:
 def run(command: list[str], log, advice: str = "", check: bool = True) -> None:
     log.write(f"$ {' '.join(command)}\n")
     log.flush()
-    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode == 0 or not check:
+    environment = {**os.environ, **BUILD_SETTINGS}
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+    if ended.returncode == 0 or not check:
         return
     lines = Path(log.name).read_text().splitlines()
     say("\n".join([line for line in lines if not line.startswith("WARNING: ")][-LOG_TAIL_LINES:]))

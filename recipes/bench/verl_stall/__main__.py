@@ -25,12 +25,19 @@ ROOT = Path(__file__).resolve().parents[3]
 PATHS = ("stock", "pull")
 WARM_UP_STEPS = 2
 RUN_DEADLINE_S = 900
-# Long answers, all of the same length: whenever an update comes, every replica is in the middle of some.
+# Long answers, all of the same length, more of them than run at once, and generating is what takes longest: whenever an
+# update comes, every replica is in the middle of some and has others waiting.
 JOB = (
-    "data.max_response_length=192",
-    "actor_rollout_ref.rollout.max_model_len=256",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.max_num_seqs=4",
+    "data.max_response_length=256",
+    "actor_rollout_ref.rollout.max_model_len=288",
     "actor_rollout_ref.rollout.ignore_eos=True",
-    "actor_rollout_ref.rollout.max_num_seqs=16",
+    "algorithm.rollout_correction.bypass_mode=True",
     "trainer.v1.separate_async.num_warmup_batches=2",
 )
 
@@ -60,7 +67,7 @@ def main() -> int:
     lines = stalls.compare(rounds)
     limit_s = statistics.median(r.memcpy_s for r in rounds)
     print_table(lines, limit_s)
-    reached = all(line.ratio >= arguments.target for line in lines)
+    reached = all(line.ratio >= arguments.target for line in lines if line.counts)
     report = {
         "target": arguments.target,
         "reached": reached,
@@ -69,7 +76,8 @@ def main() -> int:
         "rounds": [asdict(r) for r in rounds],
     }
     (out / "report.json").write_text(json.dumps(report, indent=1))
-    print(f"\n{'reached' if reached else 'NOT reached'}: {arguments.target} times less in each; {out / 'report.json'}")
+    verdict = "reached" if reached else "NOT reached"
+    print(f"\n{verdict}: {arguments.target} times less in (a) and (b); {out / 'report.json'}")
     return 0 if reached else 1
 
 
@@ -132,8 +140,8 @@ def summary(number: int, found: stalls.Round, seconds: float) -> str:
 
     return (
         f"round {number + 1} {found.path:5}  trainer waits {middle(found.waits_s)}"
-        f"  closed {middle([s.closed_s for s in found.stalls])}"
-        f"  no token {middle([s.silent_s for s in found.stalls])}  ({seconds:.0f} s)"
+        f"  rollout gives no token {middle([s.silent_s for s in found.stalls])}"
+        f"  engine closed {middle([s.closed_s for s in found.stalls])}  ({seconds:.0f} s)"
     )
 
 

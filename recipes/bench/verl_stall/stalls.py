@@ -10,6 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+WAIT = "(a) the trainer waits in update_weights"
+SILENT = "(b) a rollout cannot generate"
+CLOSED = "    of it: its engine is closed"
+
 
 @dataclass
 class Stall:
@@ -68,6 +72,7 @@ class Line:
     what: str
     stock_s: float
     ours_s: float
+    counts: bool  # for the target; the rest explains
 
     @property
     def ratio(self) -> float:
@@ -77,9 +82,9 @@ class Line:
 def compare(rounds: Sequence[Round]) -> list[Line]:
     """Medians over all updates of all rounds. Raises ValueError when one side has nothing measured."""
     measures = {
-        "trainer waits in update_weights": lambda r: r.waits_s,
-        "rollout cannot generate (engine closed)": lambda r: [stall.closed_s for stall in r.stalls],
-        "rollout gives no token": lambda r: [stall.silent_s for stall in r.stalls],
+        WAIT: lambda r: r.waits_s,
+        SILENT: lambda r: [stall.silent_s for stall in r.stalls],
+        CLOSED: lambda r: [stall.closed_s for stall in r.stalls],
     }
     lines = []
     for what, values in measures.items():
@@ -87,5 +92,5 @@ def compare(rounds: Sequence[Round]) -> list[Line]:
         for path, found in sides.items():
             if not found:
                 raise ValueError(f"{path}: nothing measured for {what!r} (no answers in flight during an update?)")
-        lines.append(Line(what, median(sides["stock"]), median(sides["pull"])))
+        lines.append(Line(what, median(sides["stock"]), median(sides["pull"]), counts=what != CLOSED))
     return lines
