@@ -149,9 +149,9 @@ class Slab:
                 except OSError:
                     _log.debug("no huge pages for shared memory here")
             memory = memoryview(block)
-            base = torch.frombuffer(memory, dtype=torch.uint8)
+            base = _block(memory)
         else:
-            base = torch.zeros(max(extent, 1), dtype=torch.uint8)
+            base = _block(None, max(extent, 1))
             memory = _memory(base)
         try:
             pinned = _pin(base, required=bool(pin)) if pin is not False else 0
@@ -182,7 +182,9 @@ class Slab:
             raise UsageError(
                 f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
             )
-        with torch.no_grad():
+        with (
+            torch.inference_mode()
+        ):  # the only mode in which both a model's inference tensors and others can be written
             if tensor.is_conj() or tensor.is_neg() or _stride_of(tensor) != spec.stride:
                 target.copy_(tensor)
             elif spec.size_bytes:
@@ -523,6 +525,17 @@ def _check_overlap(extents: list[tuple[str, int, int, str]]) -> None:
             raise UsageError(f"tensors {name!r} and {other_name!r} overlap in part: adopt that memory under one name")
 
 
+def _memory(flat: torch.Tensor) -> memoryview:
+    """A uint8 host tensor's own memory."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
+# The three below make normal tensors even when the caller is in inference mode (engines call us from there): a tensor
+# born in it could not be written by anybody outside of it, our own threads included.
+
+
+@torch.inference_mode(False)
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's storage as uint8[size_bytes]; works for every dtype, packed ones too."""
     size_bytes = tensor.numel() * tensor.element_size()
@@ -535,12 +548,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _memory(flat: torch.Tensor) -> memoryview:
-    """A uint8 host tensor's own memory."""
-    array: Any = flat.numpy()
-    return memoryview(array)
+@torch.inference_mode(False)
+def _block(memory: memoryview | None, size_bytes: int = 0) -> torch.Tensor:
+    """uint8 over this memory, or over new and private memory."""
+    if memory is None:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+@torch.inference_mode(False)
 def _view(base: torch.Tensor, spec: TensorSpec, at: int) -> torch.Tensor:
     """The tensor of `spec` whose bytes begin at `base[at]`."""
     dtype: torch.dtype = getattr(torch, spec.dtype)

@@ -157,6 +157,22 @@ def test_copy_views_of_different_cuts():
     assert target == b"abcdefghij"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_slabs_made_in_inference_mode_work_outside_of_it(kind):
+    """Engines call from inference mode, whose tensors nobody outside of it can write, serving threads included."""
+    with torch.inference_mode():
+        weight = torch.zeros(3, 4)
+        assert weight.is_inference()
+        slab = KINDS[kind]({"w": weight})
+    with slab:
+        slab.write("w", torch.ones(4, 3).t())
+        with slab.writable(0, 4) as views:
+            views[0][:4] = bytes(4)
+        assert slab.tensors()["w"].flatten().tolist() == [0.0] + [1.0] * 11
+        if kind == "allocated":
+            slab.tensors()["w"].add_(1)
+
+
 # --- adopting ---
 
 
