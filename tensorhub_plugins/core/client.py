@@ -37,7 +37,7 @@ from tensorhub_plugins.core.reads import check_cover
 from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transfer import Outcome, Transfer
-from tensorhub_plugins.core.transports import Offer, Transport, create
+from tensorhub_plugins.core.transports import Offer, Transport, create, unavailable
 from tensorhub_plugins.core.values import (
     CHECKPOINT,
     LATEST,
@@ -704,10 +704,11 @@ def _address_towards(address: str) -> str:
 def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
     transports = {}
     for name in names:
-        try:
+        reason = unavailable(name)
+        if reason is None:
             transports[name] = create(name, advertise_host=advertise_host)
-        except UsageError as error:
-            log.warning("transport %s is left out: %s", name, error)
+        else:
+            log.warning("transport %s is left out: %s", name, reason)
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports

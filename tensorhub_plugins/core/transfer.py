@@ -1,7 +1,7 @@
 """The shell of one replicate(): carries out what the pure `Replication` decides.
 
 One thread per source shard opens a link, reads and verifies; the caller's thread runs the machine and is the only one
-that decides. A link that makes no progress for `STALL_S` is given up like a dead one, so that a frozen source costs
+that decides. A link on which nothing is heard for `STALL_S` is given up like a dead one, so that a frozen source costs
 seconds and not the whole deadline.
 """
 
@@ -250,8 +250,13 @@ class _Reader:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._closed = False
-        self.stalls_at = time.monotonic() + OPEN_S + STALL_S
+        self._expected_at = time.monotonic() + OPEN_S + STALL_S
         self._thread: threading.Thread | None = None
+
+    @property
+    def stalls_at(self) -> float:
+        """When this link is given up; a source that waits for bytes itself says so, and is not."""
+        return max(self._expected_at, getattr(self._link, "heard_at", 0.0) + STALL_S)
 
     def start(self, *, after: _Reader | None) -> None:
         """after: the shard's previous reader, which must have stopped writing before this one begins."""
@@ -261,7 +266,7 @@ class _Reader:
         self._thread.start()
 
     def begin(self, segments: tuple[int, ...], manifest: Manifest, slab: Slab, placement: list[int]) -> None:
-        self.stalls_at = time.monotonic() + STALL_S
+        self._expected_at = time.monotonic() + STALL_S
         self._work.put((segments, manifest, slab, placement))
 
     def close(self) -> None:
@@ -328,7 +333,7 @@ class _Reader:
     ) -> None:
         for segment in link.read(segments, slab, placement, deadline=self._deadline):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
-            self.stalls_at = time.monotonic() + STALL_S
+            self._expected_at = time.monotonic() + STALL_S
             self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact))
             if not intact:
                 return

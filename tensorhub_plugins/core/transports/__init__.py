@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.values import Manifest, ShardKey
@@ -77,7 +77,11 @@ class Transport(Protocol):
 
 class Link(Protocol):
     """One reader's way to one source, used by one thread at a time; `close` may come from any thread. After an error
-    other than VersionGone and NotServable it is closed."""
+    other than VersionGone and NotServable it is closed.
+
+    heard_at (optional): time.monotonic() of the source's last sign of life, which may be that it waits for bytes
+    itself; without it only a segment that arrives is one.
+    """
 
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport."""
@@ -228,15 +232,23 @@ def create(name: str, *, advertise_host: str | None = None) -> Transport:
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
     """
-    if name not in MODULES:
-        raise UsageError(f"there is no transport {name!r}; known are {', '.join(sorted(MODULES))}")
-    module, attribute = MODULES[name]
-    kind = getattr(import_module(module), attribute)
-    reason = kind.available()
+    reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
     options = {"advertise_host": advertise_host} if name in ("tcp", "rdma") else {}
-    return cast(Transport, kind(**options))
+    return cast(Transport, _kind(name)(**options))
+
+
+def unavailable(name: str) -> str | None:
+    """Why this transport does not work on this machine, as half a sentence; None: it does. UsageError: no such name."""
+    return cast("str | None", _kind(name).available())
+
+
+def _kind(name: str) -> Any:
+    if name not in MODULES:
+        raise UsageError(f"there is no transport {name!r}; known are {', '.join(sorted(MODULES))}")
+    module, attribute = MODULES[name]
+    return getattr(import_module(module), attribute)
 
 
 def choices(preferred: Sequence[str], endpoints: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -573,6 +573,7 @@ class SocketLink:
         self._version: int | None = None
         self._manifest: Manifest | None = None
         self._plan: ReadPlan | None = None
+        self.heard_at = time.monotonic()  # the source's last sign of life
         self._guard = threading.Lock()
         self._in_use = False
         self._closed = False
@@ -702,6 +703,7 @@ class SocketLink:
         """Wait for the header of this segment."""
         while True:
             kind, got, got_length = channel.receive_header(deadline)
+            self.heard_at = time.monotonic()
             if kind == ALIVE:
                 continue
             if kind == CONTROL:

@@ -78,6 +78,7 @@ class MemoryLink:
         self._guard = threading.Lock()  # of the two below; never held while an offer's methods are called
         self._copying = False
         self._closed = False
+        self.heard_at = time.monotonic()  # the source's last sign of life
 
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         self._check_open("open")
@@ -125,6 +126,7 @@ class MemoryLink:
     def _await(self, offer: Offer, segment: int, deadline: float) -> None:
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
             self._check_open("read")
+            self.heard_at = time.monotonic()  # it shares this process
             if time.monotonic() >= deadline:
                 break
         if time.monotonic() >= deadline:

@@ -1,0 +1,170 @@
+"""Workers and hubs in processes of their own, to be killed, frozen and started again; and tensors to move.
+
+Processes are forked from a clean server process that has imported torch once: a worker is there in a tenth of a second
+instead of three.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, start_server
+from tensorhub_plugins.core.slab import Slab
+
+SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
+SEGMENTS = 16  # of `tensors_of`
+SIZE = SEGMENT * SEGMENTS
+ANSWER_S = 60.0  # for a process to answer: only a broken one takes so long
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["torch", "numpy", "xxhash", "zmq", "tensorhub_plugins.core"]
+)  # as far as it finds them
+
+
+def tensors_of(seed: int) -> dict[str, torch.Tensor]:
+    """SIZE bytes in tensors of many kinds."""
+    make = torch.Generator().manual_seed(seed)
+
+    def raw(count: int) -> torch.Tensor:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=make)
+
+    tensors = {
+        "embed": raw(SIZE // 2).view(torch.bfloat16).view(-1, 64),
+        "empty": torch.empty(0, 7),
+        "norm.scale": raw(4).view(torch.float32)[0],
+        "packed": raw(SEGMENT + 3).view(torch.float8_e4m3fn),
+        "mask": raw(1000) < 128,
+    }
+    rest = SIZE - sum(t.numel() * t.element_size() for t in tensors.values())
+    tensors["rest"] = raw(rest)
+    return tensors
+
+
+def zeros_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(t) for name, t in tensors.items()}
+
+
+def same_bytes(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in ((one[name], other[name]) for name in one)
+    )
+
+
+def hold_back(client: Client, version: int, start: int, layout: str = CHECKPOINT) -> None:
+    """From now on the client serves only the first `start` segments of this shard, as if the others still arrived."""
+    offer = client.find(ShardKey(version, layout, client.shard, client.shard_count))
+    assert offer is not None and not offer.active_readers
+    with offer._changed:
+        offer._ready[start:] = bytes(len(offer._ready) - start)
+
+
+def let_go(client: Client, version: int, layout: str = CHECKPOINT) -> None:
+    """The end of `hold_back`."""
+    offer = client.find(ShardKey(version, layout, client.shard, client.shard_count))
+    assert offer is not None
+    offer.mark_all_ready()
+
+
+class Worker:
+    """A client, to be called from another process."""
+
+    def __init__(self, address: str, replica: str, **options: Any) -> None:
+        Slab.manifest.__defaults__ = (SEGMENT,)
+        self.client = Client(address, run=options.pop("run"), model="actor", replica=replica, **options)
+
+    def publish(self, version: int, seed: int, hold_from: int | None = None) -> None:
+        self.client.publish(version, tensors_of(seed))
+        if hold_from is not None:
+            hold_back(self.client, version, hold_from)
+
+    def let_go(self, version: int) -> None:
+        let_go(self.client, version)
+
+    def fetch(self, layouts: tuple[str, ...], deadline_s: float) -> str | None:
+        """Which layout this worker is to convert to."""
+        return self.client.fetch(layouts=layouts, deadline_s=deadline_s).converts
+
+
+class Hub:
+    def __init__(self, address: str, grace_s: float) -> None:
+        from tensorhub_plugins.core import hub
+
+        hub.GRACE_S = grace_s
+        self.server = start_server(address)
+
+    def address(self) -> str:
+        return self.server.address
+
+
+class Process:
+    """`kind(*arguments)` in another process; `call` its methods."""
+
+    def __init__(self, kind: type, *arguments: Any, **options: Any) -> None:
+        self._pipe, theirs = _processes.Pipe()
+        self._process = _processes.Process(target=_serve, args=(theirs, kind, arguments, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._result()
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self._pipe.send((method, arguments, options))
+        return self._result()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead."""
+        self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Whatever state it is in, it is gone afterwards."""
+        if self._process.is_alive():
+            self.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None and self._process.is_alive()
+        os.kill(self._process.pid, number)
+
+    def _result(self) -> Any:
+        assert self._pipe.poll(ANSWER_S), "the process does not answer"
+        result, error = self._pipe.recv()
+        if error is not None:
+            raise RuntimeError(error)
+        return result
+
+
+def _serve(pipe: Connection, kind: type, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    subject: Any = None
+    try:
+        subject = kind(*arguments, **options)
+        pipe.send((None, None))
+    except Exception as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+        return
+    while True:
+        try:
+            method, arguments, options = pipe.recv()
+        except EOFError:  # whoever started us is gone
+            os._exit(0)
+        try:
+            pipe.send((getattr(subject, method)(*arguments, **options), None))
+        except Exception as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
