@@ -59,8 +59,12 @@ class Watch:
         return True
 
     def silent(self, now: float) -> list[str]:
-        """Takes out, and returns, those not heard for the timeout."""
-        gone = [n for n, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
+        """Takes out, and returns, those not heard for the timeout while another one was.
+
+        When nobody is heard it is more likely the machine, or whoever listens, that stands still; and their requests
+        could go nowhere."""
+        late = [n for n, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
+        gone = late if any(self.in_rotation(name) for name in self.replicas if name not in late) else []
         for name in gone:
             replica = self.replicas[name]
             replica.lost = True

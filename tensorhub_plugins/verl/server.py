@@ -8,6 +8,7 @@ version, and only then says that it is ready.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -44,9 +45,9 @@ class TensorHubServer(vLLMHttpServer):
         self.follower: Follower | None = None
         self._client: Client | None = None
         self._ledger = Ledger()
-        self._spans: dict[str, tuple[Span, ...]] = {}  # of requests that ended and are about to be reported
         self._engine_heard_at = time.monotonic()
         self._launch: asyncio.Task[None] | None = None
+        self._is_dying = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -122,6 +123,8 @@ class TensorHubServer(vLLMHttpServer):
             self._die(error)
             raise
         except Exception as error:  # vLLM hands on what a worker raised as text in an error of its own
+            if self.engine.errored:
+                self._die(error)
             raise UpdateFailed(f"{method}: {error}") from error
 
     async def pause(self) -> None:
@@ -192,7 +195,7 @@ class TensorHubServer(vLLMHttpServer):
             # The engine's loop is busy with the installation and answers nothing else; that has its own deadline.
             busy_s = time.monotonic() - follower.installing_since
             silent_s = silent_s if busy_s > self.options.deadline_s else 0.0
-        ready = follower is not None and follower.version > 0 and not follower.is_broken
+        ready = follower is not None and follower.version > 0 and not follower.is_broken and not self._is_dying
         return self._heartbeat(ready=ready, silent_s=silent_s)
 
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
@@ -208,11 +211,15 @@ class TensorHubServer(vLLMHttpServer):
         while True:
             if self.engine.errored:
                 self._die(self.engine.dead_error)
-            await self.rpc("tensorhub_ping")
-            self._engine_heard_at = time.monotonic()
+            with contextlib.suppress(UpdateFailed):  # no answer, no sign of life: the router will notice
+                await self.rpc("tensorhub_ping")
+                self._engine_heard_at = time.monotonic()
             await asyncio.sleep(PROBE_S)
 
     def _die(self, error: BaseException) -> None:
+        if self._is_dying:
+            return
+        self._is_dying = True
         log.error("%s: the engine is dead, leaving so that Ray starts this replica again: %s", self.worker, error)
         # A moment for answers that are on their way out; requests still here fail with the actor and are retried.
         asyncio.get_running_loop().call_later(0.5, os._exit, 1)

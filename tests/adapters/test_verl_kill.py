@@ -45,7 +45,9 @@ class Run:
             f"actor_rollout_ref.rollout.n_gpus_per_node={REPLICAS}",
             f"++ray_kwargs.ray_init.num_gpus={REPLICAS + RANKS}",
             f"+{STORE}.transports=[tcp]",  # the source must be there for every byte, so that it can be stopped
-            f"+{STORE}.replica_timeout_s=5",
+            f"+{STORE}.replica_timeout_s=8",
+            # So slow that samples of an older version are as likely under the newer one: what is left is tearing.
+            "actor_rollout_ref.actor.optim.lr=1e-6",
         ]
         environment = {
             **os.environ,
@@ -272,6 +274,6 @@ def test_6_nothing_torn_was_served_and_no_sample_lost(run):
     assert "Error in _run_prompt" not in log
     metrics = [json.loads(line) for line in (run.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(metrics) > 10
-    # Trainer and rollouts agree about every token's probability; a torn weight would show here, as would a stale one.
+    # Trainer and rollouts agree about every token's probability, which they would not about torn weights.
     worst = max(abs(row["data"]["rollout_corr/kl"]) for row in metrics if "rollout_corr/kl" in row["data"])
-    assert worst < 0.05
+    assert worst < 0.005

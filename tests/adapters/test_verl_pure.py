@@ -206,9 +206,13 @@ def test_a_failed_replica_comes_back_ready():
 
 def test_the_last_one_standing_is_never_kept_out():
     watch = _watch()
-    watch.silent(20)  # both at once: it was the machine that stood still
+    assert watch.silent(20) == []  # both at once: it was the machine that stood still
+    assert watch.in_rotation("a") and watch.in_rotation("b")
+    watch.heard("b", 21, ready=True, version=6)
+    assert watch.silent(21) == ["a"]
+    assert watch.failed("b", 22)  # its process ended
     assert watch.newest() == 0
-    assert watch.heard("a", 21, ready=True, version=5)
+    assert watch.heard("a", 33, ready=True, version=5)  # as stale as it is, there is no better one
     assert watch.in_rotation("a")
 
 
