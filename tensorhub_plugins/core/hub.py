@@ -262,8 +262,7 @@ class Hub:
         if message.request <= worker.hello.sequence and message.request not in worker.hello.pending:
             return  # from before its last Hello, and over
         worker.sequence = max(worker.sequence, message.request)
-        if message.request in worker.replies:  # sent again: the first answer was lost
-            self._send(session, worker.replies[message.request])
+        if self._answer_again(worker, message.request):  # the first answer was lost
             return
         if message.request in worker.pending:
             return
@@ -300,9 +299,7 @@ class Hub:
         worker.sequence = max(worker.sequence, heartbeat.sequence)
         unseen = []
         for request in heartbeat.pending:
-            if request in worker.replies:
-                self._send(worker.session, worker.replies[request])
-            elif request not in worker.pending:
+            if not self._answer_again(worker, request) and request not in worker.pending:
                 unseen.append(request)
         for lease in list(worker.leases.values()):
             if lease.request <= heartbeat.sequence and lease.request not in (*heartbeat.pending, *heartbeat.leases):
@@ -379,6 +376,8 @@ class Hub:
             groups[hello.replica] = (hello.resolved, {hello.shard})
         elif hello.resolved == number and number:
             joined.add(hello.shard)
+        else:
+            joined.discard(hello.shard)  # it never heard the answer, and asks again
 
     def _publish(self, worker: Worker, request: int, holding: m.Holding) -> None:
         if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
@@ -497,6 +496,8 @@ class Hub:
         if pending is not None:  # the reader gave up before it was answered
             self._forget_pending(pending)
         lease = worker.leases.get(request)
+        if lease is None or shard is None or set(lease.sources) <= {shard}:
+            self._remember(worker, m.Done(request))  # its Acquire, if doubled or late on the way, must not begin again
         if lease is None:
             return
         for each in list(lease.sources) if shard is None else [shard]:
@@ -504,6 +505,13 @@ class Hub:
             if lost and source is not None:
                 source.suspect = True
             self._end_lease_shard(lease, each)
+
+    def _answer_again(self, worker: Worker, request: int) -> bool:
+        reply = worker.replies.get(request)
+        if reply is None:
+            return False
+        self._send(worker.session, reply)
+        return True
 
     # --- the end of things ---
 
@@ -836,10 +844,13 @@ class Hub:
         self._effects.append(Send(session, message))
 
     def _reply(self, worker: Worker, message: m.Reply) -> None:
+        self._remember(worker, message)
+        self._send(worker.session, message)
+
+    def _remember(self, worker: Worker, message: m.Reply) -> None:
         worker.replies[message.request] = message
         while len(worker.replies) > REPLIES_KEPT_MAX:
             worker.replies.popitem(last=False)
-        self._send(worker.session, message)
 
     def _refuse(self, worker: Worker, request: int, error: str, text: str) -> None:
         self._effects.append(Log(f"{worker.name}: refused: {text}"))

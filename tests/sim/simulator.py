@@ -150,6 +150,7 @@ class World:
         self.ever_visible: set[int] = set()
         self.rounds: dict[tuple[str, int], dict[int, int]] = {}
         self.last_version = -1
+        self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
         self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
         self.trainers = Group(self, "trainer", self.rng.choice([1, 1, 2, 3]), Location("dc", "r0", "h0"), "trainer")
         self.groups = [self.trainers]
@@ -242,13 +243,16 @@ class World:
         return [rng.uniform(0.5, 4.0) if rng.random() < faults.slow else rng.uniform(0.0002, 0.02) for _ in range(copies)]
 
     def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
-        frame = m.encode(message)
+        frame, sent = m.encode(message), self.now
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
-                self.at(delay, lambda: self._hub_receives(worker, frame))
+                self.at(delay, lambda: self._hub_receives(worker, frame, sent))
 
-    def _hub_receives(self, worker: Worker, frame: bytes) -> None:
+    def _hub_receives(self, worker: Worker, frame: bytes, sent: float) -> None:
         if self.hub is not None and self.now >= worker.cut_until:
+            message = m.decode_from_client(frame)
+            if isinstance(message, m.Hello | m.Heartbeat):
+                self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
             self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
 
     def _tick_hub(self, life: int) -> None:
@@ -313,6 +317,8 @@ class World:
         reader = hub.workers.get(link.reader.session)
         if reader is None or link.source.session not in hub.workers:
             return
+        if self.last_word[link.reader.session] < link.began:
+            return  # its grant may have been overtaken on the way by what ended it; its next heartbeat tells the hub
         lease = reader.leases.get(link.request)
         if lease is None or lease.sources.get(link.key.shard) != link.source.session:
             raise Violation("lease", self, f"{what} while {link.reader.name} reads without a lease")
@@ -658,6 +664,7 @@ class Link:
         self.lease_deadline = transfer.machine.deadline
         self.offer: Offer | None = None
         self.is_open = True
+        self.began = self.world.now
         self._since = self.world.now
         self.world.at(self._latency(), self._open)
 
