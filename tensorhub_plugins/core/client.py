@@ -408,6 +408,7 @@ class Client:
         for layout in layouts:
             check_name("layout", layout)
         number = 0 if version == LATEST else check_version(version)
+        deadline_s = _in_bounds(deadline_s)
         machine = replication.Replication(
             version=number,
             at_least=0 if number else self._seen,
@@ -467,7 +468,7 @@ class Client:
             reply = messages.Unpublished(0, keep=True)
         if reply.keep:
             for key in keys:
-                self._keep(key, began + deadline_s)
+                self._keep(key, began + _in_bounds(deadline_s))
         else:
             for key in keys:
                 self._withdraw(key)
@@ -537,7 +538,7 @@ class Client:
         slab.close()
 
     def _ask(self, make: Callable[[int], session.Request], deadline_s: float) -> messages.Reply:
-        future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + deadline_s)
+        future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + _in_bounds(deadline_s))
         return future.result()  # the session machine ends every request at its deadline
 
     def _source_gone(self, gone: bytes) -> None:
@@ -687,6 +688,11 @@ def here() -> Location:
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
         device=os.environ.get("TENSORHUB_DEVICE", ""),
     )
+
+
+def _in_bounds(deadline_s: float) -> float:
+    """Seconds that every clock and message can hold: a wait "for ever" lasts a year, one for less than nothing none."""
+    return min(max(0.0, deadline_s), messages.SECONDS_MAX)
 
 
 def _address_towards(address: str) -> str:

@@ -349,7 +349,11 @@ class Session:
                 holdings=tuple(self.holdings.values()),
                 leases=tuple(
                     m.HeldLease(
-                        request, lease.version, lease.layout, dict(lease.sources), max(0.0, lease.deadline - now)
+                        request,
+                        lease.version,
+                        lease.layout,
+                        dict(lease.sources),
+                        min(m.SECONDS_MAX, max(0.0, lease.deadline - now)),
                     )
                     for request, lease in self.leases.items()
                 ),

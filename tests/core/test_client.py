@@ -301,6 +301,17 @@ def test_waiting_for_what_is_not_there_yet(stage):
     assert time.monotonic() - began < LATE_S
 
 
+@pytest.mark.parametrize("deadline_s", [float("inf"), 1e15])
+def test_waiting_for_ever_is_a_deadline_too(stage, deadline_s):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    reading = stage.begin(rollout.fetch, deadline_s=deadline_s)
+    waiting = stage.begin(rollout.wait, deadline_s=deadline_s)
+    trainer.publish(1, tensors_of(1), deadline_s=deadline_s)
+    assert reading.result(SOON_S).version == waiting.result(SOON_S) == 1
+    assert rollout.wait(deadline_s=-1.0) == 1
+    assert trainer.unpublish(1, deadline_s=deadline_s).version == 1
+
+
 def test_a_version_that_is_gone_is_said_to_be_gone(stage):
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     trainer.publish(1, tensors_of(1))

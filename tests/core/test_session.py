@@ -1,0 +1,373 @@
+"""A worker's talk with the hub event by event: what is sent, what is sent again, and what a new hub is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core import session as s
+from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
+
+HUB, OTHER_HUB = b"H" * 16, b"O" * 16
+SOURCE, OTHER_SOURCE = b"a" * 16, b"b" * 16
+KEY, NEXT = ShardKey(1, CHECKPOINT), ShardKey(2, CHECKPOINT)
+RUNTIME_KEY = ShardKey(1, "runtime:f")
+IDENTITY = m.Hello("r", "actor", "rollout", 0, 1, Location(host="h"), {"tcp": "x"})
+
+
+def holding(key: ShardKey, complete: bool = True) -> m.Holding:
+    return m.Holding(key, b"r" * 16, 10, complete)
+
+
+def grant(shard: int, session: bytes) -> m.Grant:
+    return m.Grant(shard, session, "a/0", {}, Location(), b"r" * 16, 10)
+
+
+class Story:
+    """A session and a clock; what it sends is returned as messages, the rest as effects."""
+
+    def __init__(self, *, welcome: bool = True) -> None:
+        self.now = 0.0
+        self.machine = s.Session(IDENTITY, 0.0)
+        if welcome:
+            (hello,) = self.tick()
+            assert self.hear(self.welcome(hello)) == []
+
+    def welcome(self, hello: m.Hello, hub: bytes = HUB) -> m.Welcome:
+        return m.Welcome(hub, 1.0, 15.0, hello.sequence)
+
+    def _plain(self, effects: list[s.Effect]) -> list[object]:
+        return [effect.message if isinstance(effect, s.Send) else effect for effect in effects]
+
+    def tick(self, at: float | None = None) -> list[object]:
+        self.now = self.now if at is None else at
+        return self._plain(self.machine.handle(s.Tick(), self.now))
+
+    def hear(self, message: m.HubMessage) -> list[object]:
+        return self._plain(self.machine.handle(s.Heard(message), self.now))
+
+    def ask(self, kind: type, *fields: object, deadline: float = 60.0, **options: object) -> int:
+        """A question that is sent at once; its number."""
+        number = self.machine.number()
+        message = kind(number, *fields, **options)
+        sent = self._plain(self.machine.handle(s.Ask(message, self.now + deadline), self.now))
+        if self.machine._welcomed:
+            assert [type(x) for x in sent] == [kind], sent
+        else:
+            assert sent == []
+        return number
+
+    def end_lease(self, request: int, shard: int | None = None, lost: bool = False) -> list[object]:
+        return self._plain(self.machine.handle(s.EndLease(request, shard, lost), self.now))
+
+    def acquire(self, *sources: bytes, deadline: float = 60.0, version: int = 0) -> int:
+        """A lease on shard 0, 1, ... of version 1."""
+        number = self.ask(m.Acquire, version, 0, (CHECKPOINT,), deadline, deadline=deadline)
+        grants = tuple(grant(shard, session) for shard, session in enumerate(sources))
+        reply = m.Granted(number, 1, CHECKPOINT, len(grants), grants)
+        assert self.hear(reply) == [s.Answered(number, reply)]
+        return number
+
+    def publish(self, key: ShardKey) -> None:
+        number = self.ask(m.Publish, holding(key))
+        self.hear(m.Done(number))
+
+    def restart_hub(self) -> m.Hello:
+        """The hub says that it does not know us; the Hello that follows."""
+        (hello,) = self.hear(m.Unknown())
+        assert isinstance(hello, m.Hello)
+        return hello
+
+
+# --- hello ---
+
+
+def test_it_says_hello_until_it_is_welcome_and_beats_from_then_on():
+    story = Story(welcome=False)
+    (first,) = story.tick(0.0)
+    assert first == msgspec.structs.replace(IDENTITY, sequence=first.sequence) and first.sequence > 0
+    assert story.tick(0.1) == [] and story.machine.next_deadline() == s.HELLO_EVERY_S
+    (second,) = story.tick(s.HELLO_EVERY_S)
+    assert second.sequence > first.sequence  # so that the hub can tell it from one that is late
+    story.hear(story.welcome(first))
+    (beat,) = story.tick(1.6)
+    assert isinstance(beat, m.Heartbeat) and beat.hub == HUB and story.machine.next_deadline() == pytest.approx(2.6)
+    assert story.tick(2.0) == []
+
+
+def test_what_is_asked_before_the_welcome_is_sent_after_it():
+    story = Story(welcome=False)
+    (hello,) = story.tick(0.0)
+    number = story.ask(m.Wait, 0, 3, 60.0)
+    story.now = 10.0
+    assert story.hear(story.welcome(hello)) == [m.Wait(number, 0, 3, 50.0)]  # with what is left of its deadline
+
+
+def test_a_welcome_of_another_time_is_no_welcome():
+    story = Story()
+    old = m.Welcome(HUB, 1.0, 15.0, 1)
+    hello = story.restart_hub()
+    assert story.hear(old) == [] and not story.machine._welcomed
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True)]
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == []  # doubled
+
+
+def test_unknown_twice_is_answered_once():
+    story = Story()
+    story.restart_hub()
+    assert story.hear(m.Unknown()) == []
+
+
+# --- questions and answers ---
+
+
+def test_an_answer_is_heard_once():
+    story = Story()
+    number = story.ask(m.AskVersions)
+    reply = m.Versions(number, ())
+    assert story.hear(reply) == [s.Answered(number, reply)]
+    assert story.hear(reply) == []
+
+
+def test_the_hub_is_told_what_is_open_and_asks_for_what_it_never_saw():
+    story = Story()
+    lost, lease = story.ask(m.AskVersions), story.acquire(SOURCE, OTHER_SOURCE)
+    (beat,) = story.tick(1.0)
+    assert (beat.pending, beat.leases, beat.sequence) == ((lost,), {lease: 2}, story.machine.sequence)
+    assert story.hear(m.Alive((lost, 999))) == [m.AskVersions(lost)]
+
+
+def test_deadlines_travel_as_seconds_that_are_left():
+    story = Story()
+    number = story.ask(m.Unpublish, (KEY,), 20.0, deadline=20.0)
+    story.now = 15.0
+    assert story.hear(m.Alive((number,))) == [m.Unpublish(number, (KEY,), 5.0)]
+    story.now = 21.0
+    assert story.hear(m.Alive((number,))) == [m.Unpublish(number, (KEY,), 0.0)]
+    story = Story()
+    number = story.ask(m.Wait, 0, 0, 1e12, deadline=1e12)
+    assert story.hear(m.Alive((number,))) == [m.Wait(number, 0, 0, m.SECONDS_MAX)]
+
+
+@pytest.mark.parametrize("heard_s_ago", [0.5, 30.0])
+def test_a_question_without_an_answer_ends_a_little_after_its_deadline(heard_s_ago):
+    story = Story()
+    number = story.ask(m.AskVersions, deadline=30.0)
+    end = 30.0 + s.ANSWER_MARGIN_S
+    story.tick(end - 0.6)
+    if heard_s_ago < 1:
+        story.hear(m.Alive())
+    assert story.machine.next_deadline() <= end
+    assert s.Expired(number, heard_s_ago > 1) in story.tick(end)
+    assert story.hear(m.Versions(number, ())) == []  # too late
+    assert all(not isinstance(x, s.Expired) for x in story.tick(end + 50))
+
+
+def test_a_refused_hello_is_an_answer_to_no_question():
+    story = Story(welcome=False)
+    story.tick(0.0)
+    refused = m.Refused(0, "UsageError", "no")
+    assert story.hear(refused) == [s.Answered(0, refused)]
+
+
+def test_silence_is_told_once_and_its_end():
+    story = Story()
+    silent = [x for at in (1, 3, 5, 5.1, 6, 9) for x in story.tick(at) if isinstance(x, s.HubAway)]
+    assert len(silent) == 1 and silent[0].silent_s > s.HUB_SILENT_S
+    assert story.hear(m.Alive()) == [s.HubBack(False)]
+    assert story.hear(m.Alive()) == []
+
+
+# --- what a hub that was restarted is told ---
+
+
+def test_a_new_hub_is_told_all_there_is():
+    story = Story()
+    story.publish(KEY)
+    retain = story.ask(m.Retain, 3)
+    story.hear(m.Done(retain))
+    lease = story.acquire(SOURCE)
+    waiting = story.ask(m.Wait, 9, 0, 60.0)
+    claimed = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
+    story.hear(m.Granted(claimed, 1, CHECKPOINT, 1, (grant(0, OTHER_SOURCE),), RUNTIME_KEY))
+    story.end_lease(claimed)
+    story.now = 20.0
+    hello = story.restart_hub()
+    assert hello == msgspec.structs.replace(
+        IDENTITY,
+        holdings=(holding(KEY),),
+        leases=(m.HeldLease(lease, 1, CHECKPOINT, {0: SOURCE}, 40.0),),
+        claims=(RUNTIME_KEY,),
+        retain_newest=3,
+        sequence=hello.sequence,
+        pending=(waiting,),
+        seen=1,
+        resolved=1,
+    )
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
+
+
+def test_nothing_is_sent_between_unknown_and_welcome():
+    story = Story()
+    lease = story.acquire(SOURCE)
+    hello = story.restart_hub()
+    number = story.ask(m.AskVersions)  # asserts that it sends nothing
+    assert story.end_lease(lease) == [] and story.hear(m.Alive((number,))) == []
+    assert story.hear(m.Versions(number, ())) == []  # to a question it cannot have heard
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.AskVersions(number)]
+
+
+def test_what_is_over_is_not_told():
+    story = Story()
+    story.publish(KEY)
+    number = story.ask(m.Unpublish, (KEY,), 5.0)
+    story.hear(m.Unpublished(number))
+    lease = story.acquire(SOURCE, OTHER_SOURCE)
+    assert story.end_lease(lease, 0, True) == [m.Release(lease, 0, True)]
+    assert list(story.restart_hub().leases[0].sources) == [1]
+    story = Story()
+    lease = story.acquire(SOURCE, OTHER_SOURCE)
+    story.end_lease(lease, 0)
+    story.end_lease(lease, 1)
+    hello = story.restart_hub()
+    assert (hello.holdings, hello.leases) == ((), ())
+
+
+def test_a_lease_is_forgotten_after_its_deadline():
+    story = Story()
+    story.acquire(SOURCE, deadline=5.0)
+    story.tick(5.0 + s.ANSWER_MARGIN_S)
+    assert story.restart_hub().leases == ()
+
+
+def test_a_hello_fits_whatever_the_deadlines_are():
+    story = Story()
+    story.acquire(SOURCE, deadline=1e15)
+    hello = story.restart_hub()
+    assert m.decode_from_client(m.encode(hello)) == hello
+
+
+# --- acquire ---
+
+
+def test_a_grant_that_nobody_waits_for_is_given_back_with_its_claim():
+    story = Story()
+    number = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
+    assert story.end_lease(number) == [m.Release(number)]
+    granted = m.Granted(number, 1, CHECKPOINT, 1, (grant(0, SOURCE),), RUNTIME_KEY)
+    release, abandon = story.hear(granted)
+    assert release == m.Release(number) and isinstance(abandon, m.Abandon) and abandon.key == RUNTIME_KEY
+    assert story.restart_hub().claims == ()
+
+
+def test_a_doubled_grant_changes_nothing():
+    story = Story()
+    number = story.acquire(SOURCE)
+    assert story.hear(m.Granted(number, 1, CHECKPOINT, 1, (grant(0, SOURCE),))) == []
+    assert len(story.restart_hub().leases) == 1
+
+
+def test_a_claim_ends_with_its_publication_or_when_it_is_abandoned():
+    for kind, field in ((m.Publish, holding(RUNTIME_KEY)), (m.Abandon, RUNTIME_KEY)):
+        story = Story()
+        number = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
+        story.hear(m.Granted(number, 1, CHECKPOINT, 1, (grant(0, SOURCE),), RUNTIME_KEY))
+        assert story.machine.claims == {RUNTIME_KEY: None}
+        story.hear(m.Done(story.ask(kind, field)))
+        assert story.machine.claims == {}
+
+
+def test_latest_is_remembered_for_the_other_shards_of_the_replica():
+    story = Story()
+    story.acquire(SOURCE, version=1)
+    assert (story.machine.seen, story.machine.resolved) == (1, 0)
+    story.acquire(SOURCE, version=0)
+    assert story.machine.resolved == 1
+    number = story.ask(m.Wait, 0, 0, 5.0)
+    story.hear(m.Visible(number, 7))
+    hello = story.restart_hub()
+    assert (hello.seen, hello.resolved) == (7, 1)
+
+
+# --- publish and unpublish ---
+
+
+def test_a_refused_publish_is_forgotten():
+    story = Story()
+    number = story.ask(m.Publish, holding(KEY))
+    story.hear(m.Refused(number, "UsageError", "other bytes"))
+    assert story.restart_hub().holdings == ()
+
+
+def test_a_publish_that_is_not_answered_in_time_is_taken_back_until_the_hub_has_heard():
+    story = Story()
+    number = story.ask(m.Publish, holding(KEY), deadline=5.0)
+    taken_back, *rest = story.tick(5.0 + s.ANSWER_MARGIN_S)
+    assert isinstance(taken_back, m.Unpublish) and taken_back.gone and taken_back.keys == (KEY,)
+    assert s.Expired(number, True) in rest
+    hello = story.restart_hub()
+    assert hello.holdings == () and hello.pending == (taken_back.request,)
+    assert story.tick(1e6) != [] and taken_back.request in story.machine.asked  # it is never given up
+
+
+def test_what_was_read_stays_announced_however_long_the_hub_is_away():
+    """It arrives (incomplete), is complete, and no hub answers: the shard is here, whatever its first deadline was."""
+    story = Story()
+    story.ask(m.Publish, holding(KEY, False), deadline=5.0)
+    story.ask(m.Publish, holding(KEY, True), deadline=float("inf"))
+    story.tick(1000.0)
+    assert story.restart_hub().holdings == (holding(KEY, True),)
+
+
+def test_unpublish_waits_for_the_publish_it_would_overtake():
+    story = Story()
+    publish = story.ask(m.Publish, holding(KEY))
+    unpublish = story.machine.number()
+    assert story.machine.handle(s.Ask(m.Unpublish(unpublish, (KEY,), 5.0), 5.0), 0.0) == []
+    done = m.Done(publish)
+    assert story.hear(done) == [s.Answered(publish, done), m.Unpublish(unpublish, (KEY,), 5.0)]
+
+
+def test_what_is_gone_answers_for_its_own_publish():
+    story = Story()
+    publish = story.ask(m.Publish, holding(KEY, False))
+    gone = story.machine.number()
+    effects = story.machine.handle(s.Ask(m.Unpublish(gone, (KEY,), 0.0, gone=True), 0.0), 0.0)
+    assert effects == [s.Answered(publish, m.Done(publish)), s.Send(m.Unpublish(gone, (KEY,), m.SECONDS_MAX, True))]
+    assert story.restart_hub().holdings == ()
+
+
+def test_a_kept_copy_stays_announced_until_it_may_be_dropped():
+    story = Story()
+    story.publish(KEY)
+    number = story.ask(m.Unpublish, (KEY,), 5.0)
+    story.hear(m.Unpublished(number, (), True))
+    assert story.restart_hub().holdings == (holding(KEY),)
+    story = Story()
+    story.publish(KEY)
+    assert story.hear(m.MayDrop((KEY,))) == []  # it is not kept: nobody asked to give it up
+    number = story.ask(m.Unpublish, (KEY,), 5.0)
+    story.hear(m.Unpublished(number, (), True))
+    assert story.hear(m.MayDrop((KEY, NEXT))) == [s.MayDrop((KEY,))]
+    number = story.ask(m.Unpublish, (KEY,), 5.0)
+    story.hear(m.Unpublished(number))
+    assert story.hear(m.MayDrop((KEY,))) == [] and story.machine.holdings == {}
+
+
+def test_an_unpublish_without_an_answer_keeps_the_copy_and_is_tried_again():
+    """It may be the last copy: only the hub can say."""
+    story = Story()
+    story.publish(KEY)
+    number = story.ask(m.Unpublish, (KEY,), 5.0, deadline=5.0)
+    assert s.Expired(number, True) in story.tick(5.0 + s.ANSWER_MARGIN_S)
+    assert story.machine.holdings == {KEY: holding(KEY)} and story.machine.kept == {KEY}
+    hello = story.restart_hub()
+    assert hello.holdings == (holding(KEY),)
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True)]
+    assert story.hear(m.Alive()) == [s.MayDrop((KEY,))]
+    assert story.hear(m.Alive()) == []
+
+
+def test_a_source_that_is_gone_is_passed_on():
+    assert Story().hear(m.SourceGone(SOURCE)) == [s.SourceGone(SOURCE)]
