@@ -1,7 +1,13 @@
-"""vLLM engines get their weights through the store: the same bytes and the same answers as a fresh start."""
+"""vLLM engines get their weights through the store: the same bytes and the same answers as a fresh start.
+
+Also what must never happen: a failed update that answers with mixed weights, a reader that sees them change.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from vllm_engines import Engine, checkpoint, engines, make_model
+from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, make_model
 
 from tensorhub_plugins.core import Client, Server, start_server
 
@@ -82,10 +88,19 @@ def update(engine: Engine, version: int) -> dict[str, Any]:
     return result
 
 
+def digest(tensor: Any) -> str:
+    """What the core says of a tensor's bytes."""
+    from tensorhub_plugins.core import Slab
+
+    slab = Slab.adopt({"t": tensor})
+    return slab.digest(0, slab.size_bytes).hex()
+
+
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "mixtral"])
-def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server) -> None:
+def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server, tmp_path: Path) -> None:
     old, new = models(kind, 1), models(kind, 2)
-    with engines(new, old, old) as (fresh, first, second), trainer(hub) as publisher:
+    env = {"TENSORHUB_EVENTS": str(tmp_path)}
+    with engines(new, old, old, env=env) as (fresh, first, second), trainer(hub) as publisher:
         expected, before = fresh.generate(), first.generate()
         assert expected != before
         layout = connect(fresh, hub, "fresh")["layout"]
@@ -95,7 +110,7 @@ def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server) -> 
             == connect(second, hub, "rollout-1")["layout"]
         )
         weights = checkpoint(new)
-        publisher.publish(1, weights)
+        published = publisher.publish(1, weights)
 
         # The first one has to convert the checkpoint, the second copies the converted bytes from it.
         assert update(first, 1)["layout"] == "checkpoint"
@@ -118,17 +133,16 @@ def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server) -> 
             assert truth["checkpoint"] is None
         else:
             assert weights.keys() <= truth["checkpoint"].keys()
-            assert {name: slab_digest(tensor) for name, tensor in weights.items()}.items() <= truth[
-                "checkpoint"
-            ].items()
+            of_trainer = {name: digest(tensor) for name, tensor in weights.items()}
+            assert of_trainer.items() <= truth["checkpoint"].items()
 
-
-def slab_digest(tensor: Any) -> str:
-    """What the core says of a tensor's bytes."""
-    from tensorhub_plugins.core import Slab
-
-    slab = Slab.adopt({"t": tensor})
-    return slab.digest(0, slab.size_bytes).hex()
+    # The event log says the same, from what each worker read out of its own memory.
+    lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
+    roots = {(e["worker"], e["layout"]): e["digests"]["root"] for e in lines if e["event"] == "digests"}
+    assert roots["rollout-0/0", "checkpoint"] == published.manifest.root().hex()
+    assert roots["rollout-0/0", layout] == roots["rollout-1/0", layout]
+    assert sorted(e["worker"] for e in lines if e["event"] == "serve") == ["rollout-0/0", "rollout-1/0"]
+    assert {e["event"] for e in lines} == {"fetch", "install", "serve", "digests"}
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "mixtral"])
@@ -139,3 +153,266 @@ def test_the_stock_reload_is_wrong_here(kind: str, models: Any) -> None:
         expected = fresh.generate()
         engine.ask("reload_stock", str(new))
         assert engine.generate() != expected
+
+
+# --- one engine that generates while others come and go ---
+
+
+@pytest.fixture
+def pair(models: Any, hub: Server) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    """Two engines with old weights, the first of which serves version 1 (the new weights) as its options say."""
+    started: list[Any] = []
+
+    def start(**options: Any) -> tuple[Engine, Engine]:
+        extension = "vllm_faults.FaultyExtension"
+        context = engines(models("qwen2-tied", 1), models("qwen2-tied", 1), extension=extension)
+        first, second = context.__enter__()
+        started.append(context)
+        connect(first, hub, "rollout-0", **options)
+        connect(second, hub, "rollout-1", **options)
+        with trainer(hub) as publisher:
+            publisher.publish(1, checkpoint(models("qwen2-tied", 2)))
+            update(first, 1)
+        return first, second  # the trainer has left: version 1 is to be had from the first engine only
+
+    yield start
+    for context in started:
+        context.__exit__(None, None, None)
+
+
+def freeze(engine: Engine) -> None:
+    os.kill(engine.process.pid, signal.SIGSTOP)
+
+
+def thaw(engine: Engine) -> None:
+    os.kill(engine.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("serve_from", ["host", "live"])
+def test_it_generates_while_a_version_arrives_and_keeps_its_requests(
+    serve_from: str, pair: Any, models: Any, hub: Server
+) -> None:
+    first, second = pair(serve_from=serve_from)
+    expected, transports = first.generate(), {"host": ["shm"], "live": ["tcp"]}
+    freeze(first)  # a source that takes its time
+    second.ask("submit", "long", PROMPTS, 200)
+    second.call("tensorhub_begin_fetch", 1, DEADLINE_S)
+    before = min(second.ask("progress").values())
+    wait_until(lambda: min(second.ask("progress").values()) >= before + 20, "20 tokens")
+    assert second.call("tensorhub_poll")["state"] == "fetching"
+    thaw(first)
+    wait_until(lambda: second.call("tensorhub_poll")["state"] == "ready", "ready")
+    unfinished = second.ask("progress")
+    assert max(unfinished.values()) < 200
+    result = install(second, 1)
+    assert result["installed"], result["error"]
+    assert list(result["report"]["transports"]) == transports[serve_from]
+    wait_until(lambda: set(second.ask("progress").values()) == {200}, "the requests that were in flight end")
+    assert second.generate() == expected
+
+    # Either of them can be read; then the next version replaces it, and readers see no byte change under them.
+    with Client(hub.address, run="test", model="actor", replica="reader") as reader:
+        layout = second.call("tensorhub_poll")["layout"]
+        wait_until(lambda: not second.call("tensorhub_poll")["serving"], "served")
+        first.kill()
+        held = reader.fetch(1, (layout,), deadline_s=DEADLINE_S)
+        assert list(held.report.sources) == ["rollout-1/0"]
+        digests = {name: digest(tensor) for name, tensor in held.tensors().items()}
+        assert digests == second.call("tensorhub_digests")["runtime"]
+    with trainer(hub, "trainer-2") as publisher:
+        publisher.publish(2, checkpoint(models("qwen2-tied", 1)))
+        update(second, 2)
+        assert second.call("tensorhub_digests")["runtime"] != digests
+        assert second.generate() != expected
+
+
+def test_a_direct_install_reads_into_the_live_weights(pair: Any, models: Any, hub: Server) -> None:
+    first, second = pair(install="direct")
+    expected = first.generate()
+    assert second.generate() != expected
+    result = update(second, 1)
+    assert result["layout"] == first.call("tensorhub_poll")["layout"]
+    assert result["report"]["sources"].keys() == {"rollout-0/0"}
+    assert second.generate() == expected
+    assert second.call("tensorhub_digests") == first.call("tensorhub_digests")
+    # Both serve in place: each of them is drained before it changes, and the other still has the version.
+    with trainer(hub, "trainer-2") as publisher:
+        publisher.publish(2, checkpoint(models("qwen2-tied", 1)))
+        update(second, 2)
+        update(first, 2)
+    assert first.call("tensorhub_digests") == second.call("tensorhub_digests")
+
+
+# --- failures ---
+
+
+def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
+    first, second = pair()
+    before, answers = second.call("tensorhub_digests"), second.generate()
+    freeze(first)
+    second.call("tensorhub_begin_fetch", 1, DEADLINE_S)
+    assert second.generate() == answers
+    assert second.call("tensorhub_poll")["state"] == "fetching"  # so the kill hits in the middle
+    first.kill()
+    wait_until(lambda: second.call("tensorhub_poll")["state"] != "fetching", "the fetch ends")
+    polled = second.call("tensorhub_poll")
+    assert (polled["state"], polled["version"], polled["broken"]) == ("failed", 0, None)
+    assert polled["error_kind"] in ("VersionGone", "NotPublished")
+    result = second.call("tensorhub_install", 1, DEADLINE_S)
+    assert not result["installed"] and result["broken"] is None
+    assert second.call("tensorhub_digests") == before
+    assert second.generate() == answers
+
+
+def test_an_install_that_fails_half_way_never_answers(pair: Any, models: Any, hub: Server) -> None:
+    first, second = pair()
+    expected = first.generate()
+    old, new = (engine.call("tensorhub_digests")["runtime"] for engine in (second, first))
+    assert fetch(second, 1)["state"] == "ready"
+    second.call("tensorhub_test_fail_copy", 4)
+    result = install(second, 1)
+    assert not result["installed"] and "injected" in result["error"]
+    mixed = second.call("tensorhub_digests")["runtime"]
+    assert any(mixed[name] != old[name] for name in mixed) and any(mixed[name] != new[name] for name in mixed)
+    polled = second.call("tensorhub_poll")
+    assert polled["state"] == "broken" and polled["version"] == 0
+    with pytest.raises(EngineError, match="BrokenWeights.*install a version before resuming"):
+        second.call("tensorhub_guard")
+
+    # The next install repairs it, with the same version.
+    assert fetch(second, 1)["state"] == "ready"
+    assert second.call("tensorhub_poll")["broken"] is not None
+    assert install(second, 1)["installed"]
+    second.call("tensorhub_guard")
+    assert second.call("tensorhub_digests")["runtime"] == new
+    assert second.generate() == expected
+
+    # Whoever resumes a broken engine all the same gets an error and no token. Without the guard he gets some.
+    with trainer(hub, "trainer-2") as publisher:
+        publisher.publish(2, checkpoint(models("qwen2-tied", 3)))
+        update(first, 2)
+    fetch(second, 2)
+    second.call("tensorhub_test_fail_copy", 4)
+    assert install(second, 2)["broken"] is not None
+    second.ask("resume")
+    with pytest.raises(EngineError, match="BrokenWeights.*install a version before resuming"):
+        second.generate()
+    second.call("tensorhub_test_unguard")
+    assert second.generate() not in (expected, first.generate())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_copy_that_forgets_a_tensor_is_noticed(verify: bool, pair: Any) -> None:
+    first, second = pair(verify=verify)
+    fetch(second, 1)
+    second.call("tensorhub_test_forget", "model.norm.weight")
+    assert install(second, 1)["installed"]
+    wait_until(lambda: not second.call("tensorhub_poll")["serving"], "verified")
+    assert (second.call("tensorhub_poll")["state"] == "broken") == verify
+    assert second.call("tensorhub_digests")["runtime"] != first.call("tensorhub_digests")["runtime"]
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(models: Any, hub: Server) -> None:
+    with engines(models("qwen2-tied", 1)) as (engine,), trainer(hub) as publisher:
+        connect(engine, hub, "rollout-0")
+        weights = checkpoint(models("qwen2-tied", 2))
+        for version, left_out in enumerate(
+            ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"), start=1
+        ):
+            publisher.publish(version, {name: t for name, t in weights.items() if name != left_out})
+            assert fetch(engine, version)["state"] == "ready"
+            result = install(engine, version)
+            assert not result["installed"] and result["broken"] is not None
+            layer = left_out.removesuffix(".weight").replace("k_proj", "qkv_proj")
+            assert f"['{layer}']" in result["error"]
+        publisher.publish(3, weights)
+        update(engine, 3)
+
+
+def test_an_engine_that_was_not_started_for_the_store_is_refused(models: Any, hub: Server) -> None:
+    """Its layers compute with packed copies: every update would be lost, silently."""
+    with (
+        engines(models("qwen2-untied", 1), extension="vllm_faults.LateExtension") as (engine,),
+        pytest.raises(EngineError, match="UsageError: .* computes with a packed copy of its weights"),
+    ):
+        connect(engine, hub, "rollout-0")
+    with engines(models("qwen2-untied", 1)) as (engine,):
+        with pytest.raises(EngineError, match="UsageError: not connected"):
+            engine.call("tensorhub_poll")
+        with pytest.raises(EngineError, match="HubUnreachable"):
+            engine.call(
+                "tensorhub_connect",
+                {
+                    "hub": "tcp://127.0.0.1:9",
+                    "run": "r",
+                    "model": "m",
+                    "replica": "p",
+                    "connect_deadline_s": 0.2,
+                },
+            )
+        assert connect(engine, hub, "rollout-0")["shard_count"] == 1
+        assert (
+            connect(engine, hub, "rollout-0")["shard_count"] == 1
+        )  # again, as after a restart of the server
+
+
+def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any, hub: Server) -> None:
+    new = models("qwen2-tied", 2)
+    with engines(models("qwen2-tied", 1)) as (engine,), trainer(hub) as publisher:
+        layout = connect(engine, hub, "rollout-0", serve_from="live")["layout"]
+        publisher.publish(1, checkpoint(new))
+        update(engine, 1)
+        served = engine.call("tensorhub_digests")["runtime"]
+        with Client(hub.address, run="test", model="actor", replica="reader") as reader:
+            assert layout in reader.versions()[-1].layouts
+            engine.ask("reload_stock", str(models("qwen2-tied", 3)))
+            assert engine.call("tensorhub_digests")["runtime"] != served
+            # Version 1 is retained: its last copy in this layout was moved away before the weights changed.
+            held = reader.versions()[-1].layouts.get(layout)
+            if held:
+                copy = reader.fetch(1, (layout,), deadline_s=DEADLINE_S)
+                assert {name: digest(tensor) for name, tensor in copy.tensors().items()} == served
+
+
+def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) -> None:
+    """Tensor parallel, with vLLM's own processes: one shard each, one version, one layout."""
+    old, new = checkpoint(models("qwen2-tied", 1)), checkpoint(models("qwen2-tied", 2))
+    two_cores = {"extension": "vllm_faults.FaultyExtension", "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+    with Engine(models("qwen2-tied", 1), workers=2, **two_cores) as engine:
+        config = {"hub": hub.address, "run": "test", "model": "actor", "replica": "rollout-0"}
+        places = engine.ask("rpc", "tensorhub_connect", (config,))
+        assert [place["shard"] for place in places] == [0, 1]
+        assert len({place["layout"] for place in places}) == 1
+        started_with = engine.ask("rpc", "tensorhub_digests", ())
+        assert started_with[0]["runtime"] != started_with[1]["runtime"]
+        answers = engine.generate()
+        with trainer(hub) as publisher:
+            publisher.publish(1, new)
+            fetch_all(engine, 1)
+            engine.ask("rpc", "tensorhub_test_discard_on", (1,))
+            results = engine.ask("rpc", "tensorhub_install", (1, DEADLINE_S))
+            assert [result["installed"] for result in results] == [False, False]
+            assert [result["broken"] for result in results] == [None, None]
+            assert engine.ask("rpc", "tensorhub_digests", ()) == started_with
+            assert engine.generate() == answers
+
+            fetch_all(engine, 1)
+            results = engine.ask("rpc", "tensorhub_install", (1, DEADLINE_S))
+            assert [result["installed"] for result in results] == [True, True]
+            assert engine.generate() != answers
+            publisher.publish(2, old)
+            fetch_all(engine, 2)
+            results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
+            assert [result["installed"] for result in results] == [True, True]
+            for before, after in zip(started_with, engine.ask("rpc", "tensorhub_digests", ()), strict=True):
+                assert before["runtime"] == after["runtime"]
+            assert engine.generate() == answers
+
+
+def fetch_all(engine: Engine, version: int) -> None:
+    engine.ask("rpc", "tensorhub_begin_fetch", (version, DEADLINE_S))
+
+    def states() -> set[str]:
+        return {polled["state"] for polled in engine.ask("rpc", "tensorhub_poll", ())}
+
+    wait_until(lambda: states() == {"ready"}, "ready on all workers")

@@ -7,6 +7,7 @@ here: nothing is downloaded.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import traceback
@@ -63,12 +64,18 @@ class Engine:
     """A vllm.LLM in a process of its own."""
 
     def __init__(
-        self, model: Path, *, extension: str | None = EXTENSION, env: dict[str, str] | None = None
+        self,
+        model: Path,
+        *,
+        extension: str | None = EXTENSION,
+        workers: int = 1,
+        env: dict[str, str] | None = None,
     ) -> None:
+        """extension None: vLLM as it is. workers: tensor parallel; more than one are processes of vLLM's own."""
         context = _context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, str(model), extension or "", env or {}), daemon=True
+            target=_serve, args=(theirs, str(model), extension or "", workers, env or {}), daemon=workers == 1
         )
         self.process.start()
         theirs.close()
@@ -142,10 +149,10 @@ def _context() -> Any:
 # --- in the engine's process ---
 
 
-def _serve(pipe: Any, model: str, extension: str, env: dict[str, str]) -> None:
+def _serve(pipe: Any, model: str, extension: str, workers: int, env: dict[str, str]) -> None:
     os.environ.update(env)
     host = _Host(pipe)
-    host.reply(lambda: host.start(model, extension))
+    host.reply(lambda: host.start(model, extension, workers))
     while True:
         if host.generating and not pipe.poll(0):
             host.step()
@@ -163,6 +170,7 @@ class _Host:
         self.paused = False
         self.outputs: dict[str, list[int]] = {}
         self.running: set[str] = set()
+        self.numbers = itertools.count()
 
     @property
     def generating(self) -> bool:
@@ -175,7 +183,7 @@ class _Host:
             answer = (False, traceback.format_exc())
         self.pipe.send(answer)
 
-    def start(self, model: str, extension: str) -> None:
+    def start(self, model: str, extension: str, workers: int) -> None:
         from vllm import LLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -186,7 +194,8 @@ class _Host:
             max_model_len=256,
             max_num_seqs=8,
             kv_cache_memory_bytes=64 << 20,
-            distributed_executor_backend=UniProcExecutor,
+            tensor_parallel_size=workers,
+            distributed_executor_backend=UniProcExecutor if workers == 1 else "mp",
             worker_extension_cls=extension,
             disable_log_stats=True,
         )
@@ -201,10 +210,11 @@ class _Host:
         )
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        self.submit("g", prompts, tokens)
+        prefix = f"generate-{next(self.numbers)}-"
+        self.submit(prefix, prompts, tokens)
         while self.running:
             self.step()
-        return [self.outputs.pop(f"g{k}") for k in range(len(prompts))]
+        return [self.outputs.pop(f"{prefix}{k}") for k in range(len(prompts))]
 
     def submit(self, prefix: str, prompts: list[list[int]], tokens: int) -> None:
         from vllm import SamplingParams
@@ -216,7 +226,12 @@ class _Host:
             self.outputs[f"{prefix}{k}"] = []
 
     def step(self) -> None:
-        for output in self.llm.llm_engine.step():
+        try:
+            outputs = self.llm.llm_engine.step()
+        except Exception:
+            self.running.clear()  # its owner is told; stepping again is for the owner to decide
+            raise
+        for output in outputs:
             self.outputs[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 self.running.discard(output.request_id)

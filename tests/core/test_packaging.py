@@ -50,11 +50,6 @@ def test_command_line_resolves() -> None:
     assert callable(entry_point("console_scripts").load())
 
 
-def test_vllm_plugin_resolves() -> None:
-    pytest.importorskip("vllm")
-    assert callable(entry_point("vllm.general_plugins").load())
-
-
 @pytest.mark.parametrize("extra", ["verl", "vllm", "test"])
 def test_extras_ask_for_what_the_tests_run_with(extra: str) -> None:
     requirements = pytest.importorskip("packaging.requirements")
