@@ -27,6 +27,7 @@ WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
 TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = ("0.29",)
 
+SERVER_PID = "TENSORHUB_SERVER_PID"  # environment of a server actor, inherited by the processes of its engine
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 DTYPES = ("bfloat16", "float16", "float32")
 

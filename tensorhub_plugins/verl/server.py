@@ -32,7 +32,6 @@ from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, versi
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0  # how often the engine is asked whether it lives
-LAUNCH_S = 1800.0  # loading the largest models and capturing graphs
 
 
 class TensorHubServer(vLLMHttpServer):
@@ -40,6 +39,7 @@ class TensorHubServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        os.environ[config.SERVER_PID] = str(os.getpid())  # its engine ends with it, see processes.py
         self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
         self.worker = f"rollout-{self.replica_rank}/0"
         self.follower: Follower | None = None

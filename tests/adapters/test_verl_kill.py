@@ -152,6 +152,13 @@ def resume(run, pid):
         os.kill(pid, signal.SIGCONT)
 
 
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def caught(run, source_event, source_worker, reader, *, attempts=20):
     """Stop `source_worker` as it says `source_event` and return (its pid, the lease of a reader on it, version).
 
@@ -213,8 +220,9 @@ def test_3_a_replica_dies_while_it_pulls(run):
     reader, version = lease["reader"], published["version"]
     victim = reader.split("/")[0]
     pid = run.pid("install", reader)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(run.pid("resume", reader), signal.SIGKILL)  # the server; the engine's own processes must end with it
     killed_at = time.time()
+    run.until("end of the process that pulls", lambda: not lives(pid), 10)
     resume(run, published["pid"])
     assert not run.find("fetch", worker=reader, version=version), "it had finished before the kill"
     run.until("versions for the others", lambda: run.has_all(version + 2, others(run, victim), killed_at))
