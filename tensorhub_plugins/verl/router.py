@@ -8,11 +8,13 @@ this one asks every replica for a heartbeat, takes a silent one out, puts it bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import ray
 from verl.workers.rollout.replica import TokenOutput
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 TIMEOUT_S = 15.0  # until the replicas' own option is known
 NO_REPLICA_S = 900.0  # how long a request waits for any replica to be there: one is started again within minutes
-LOST_POLL_S = 2.0  # how often a waiting request asks whether its replica is lost
+LONG_POLL_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
 PIECES_MAX = 10_000  # halves of split samples that nobody came for
 
@@ -47,6 +49,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._silence: asyncio.Task[None] | None = None
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._losses = 0
+        self._lost = asyncio.Event()
         self._given = dict(servers)
 
     async def acquire_server(self, request_id: str) -> tuple[str, Any]:
@@ -86,9 +90,15 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 beat.cancel()
         super().remove_servers(server_ids)
 
-    async def is_lost(self, server_id: str, epoch: int) -> bool:
-        """Whether a request that this replica got in `epoch` will never be answered by it."""
-        return not self._watch.is_same_life(server_id, epoch)
+    async def losses(self, known: int) -> tuple[int, dict[str, int]]:
+        """How many losses there were, as soon as there are more than `known` (or after a while), and every replica's
+        epoch: a request that a replica got in an earlier one will never be answered by it."""
+        self._start()
+        if self._losses <= known:
+            self._lost.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), LONG_POLL_S)
+        return self._losses, {name: replica.epoch for name, replica in self._watch.replicas.items()}
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
         """A request found out before the heartbeat did."""
@@ -174,6 +184,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         log.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
         record("replica_lost", worker=server_id, reason=reason, in_flight=requests)
         super().remove_servers([server_id])
+        self._losses += 1
+        self._lost.set()
 
 
 class Handle:
@@ -218,14 +230,17 @@ class Handle:
 
     async def _ask(self, server_id: str, actor: Any, epoch: int, request: Mapping[str, Any]) -> TokenOutput:
         """The replica's answer, or ReplicaLost as soon as the router has given it up."""
+        losses = Losses.known_to(self._router)
         answer = asyncio.ensure_future(_awaited(actor.generate.remote(**request)))
-        while True:
-            done, _ = await asyncio.wait({answer}, timeout=LOST_POLL_S)
-            if done:
+        lost = losses.of(server_id, epoch)
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
                 return answer.result()
-            if await self._router.is_lost.remote(server_id, epoch):
-                answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it now
-                raise ReplicaLost("the replica was given up", peer=server_id)
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it now
+            raise ReplicaLost("the replica was given up", peer=server_id)
+        finally:
+            losses.forget(server_id, epoch, lost)
 
 
 class _Method:
@@ -235,6 +250,52 @@ class _Method:
 
 async def _awaited(reference: Any) -> Any:
     return await reference
+
+
+class Losses:
+    """What this process knows of lost replicas: one question to the router at a time, however many requests wait."""
+
+    _of_loop: WeakKeyDictionary[Any, dict[Any, Losses]] = WeakKeyDictionary()
+
+    @classmethod
+    def known_to(cls, router: Any) -> Losses:
+        routers = cls._of_loop.setdefault(asyncio.get_running_loop(), {})
+        return routers.setdefault(router, cls(router))
+
+    def __init__(self, router: Any) -> None:
+        self._router = router
+        self._waiting: dict[tuple[str, int], set[asyncio.Future[None]]] = {}
+        self._count = -1
+        self._asking: asyncio.Task[None] | None = None
+
+    def of(self, server_id: str, epoch: int) -> asyncio.Future[None]:
+        """Done when the replica's life `epoch` is over. Give it back with `forget`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault((server_id, epoch), set()).add(future)
+        if self._asking is None or self._asking.done():
+            self._count = -1  # the first answer tells what happened while nobody asked
+            self._asking = asyncio.create_task(self._ask())
+        return future
+
+    def forget(self, server_id: str, epoch: int, future: asyncio.Future[None]) -> None:
+        futures = self._waiting.get((server_id, epoch), set())
+        futures.discard(future)
+        if not futures:
+            self._waiting.pop((server_id, epoch), None)
+
+    async def _ask(self) -> None:
+        while self._waiting:
+            try:
+                self._count, epochs = await self._router.losses.remote(self._count)
+            except Exception as error:  # requests go on; only what is lost now is not noticed
+                log.warning("the router does not answer: %s", error)
+                await asyncio.sleep(HEARTBEAT_S)
+                continue
+            for (server_id, epoch), futures in list(self._waiting.items()):
+                if epochs.get(server_id, epoch) != epoch:
+                    for future in futures:
+                        if not future.done():
+                            future.set_result(None)
 
 
 # --- samples of several versions --------------------------------------------------------------------------------------

@@ -68,12 +68,14 @@ class Router(Actor):
 
     def __init__(self, servers):
         self.real = TensorHubRouter(servers, {})
+        self.questions = 0
 
     async def acquire(self, request_id):
         return await self.real.acquire(request_id)
 
-    async def is_lost(self, *args):
-        return await self.real.is_lost(*args)
+    async def losses(self, *args):
+        self.questions += 1
+        return await self.real.losses(*args)
 
     async def report_lost(self, *args):
         return await self.real.report_lost(*args)
@@ -89,7 +91,6 @@ class Router(Actor):
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
-    monkeypatch.setattr(module, "LOST_POLL_S", 0.02)
 
 
 def run(story):
@@ -143,6 +144,21 @@ def test_a_frozen_replicas_request_goes_to_another_and_it_returns_when_it_has_ca
         assert frozen.name not in router.real._inflight_requests
         frozen.version = 9
         await until(lambda: frozen.name in router.real._inflight_requests)
+
+    run(story)
+
+
+def test_many_requests_ask_one_question():
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        a.frozen.clear()
+        requests = [asyncio.ensure_future(ask(await router.handle(f"r{i}"), (7, i))) for i in range(40)]
+        outputs = await asyncio.gather(*requests)
+        assert len(outputs) == 40 and b.asked == 40
+        assert router.questions < 10
 
     run(story)
 
