@@ -275,8 +275,8 @@ def reload_checkpoint(
         _forget_cpu_expert_kernels(model)
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(weights)
-            missing = _not_loaded(model)
+            loaded = model.load_weights(weights)
+            missing = _not_loaded(model, loaded)
         finally:  # puts the live tensors back into the model, whatever happened
             finalize_layerwise_reload(model, vllm_config.model_config)
     for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
@@ -288,7 +288,7 @@ def reload_checkpoint(
         )
 
 
-def _not_loaded(model: torch.nn.Module) -> list[str]:
+def _not_loaded(model: torch.nn.Module, loaded: set[str] | None) -> list[str]:
     """Layers that a layerwise reload under way has not filled. vLLM only logs a warning and keeps their old bytes.
 
     A layer that is complete is back on its live tensors already. What is left has been given nothing, or less than
@@ -302,6 +302,13 @@ def _not_loaded(model: torch.nn.Module) -> list[str]:
     filled: set[int] = set()  # addresses of live parameters that have new bytes, or will have
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
+        if getattr(info, "runtime_bound", False):  # after 0.29: written in place, and not counted
+            live = {p.data_ptr() for p in layer.parameters(recurse=False)}
+            if loaded is None or any(f"{name}.{parameter}" in loaded for parameter in layer._parameters):
+                filled.update(live)
+            elif live:
+                untouched[name] = live
+            continue
         if not info.can_load():
             filled.update(p.data_ptr() for p in layer.parameters(recurse=False) if not p.is_meta)
             continue
@@ -386,6 +393,8 @@ def check_cpu_layers(model: torch.nn.Module, vllm_config: Any) -> None:
         return
     if vllm_config.model_config.quantization is not None:
         raise UsageError("on the CPU build of vLLM tensorhub updates unquantized models only")
+    if vllm_config.compilation_config.inductor_compile_config.get("max_autotune"):
+        raise UsageError("inductor's max_autotune compiles CPU weights in as constants: switch it off")
     linear = torch.nn.functional.linear
     for name, module in model.named_modules():
         if getattr(module, "cpu_linear", linear) is not linear:

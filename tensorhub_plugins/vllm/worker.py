@@ -163,10 +163,15 @@ def _foreign_change(worker: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if updater is not None:
         updater.before_foreign_change(name)
     result = getattr(type(worker), name)(worker, *args, **kwargs)
-    level = kwargs.get("level", args[0] if args else 1)
-    if updater is not None and name == "sleep" and level >= 2 and not worker.current_platform.is_cpu():
+    if updater is not None and name == "sleep" and _loses_weights(*args, **kwargs):
         updater.break_weights("sleep(level=2) threw the weights away")
     return result
+
+
+def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return level >= 2 and not current_platform.is_cpu()  # the CPU build does not sleep
 
 
 # --- small things ---
