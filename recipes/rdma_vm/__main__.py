@@ -1,8 +1,8 @@
 """Run the RDMA tests (tests/rdma_vm) in virtual machines with soft-RoCE: `python -m recipes.rdma_vm`.
 
-Two guests, joined by a virtual Ethernet: the first runs the cases, the second is the other host of some. Their root is this
-machine's, read-only, so this very Python and its packages run in them. They are emulated, at a twentieth of the speed:
-nothing here measures time, and time limits are generous.
+Two guests, joined by a virtual Ethernet: the first runs the cases, the second is the other host of some. Their root is
+this machine's, read-only, so this very Python and its packages run in them. They are emulated, at a twentieth of the
+speed: nothing here measures time, and time limits are generous.
 
 Exits with 0 when all cases passed; with SKIPPED (77) and the reason when no virtual machine can be made here.
 """
@@ -47,7 +47,7 @@ class Guest:
     shown: int = 0
 
     def start(self, machine: Path) -> None:
-        out, release = self.out, (machine / "release").read_text()
+        out = self.out
         (out / "guest.sh").write_text(GUEST.format(setup=self.setup, command=shlex.join(self.command)))
         (out / "log").touch()
         sysroot = machine / "sysroot"
@@ -173,7 +173,9 @@ def run(machine: Path, cases: list[str], folder: Path, results: Path | None) -> 
         out.mkdir()
     modules = "modprobe rdma_rxe || exit 1"
     two = Guest("2", 2048, 1, card(2, "on"), modules + setup(2, "rxe0"), command("other"), outs[1])
-    one = Guest("1", 4096, 2, card(1, "off"), modules + LOCAL_CARD + setup(1, "rxe1"), command("cases", *cases), outs[0])
+    one = Guest(
+        "1", 4096, 2, card(1, "off"), modules + LOCAL_CARD + setup(1, "rxe1"), command("cases", *cases), outs[0]
+    )
     deadline = time.monotonic() + GUEST_S_MAX
     try:
         two.start(machine)

@@ -1,15 +1,15 @@
-"""Make (or find) a small virtual machine with soft-RoCE under .envs/: `python -m recipes.rdma_vm.build`, prints its folder.
+"""Make (or find) a small virtual machine with soft-RoCE under .envs/: `python -m recipes.rdma_vm.build` prints where.
 
-Nothing is installed: Debian's packages (kernel, QEMU, rdma-core, pyverbs, and what they need) are downloaded with apt-get
-and unpacked. The kernel's own soft-RoCE driver (rdma_rxe) makes a real RDMA device of any network interface, so that
-verbs can be tested on a machine without one; a container's kernel rarely has it, a virtual machine's does.
+Nothing is installed: Debian's packages (kernel, QEMU, rdma-core, pyverbs, and what they need) are downloaded with
+apt-get and unpacked. The kernel's own soft-RoCE driver (rdma_rxe) makes a real RDMA device of any network interface, so
+that verbs can be tested on a machine without one; a container's kernel rarely has it, a virtual machine's does.
 
     kernel/      the kernel uncompressed (saves half a minute of emulated decompression) and its modules
     sysroot/     QEMU for the host; rdma-core, kmod and busybox for the guest, laid over the host's root
     initrd.gz    mounts the host's root read-only by 9p, sysroot over it, memory over both, and runs out/guest.sh
     site/        pyverbs alone, for the guest's PYTHONPATH
 
-The folder's name carries a hash of this file and of the packages' versions; a stamp is written last.
+The folder's name carries a hash of this file; a stamp is written last.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ O=trans=virtio,version=9p2000.L,msize=512000
 $B mount -t 9p -o ro,cache=loose,$O hostroot /host || $B poweroff -f
 $B mount -t 9p -o ro,cache=loose,$O sysroot /sysroot || $B poweroff -f
 $B mount -t tmpfs -o size=70% tmpfs /memory; $B mkdir /memory/upper /memory/work
-$B mount -t overlay -o lowerdir=/sysroot:/host,upperdir=/memory/upper,workdir=/memory/work overlay /new || $B poweroff -f
+L=lowerdir=/sysroot:/host,upperdir=/memory/upper,workdir=/memory/work
+$B mount -t overlay -o $L overlay /new || $B poweroff -f
 cd /new
 for d in proc sys dev; do $B mount --move /$d /new/$d; done
 $B mkdir -p dev/pts dev/shm mnt/out lib/modules

@@ -123,6 +123,8 @@ class Dialed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Message = TypeVar("Message", Rails, Dial, Dialed)
 _encoder = msgspec.msgpack.Encoder()
+# Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.
+_decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Rails, Dial, Dialed)}
 DIAL_SIZE_BYTES_MAX = 1 << 16
 
 
@@ -399,6 +401,10 @@ class _Arriving:
         self.staging: _Staging | None = None
         self.staged: list[tuple[int, memoryview]] = []  # place in the staging memory, and where it goes from there
 
+    def give_up(self) -> None:
+        with suppress(_GivenUp):
+            self.stack.__exit__(_GivenUp, _GivenUp(), None)
+
 
 class _GivenUp(Exception):
     """Thrown into ReadPlan.receiving: nothing of that segment counts."""
@@ -529,10 +535,11 @@ class RdmaLink(SocketLink):
         connection, channel = self._connection, self._connection.channel
         self._request(channel, segments, deadline)
         expected = deque(segments)
+        ready: deque[int] = deque()  # at the source, but not begun
         arriving: dict[int, _Arriving] = {}
         moved_at = time.monotonic()
         try:
-            while expected or arriving:
+            while expected or ready or arriving:
                 done = [segment for rail in connection.rails for segment in rail.reader.poll()]
                 if channel.is_cut():
                     raise Disconnected("cut the connection")
@@ -541,14 +548,17 @@ class RdmaLink(SocketLink):
                     del arriving[segment]
                     yield segment
                     moved_at = time.monotonic()
-                while expected and len(arriving) < WINDOW and channel.has_input():
+                while expected and len(arriving) + len(ready) < WINDOW and channel.has_input():
                     moved_at = time.monotonic()
                     if self._next_is_ready(channel, expected[0], deadline):
-                        segment = expected.popleft()
-                        arriving[segment] = begun = _Arriving()
-                        self._begin(segment, begun, manifest, plan)
+                        ready.append(expected.popleft())
+                while ready:
+                    begun = self._begin(ready[0], manifest, plan, may_wait=bool(arriving))
+                    if begun is None:
+                        break
+                    arriving[ready.popleft()] = begun
                 if not done and (expected or arriving):
-                    listens = bool(expected) and len(arriving) < WINDOW
+                    listens = bool(expected) and len(arriving) + len(ready) < WINDOW
                     _wait(channel, connection.rails, deadline, moved_at + self._stall_s, listens=listens)
         except VerbsError as error:
             raise Disconnected(str(error)) from error
@@ -556,8 +566,7 @@ class RdmaLink(SocketLink):
             if arriving:
                 connection.hang_up()  # before the target's memory is let go of
                 for begun in arriving.values():
-                    with suppress(_GivenUp):
-                        begun.stack.__exit__(_GivenUp, _GivenUp(), None)
+                    begun.give_up()
 
     def _next_is_ready(self, channel: Channel, segment: int, deadline: float) -> bool:
         """Take one frame: the header of this segment, or a sign of life."""
@@ -570,14 +579,25 @@ class RdmaLink(SocketLink):
             raise ProtocolError(f"segment {segment} was due, there came kind {kind}, {got}, {length} bytes")
         return True
 
-    def _begin(self, segment: int, begun: _Arriving, manifest: Manifest, plan: ReadPlan) -> None:
+    def _begin(self, segment: int, manifest: Manifest, plan: ReadPlan, *, may_wait: bool) -> _Arriving | None:
+        """Post the reads of a segment. None when the staging memory it needs comes back with others (may_wait)."""
         assert self._remote is not None
         rail = self._connection.rails[segment % len(self._connection.rails)]
         start, stop = manifest.segment_range(segment)
-        views = begun.stack.enter_context(plan.receiving(segment))
-        local = self._local(views, rail.nic, begun, manifest.segment_size_bytes)
+        begun = _Arriving()
+        try:
+            views = begun.stack.enter_context(plan.receiving(segment))
+            local = self._local(views, rail.nic, begun, manifest.segment_size_bytes)
+        except VerbsError as error:
+            begun.give_up()
+            if may_wait:
+                return None
+            # Not even one segment of staging memory: this reader cannot use rdma now.
+            self._transport.unreachable(self._connection.channel.peer, str(error))
+            raise
         remote = self._remote.pieces(start, stop, rail.port)
         rail.reader.submit(cut_reads(remote, local, rail.reader.nic.read_size_bytes_max), segment)
+        return begun
 
     def _local(
         self, views: Sequence[memoryview], nic: int, begun: _Arriving, segment_size_bytes: int
@@ -593,7 +613,7 @@ class RdmaLink(SocketLink):
                 pieces += found
                 continue
             if begun.staging is None:
-                begun.staging = self._free.pop() if self._free else self._new_staging(segment_size_bytes)
+                begun.staging = self._free.pop() if self._free else _Staging(self._transport.nics, segment_size_bytes)
             pieces.append(begun.staging.piece(used, len(view), nic))
             begun.staged.append((used, view))
             used += len(view)
@@ -609,13 +629,6 @@ class RdmaLink(SocketLink):
             _log.warning("rdma: reading by way of host memory that is copied from: %s", error)
             self._target = None
             return None
-
-    def _new_staging(self, size_bytes: int) -> _Staging:
-        try:
-            return _Staging(self._transport.nics, size_bytes)
-        except VerbsError as error:
-            self._transport.unreachable(self._connection.channel.peer, str(error))
-            raise
 
     def _finish(self, done: _Arriving) -> None:
         if done.staging is not None:
@@ -767,7 +780,8 @@ def _hear(channel: Channel, kind: type[Message], limit: int, deadline: float) ->
     if frame != CONTROL:
         raise ProtocolError(f"a frame of kind {frame} where {kind.__name__} should be")
     try:
-        return msgspec.msgpack.decode(channel.receive_body(length, limit, deadline), type=kind)
+        message: Message = _decoders[kind].decode(channel.receive_body(length, limit, deadline))
+        return message
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"a {kind.__name__} that does not decode: {error}") from error
 

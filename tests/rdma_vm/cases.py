@@ -1,0 +1,623 @@
+"""The cases that need verbs. Each takes the crew, and fails by an exception."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import logging
+import os
+import resource
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from crew import Crew, Member
+
+from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core.errors import SourceLost
+from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
+from tensorhub_plugins.core.transports import NotServable, Offer
+from tensorhub_plugins.core.transports import create as create_transport
+from tensorhub_plugins.core.transports._verbs import Nic
+from tensorhub_plugins.core.transports._wire import HEADER
+from tensorhub_plugins.core.transports.rdma import WINDOW, RdmaTransport
+from tensorhub_plugins.core.values import ShardKey
+
+MEMBERS = 24
+PEERS = 6
+SIZE_BYTES = 16 << 20
+SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once
+OTHER_HOST = "10.79.0.2"
+OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
+FAR_S = 60.0
+PATIENCE_S = 60.0
+CAPABILITY_VERSION_3, CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
+RDMA = ("rdma", "tcp")
+
+
+def all_cases() -> dict[str, Callable[[Crew], None]]:
+    suite = {f"transport:{name}": functools.partial(_conformance, name) for name in TransportSuite.CASES}
+    own = [
+        two_readers_one_sided,
+        source_is_stopped_while_it_is_read,
+        source_killed_in_mid_read,
+        source_frozen_in_mid_read,
+        unpublish_cuts_off,
+        wrong_keys_and_closed_memory,
+        queue_pair_in_error,
+        source_may_not_lock_memory,
+        reader_may_not_lock_memory,
+        not_reached,
+        connections_and_registrations_are_kept,
+        two_rails,
+        two_hosts,
+    ]
+    return {**{case.__name__: case for case in own}, **suite}
+
+
+# --- the transport by itself ---
+
+
+def _conformance(case: str, crew: Crew) -> None:
+    with TransportSuite(RdmaTransport, patience_s=PATIENCE_S) as suite:
+        reason = suite.skip_reason(case)
+        assert reason is None, reason  # nothing is skipped for this one
+        suite.run(case)
+
+
+def source_is_stopped_while_it_is_read(crew: Crew) -> None:
+    """One-sided: a source whose process does not run at all is read to the end. Over tcp it is not."""
+    for name, one_sided in (("rdma", True), ("tcp", False)):
+        source = crew.take()
+        endpoint, manifest_size = source.ask(serve_alone, name)
+        with contextlib.closing(create_transport(name)) as transport:
+            link = transport.connect(endpoint, deadline=_far())
+            manifest = link.open(KEY, 1, deadline=_far())
+            assert manifest.size_bytes == manifest_size
+            target = {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
+            reading = link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=time.monotonic() + 20)
+            got = [next(reading)]
+            if one_sided:  # "ready" is said by the source itself, for all segments at once
+                told = HEADER.size * (manifest.segment_count - WINDOW)
+                _until(lambda link=link, told=told: _unread(link) >= told, "the source has said that all is ready")
+            source.freeze()
+            try:
+                got += reading
+                finished = True
+            except SourceLost:
+                finished = False
+            finally:
+                source.thaw()
+            assert finished == one_sided, f"{name}: {len(got)} of {manifest.segment_count} segments were read"
+            if one_sided:
+                assert sorted(got) == list(range(manifest.segment_count))
+                assert torch.equal(target["a"], tensor_of(1))
+                assert link.check(deadline=_far())
+            print(f"      {name}: {len(got)} of {manifest.segment_count} segments of a stopped source", flush=True)
+            link.close()
+        source.kill()
+
+
+def wrong_keys_and_closed_memory(crew: Crew) -> None:
+    """A wrong key, a range past the end, memory closed before and during a read: SourceLost, and a new link works."""
+    with _pair_of_transports() as (source, offer, reader):
+        endpoint = source.serve(SimpleShelf(offer))
+
+        def lost(spoil: Callable[[Any], None]) -> str:
+            link = reader.connect(endpoint, deadline=_far())
+            manifest = link.open(KEY, 1, deadline=_far())
+            spoil(link)
+            began = time.monotonic()
+            try:
+                list(link.read(range(manifest.segment_count), Slab.adopt(_blank()), [0], deadline=_far()))
+            except SourceLost as error:
+                assert time.monotonic() - began < FAR_S / 2
+                return str(error)
+            finally:
+                link.close()
+            raise AssertionError("SourceLost was due")
+
+        def wrong_key(link: Any) -> None:
+            regions = link._remote._regions
+            link._remote._regions = [_replaced(r, keys=tuple(key ^ 0x5500 for key in r.keys)) for r in regions]
+
+        def past_the_end(link: Any) -> None:
+            regions = link._remote._regions
+            link._remote._regions = [_replaced(r, address=r.address + SIZE_BYTES) for r in regions]
+
+        def close_memory(link: Any) -> None:
+            source.memory.of(offer.slab).close()
+
+        for what, spoil in (("a wrong key", wrong_key), ("past the end", past_the_end), ("closed", close_memory)):
+            text = lost(spoil)
+            assert "REM_ACCESS_ERR" in text, text
+            print(f"      {what}: {text}", flush=True)
+            _read_it(reader, endpoint)
+
+        link = reader.connect(endpoint, deadline=_far())
+        manifest = link.open(KEY, 1, deadline=_far())
+        target = Slab.adopt(_blank())
+        reading = link.read(range(manifest.segment_count), target, [0], deadline=_far())
+        got = [next(reading)]
+        close_memory(link)
+        try:
+            got += reading
+            raise AssertionError("SourceLost was due")
+        except SourceLost as error:
+            assert "REM_ACCESS_ERR" in str(error) or "RETRY_EXC_ERR" in str(error), error
+            print(f"      closed in mid-read, after {len(got)} segments: {error}", flush=True)
+        assert all(link.digest(segment) == manifest.digest(segment) for segment in got)
+        _read_it(reader, endpoint)
+
+
+def queue_pair_in_error(crew: Crew) -> None:
+    """The source's queue pair goes to error and its connection stays: retries run out, within seconds."""
+    with _pair_of_transports() as (source, offer, reader):
+        endpoint = source.serve(SimpleShelf(offer))
+        link = reader.connect(endpoint, deadline=_far())
+        manifest = link.open(KEY, 1, deadline=_far())
+        for pairs in source._server._dialect._pairs.values():
+            for queue_pair in pairs:
+                queue_pair.abort()
+        began = time.monotonic()
+        try:
+            list(link.read(range(manifest.segment_count), Slab.adopt(_blank()), [0], deadline=_far()))
+            raise AssertionError("SourceLost was due")
+        except SourceLost as error:
+            assert "RETRY_EXC_ERR" in str(error), error
+            print(f"      after {time.monotonic() - began:.1f} s: {error}", flush=True)
+        _read_it(reader, endpoint)
+
+
+def connections_and_registrations_are_kept(crew: Crew) -> None:
+    """A second link to a source has the first one's queue pairs; a slab is registered once, and read often."""
+    registered = []
+    register = Nic.register
+
+    def counted(nic: Nic, address: int, size_bytes: int) -> Any:
+        if size_bytes > SIZE_BYTES // 2:
+            registered.append((nic, address))
+        return register(nic, address, size_bytes)
+
+    Nic.register = counted  # type: ignore[method-assign]
+    try:
+        with _pair_of_transports() as (source, offer, reader):
+            endpoint = source.serve(SimpleShelf(offer))
+            target = Slab.adopt(_blank())
+            connections = set()
+            for _ in range(3):
+                link = reader.connect(endpoint, deadline=_far())
+                connections.add((link._connection, link._connection.rails[0] if link._connection.rails else None))
+                manifest = link.open(KEY, 1, deadline=_far())
+                list(link.read(range(manifest.segment_count), target, [0], deadline=_far()))
+                assert link.check(deadline=_far())
+                link.close()
+            assert len({connection for connection, _ in connections}) == 1, connections
+            assert sum(map(len, source._server._dialect._pairs.values())) == 1
+            assert len(registered) == 2, f"{registered} for one source slab and one target slab"
+    finally:
+        Nic.register = register  # type: ignore[method-assign]
+
+
+def two_rails(crew: Crew) -> None:
+    """Two cards side by side: both carry a fair share, and the bytes are right."""
+    cards = ("rxe0", "rxe1")
+    with _pair_of_transports(devices=cards) as (source, offer, reader):
+        endpoint = source.serve(SimpleShelf(offer))
+        before = [_packets(card) for card in cards]
+        _read_it(reader, endpoint)
+        moved = [_packets(card) - old for card, old in zip(cards, before, strict=True)]
+        print(f"      packets: {dict(zip(cards, moved, strict=True))}", flush=True)
+        assert min(moved) > sum(moved) / 4, moved
+
+
+# --- hub and clients ---
+
+
+def two_readers_one_sided(crew: Crew) -> None:
+    """One publisher, two readers, three processes: by RDMA the source's CPU and TCP move next to nothing."""
+    measured = {}
+    for transports in (RDMA, ("tcp",)):
+        with start_server() as hub:
+            publisher, *readers = crew.take(), crew.take(), crew.take()
+            publisher.ask(publish, hub.address, "trainer", 1, transports)
+            for index, reader in enumerate(readers):
+                reader.ask(join, hub.address, f"rollout-{index}", transports)
+            before = publisher.cpu_s(), _tcp_bytes(), _packets("rxe0")
+            for reader in readers:
+                reader.start(replicate, 1, False)
+            reports = [reader.result() for reader in readers]
+            after = publisher.cpu_s(), _tcp_bytes(), _packets("rxe0")
+            cpu_s, tcp_bytes, packets = (b - a for a, b in zip(before, after, strict=True))
+            measured[transports[0]] = cpu_s, tcp_bytes, packets
+            print(
+                f"      {transports[0]}: 2 x {SIZE_BYTES >> 20} MiB, the source's CPU {cpu_s:.2f} s, TCP {tcp_bytes} "
+                f"bytes, RDMA {packets} packets; {[report['transports'] for report in reports]}",
+                flush=True,
+            )
+            for report in reports:
+                assert report["transports"] == {transports[0]: SIZE_BYTES}, report
+                assert report["sources"] == {"trainer/0": SIZE_BYTES}, report
+            for member in (publisher, *readers):
+                member.kill()
+    _, tcp_bytes, packets = measured["rdma"]
+    assert tcp_bytes < SIZE_BYTES / 16, "weights went over TCP"
+    assert packets * 4096 >= 2 * SIZE_BYTES, "weights did not go over RDMA"
+    _, tcp_bytes, packets = measured["tcp"]
+    assert tcp_bytes >= 2 * SIZE_BYTES and packets * 4096 < SIZE_BYTES / 16, "the counters do not count"
+    assert measured["rdma"][0] < measured["tcp"][0], f"the source's CPU worked as hard as for tcp: {measured}"
+
+
+def source_killed_in_mid_read(crew: Crew) -> None:
+    _goes_on_elsewhere(crew, Member.kill)
+
+
+def source_frozen_in_mid_read(crew: Crew) -> None:
+    _goes_on_elsewhere(crew, Member.freeze)
+
+
+def _goes_on_elsewhere(crew: Crew, lose: Callable[[Member], None]) -> None:
+    """Two holders serve half; the one that is read from is lost; the rest comes from the other, nothing twice."""
+    with start_server() as hub:
+        holders = {"trainer/0": crew.take(), "rollout-0/0": crew.take()}
+        reader = crew.take()
+        holders["trainer/0"].ask(publish, hub.address, "trainer", 1, RDMA)
+        holders["rollout-0/0"].ask(join, hub.address, "rollout-0", RDMA)
+        holders["rollout-0/0"].ask(replicate, 1, True)
+        for holder in holders.values():
+            holder.ask(hold_back, 1, SIZE_BYTES // (4 << 20) // 2)
+        reader.ask(join, hub.address, "rollout-1", RDMA)
+        read_from: list[str] = []
+
+        def attached() -> bool:
+            read_from[:] = [name for name, holder in holders.items() if holder.ask(readers_of, 1)]
+            return bool(read_from)
+
+        packets = _packets("rxe0")
+        reader.start(replicate, 1, False)
+        half = SIZE_BYTES // 2
+        _until(lambda: (_packets("rxe0") - packets) * 4096 >= half and attached(), "half of it was read")
+        (lost,) = read_from
+        (other,) = set(holders) - {lost}
+        began = time.monotonic()
+        lose(holders[lost])
+        _until(lambda: holders[other].ask(readers_of, 1), "the other source is read from")
+        print(f"      {time.monotonic() - began:.1f} s until the other source was read from", flush=True)
+        holders[other].ask(serve_all, 1)
+        report = reader.result()
+        print(f"      {report['sources']}, {report['losses']}", flush=True)
+        assert report["transports"] == {"rdma": SIZE_BYTES}, report
+        assert report["sources"] == {lost: half, other: half}, report
+        assert any(lost.split("/")[0] in loss for loss in report["losses"]), report["losses"]
+        for member in (*holders.values(), reader):
+            with contextlib.suppress(ProcessLookupError, AssertionError):
+                member.kill()
+
+
+def unpublish_cuts_off(crew: Crew) -> None:
+    """A reader that waits for more is cut off at unpublish's deadline, and ends in a typed error."""
+    with start_server() as hub:
+        publisher, reader = crew.take(), crew.take()
+        publisher.ask(publish, hub.address, "trainer", 1, RDMA)
+        publisher.ask(retain_nothing)
+        publisher.ask(hold_back, 1, 2)
+        reader.ask(join, hub.address, "rollout-0", RDMA)
+        reader.start(replicate_fails, 1, 30.0)
+        _until(lambda: publisher.ask(readers_of, 1), "the source is read from")
+        seconds, cut_off = publisher.ask(unpublish, 1, 1.0)
+        name, message, _ = reader.result()
+        print(
+            f"      unpublish took {seconds:.1f} s, cut off {cut_off}; {took_s:.1f} s later {name}: {message}",
+            flush=True,
+        )
+        assert seconds < 20 and "rollout-0/0" in cut_off, (seconds, cut_off)
+        assert name in ("VersionGone", "NotPublished", "DeadlineExceeded"), (name, message)
+        for member in (publisher, reader):
+            member.kill()
+
+
+def source_may_not_lock_memory(crew: Crew) -> None:
+    """The limit of locked memory is too low at the source: NotServable that says so, and the client goes over tcp."""
+    source, reader = crew.take(), crew.take()
+    endpoint, _ = source.ask(serve_alone, "rdma", 1 << 20)
+    with contextlib.closing(create_transport("rdma")) as transport:
+        link = transport.connect(endpoint, deadline=_far())
+        try:
+            link.open(KEY, 1, deadline=_far())
+            raise AssertionError("NotServable was due")
+        except NotServable as error:
+            assert "ulimit -l" in str(error), error
+            print(f"      {error}", flush=True)
+        link.close()
+    source.kill()
+    with start_server() as hub:
+        source = crew.take()
+        source.ask(publish, hub.address, "trainer", 1, RDMA, 1 << 20)
+        reader.ask(join, hub.address, "rollout-0", RDMA)
+        report = reader.ask(replicate, 1, False)
+        assert report["transports"] == {"tcp": SIZE_BYTES}, report
+        for member in (source, reader):
+            member.kill()
+
+
+def reader_may_not_lock_memory(crew: Crew) -> None:
+    """The same at the reader: enough for two segments it reads by way of staging memory, else over tcp."""
+    with start_server() as hub:
+        source = crew.take()
+        source.ask(publish, hub.address, "trainer", 1, RDMA)
+        for memlock_size_bytes, transport in ((9 << 20, "rdma"), (1 << 20, "tcp")):
+            reader = crew.take()
+            reader.ask(join, hub.address, f"rollout-{transport}", RDMA, memlock_size_bytes)
+            report = reader.ask(replicate, 1, False)
+            print(f"      {memlock_size_bytes >> 20} MiB: {report['transports']}, {report['losses']}", flush=True)
+            assert report["transports"] == {transport: SIZE_BYTES}, report
+            reader.kill()
+        source.kill()
+
+
+def not_reached(crew: Crew) -> None:
+    """Both have RDMA, but no way leads from one to the other: found out once, remembered, and tcp it is."""
+    with _pair_of_transports() as (source, offer, reader):
+        endpoint = source.serve(SimpleShelf(offer))
+        nic = source.nics[0]
+        nic.port = _replaced(nic.port, gid="0000:0000:0000:0000:0000:ffff:0a4d:0063")  # 10.77.0.99, nobody
+        link = reader.connect(endpoint, deadline=_far())
+        began = time.monotonic()
+        try:
+            link.open(KEY, 1, deadline=_far())
+            raise AssertionError("NotServable was due")
+        except NotServable as error:
+            print(f"      after {time.monotonic() - began:.1f} s: {error}", flush=True)
+        link.close()
+        began = time.monotonic()
+        try:
+            reader.connect(endpoint, deadline=_far())
+            raise AssertionError("SourceLost was due")
+        except SourceLost as error:
+            assert "a moment ago" in str(error) and time.monotonic() - began < 2, error
+    with start_server() as hub:
+        publisher, rollout = crew.take(), crew.take()
+        publisher.ask(publish, hub.address, "trainer", 1, RDMA, None, "10.77.0.99")
+        rollout.ask(join, hub.address, "rollout-0", RDMA)
+        report = rollout.ask(replicate, 1, False)
+        assert report["transports"] == {"tcp": SIZE_BYTES}, report
+        for member in (publisher, rollout):
+            member.kill()
+
+
+# --- two hosts ---
+
+
+def two_hosts(crew: Crew) -> None:
+    """Over RoCEv2 between two guests, in both directions."""
+    member = crew.take()
+    packets, tcp_bytes = _packets("rxe1"), _tcp_bytes(_interface_of("rxe1"))
+    report = member.ask(visit_the_other_host)
+    packets, tcp_bytes = _packets("rxe1") - packets, _tcp_bytes(_interface_of("rxe1")) - tcp_bytes
+    print(f"      {report}; {packets} RDMA packets on our card", flush=True)
+    assert report["transports"] == {"rdma": SIZE_BYTES}, report
+    assert packets * 4096 >= SIZE_BYTES
+    member.kill()
+
+
+def visit_the_other_host() -> dict[str, Any]:
+    """In a member of the first guest: read what the second publishes, publish what it reads, wait until it has."""
+    os.environ["TENSORHUB_RDMA_DEVICES"] = "rxe1"
+    client = kept["client"] = Client(
+        OTHER_HUB, run="vm", model="m", replica="guest-1", transports=RDMA, connect_deadline_s=PATIENCE_S
+    )
+    target = _blank()
+    client.wait(1, deadline_s=PATIENCE_S)
+    report = client.replicate(target, 1, deadline_s=PATIENCE_S)
+    assert torch.equal(target["a"], tensor_of(1))
+    client.publish(2, {"a": tensor_of(2)})
+    client.wait(3, deadline_s=PATIENCE_S)  # the other host says: I have read it, by this transport
+    answer = {"a": torch.zeros(1, dtype=torch.uint8)}
+    client.replicate(answer, 3, deadline_s=PATIENCE_S)
+    assert answer["a"].item() == 1, "the other host did not read ours over rdma"
+    return {"transports": report.transports, "sources": report.sources}
+
+
+def be_the_other_host() -> None:
+    """The second guest: hub, publisher and reader. Ends when the first guest has left."""
+    with (
+        start_server(OTHER_HUB),
+        Client(OTHER_HUB, run="vm", model="m", replica="guest-2", transports=RDMA) as client,
+    ):
+        client.retain(0)
+        client.publish(1, {"a": tensor_of(1)})
+        print("publishes", flush=True)
+        client.wait(2, deadline_s=1000)
+        target = _blank()
+        report = client.replicate(target, 2, deadline_s=PATIENCE_S)
+        right = torch.equal(target["a"], tensor_of(2)) and report.transports == {"rdma": SIZE_BYTES}
+        print(f"read version 2: {report.transports}, {'right' if right else 'WRONG'}", flush=True)
+        client.publish(3, {"a": torch.tensor([int(right)], dtype=torch.uint8)})
+        _until(lambda: not client.find(ShardKey(3, "checkpoint")).active_readers and _read_once(client), "answer taken")
+
+
+def _read_once(client: Client) -> bool:
+    """The first guest holds version 3 too, or is gone with it."""
+    return any(len(holders) > 1 for v in client.versions() if v.version == 3 for holders in v.layouts.values())
+
+
+# --- called in members ---
+
+kept: dict[str, Any] = {}
+KEY = ShardKey(1, "checkpoint")
+
+
+def serve_alone(name: str, memlock_size_bytes: int | None = None) -> tuple[str, int]:
+    """A source without a hub."""
+    if memlock_size_bytes is not None:
+        _limit_locked_memory(memlock_size_bytes)
+    transport = create_transport(name)
+    offer = _offer()
+    kept["alone"] = transport, offer
+    endpoint = transport.serve(SimpleShelf(offer))
+    return endpoint, offer.manifest.size_bytes
+
+
+def publish(
+    address: str,
+    replica: str,
+    version: int,
+    transports: tuple[str, ...],
+    memlock_size_bytes: int | None = None,
+    claimed_address: str | None = None,
+) -> None:
+    if memlock_size_bytes is not None:
+        _limit_locked_memory(memlock_size_bytes)
+    client = kept["client"] = Client(address, run="vm", model="m", replica=replica, transports=transports)
+    if claimed_address is not None:
+        nic = client._transports["rdma"].nics[0]
+        mapped = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
+        nic.port = _replaced(nic.port, gid=mapped.format(*map(int, claimed_address.split("."))))
+    client.publish(version, {"a": tensor_of(version)})
+
+
+def join(address: str, replica: str, transports: tuple[str, ...], memlock_size_bytes: int | None = None) -> None:
+    if memlock_size_bytes is not None:
+        _limit_locked_memory(memlock_size_bytes)
+    kept["client"] = Client(address, run="vm", model="m", replica=replica, transports=transports)
+
+
+def replicate(version: int, serve: bool) -> dict[str, Any]:
+    target = kept["target"] = _blank()
+    report = kept["client"].replicate(target, version, deadline_s=PATIENCE_S, serve=serve)
+    assert torch.equal(target["a"], tensor_of(version)), "other bytes arrived"
+    return {"transports": report.transports, "sources": report.sources, "losses": report.losses}
+
+
+def replicate_fails(version: int, deadline_s: float) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        replicate(version, False)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "it succeeded", time.monotonic() - began
+
+
+def retain_nothing() -> None:
+    kept["client"].retain(0)
+
+
+def unpublish(version: int, deadline_s: float) -> tuple[float, tuple[str, ...]]:
+    report = kept["client"].unpublish(version, deadline_s=deadline_s)
+    return report.seconds, report.cut_off
+
+
+def hold_back(version: int, start: int) -> None:
+    """From now on only the first `start` segments are served, as if the others still arrived."""
+    offer = kept["client"].find(ShardKey(version, "checkpoint"))
+    with offer._changed:
+        offer._ready[start:] = bytes(len(offer._ready) - start)
+
+
+def serve_all(version: int) -> None:
+    kept["client"].find(ShardKey(version, "checkpoint")).mark_all_ready()
+
+
+def readers_of(version: int) -> int:
+    offer = kept["client"].find(ShardKey(version, "checkpoint"))
+    return 0 if offer is None else offer.active_readers
+
+
+def _limit_locked_memory(size_bytes: int) -> None:
+    """Before there are threads, since capabilities are a thread's: root without CAP_IPC_LOCK is an ordinary user."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (size_bytes, size_bytes))
+    libc = ctypes.CDLL(None, use_errno=True)
+    head, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(head, sets) == 0, os.strerror(ctypes.get_errno())
+    for word in (0, 1):  # effective, permitted
+        sets[word] &= ~(1 << CAP_IPC_LOCK)
+    assert libc.capset(head, sets) == 0, os.strerror(ctypes.get_errno())
+
+
+# --- small things ---
+
+
+@functools.cache
+def tensor_of(seed: int) -> torch.Tensor:
+    words = torch.arange(SIZE_BYTES // 8, dtype=torch.int64) * 2654435761 + seed
+    return words.view(torch.uint8)
+
+
+def _blank() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
+
+
+def _offer() -> Offer:
+    tensor = tensor_of(1)
+    slab = Slab.allocate([spec_of("a", tensor)])
+    slab.write("a", tensor)
+    offer = Offer(KEY, slab.manifest(SEGMENT_SIZE_BYTES), slab)
+    offer.mark_all_ready()
+    return offer
+
+
+@contextlib.contextmanager
+def _pair_of_transports(**options: Any) -> Iterator[tuple[RdmaTransport, Offer, RdmaTransport]]:
+    offer = _offer()
+    with (
+        contextlib.closing(RdmaTransport(**options)) as source,
+        contextlib.closing(RdmaTransport(**options)) as reader,
+    ):
+        yield source, offer, reader
+        offer.withdraw()
+
+
+def _read_it(reader: RdmaTransport, endpoint: str) -> None:
+    with contextlib.closing(reader.connect(endpoint, deadline=_far())) as link:
+        manifest = link.open(KEY, 1, deadline=_far())
+        target = _blank()
+        got = list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=_far()))
+        assert len(got) == manifest.segment_count and torch.equal(target["a"], tensor_of(1))
+        assert link.check(deadline=_far())
+
+
+def _replaced(struct_: Any, **changes: Any) -> Any:
+    import msgspec
+
+    return msgspec.structs.replace(struct_, **changes)
+
+
+def _unread(link: Any) -> int:
+    """Bytes of the conversation that have arrived and wait to be read."""
+    counted = fcntl.ioctl(link._channels[0].sock, termios.FIONREAD, struct.pack("i", 0))
+    return int(struct.unpack("i", counted)[0])
+
+
+def _far() -> float:
+    return time.monotonic() + FAR_S
+
+
+def _until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen: {what}"
+        time.sleep(0.02)
+
+
+def _tcp_bytes(interface: str = "lo") -> int:
+    """What the interface has sent: soft-RoCE talks to itself without it."""
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def _interface_of(device: str) -> str:
+    return Path(f"/sys/class/infiniband/{device}/parent").read_text().strip()
+
+
+def _packets(device: str) -> int:
+    counters = Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters")
+    return int((counters / "rcvd_pkts").read_text())
+
+
+logging.captureWarnings(True)
