@@ -1,0 +1,216 @@
+"""OpenRLHF's vLLM actor that follows the store by itself.
+
+One failure path: whatever breaks this engine for good (its vLLM process died, the actor was killed), the actor ends
+and Ray starts it again at the same place. The new one loads the model as at the beginning, fetches the newest version,
+and only then answers. Prompts it was working on are asked elsewhere meanwhile (generator.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from openrlhf.trainer.ray import vllm_engine
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tensorhub_plugins.core import Client, NotPublished, here
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.events import record
+from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
+
+log = logging.getLogger(__name__)
+
+EXTENSION = "tensorhub_plugins.vllm.TensorHubWorkerExtension"
+FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
+PROBE_S = 1.0  # how often vLLM is asked whether it lives
+
+# The class that OpenRLHF decorated. Ray sends it by its name here, so that each process has one copy of it.
+_Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
+
+_versions: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
+
+
+class EngineLost(TensorHubError):
+    """This engine cannot answer any more: ask another one."""
+
+
+class Engine(_Stock):
+    """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update}."""
+
+    async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
+        kwargs["worker_extension_cls"] = EXTENSION
+        await _Stock.__init__(self, *args, **kwargs)
+        self.options = config.parse(tensorhub["backend"])
+        self.worker = f"rollout-{tensorhub['engine']}/0"
+        self.executor = _Versioned(self.executor)
+        self.heard_at = time.monotonic()
+        self.gate = None if tensorhub["partial"] else Gate()
+        replica = f"rollout-{tensorhub['engine']}"
+        client = await asyncio.to_thread(self._connect, f"server-{tensorhub['engine']}")
+        await self.rpc("tensorhub_connect", self._worker_config(replica))
+        self.follower = Follower(
+            self,
+            client.wait,
+            worker=self.worker,
+            deadline_s=self.options.deadline_s,
+            gate=self.gate,
+            until=self.options.pull_until,
+        )
+        await self._catch_up(client)
+        self._tasks = []
+        for work in (self.follower.follow(), self._probe()):
+            task = asyncio.create_task(work)
+            task.add_done_callback(_exit_on_error)  # an engine that stopped following must not pass for one
+            self._tasks.append(task)
+
+    # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
+
+    async def generate_responses(self, *args: Any, min_version: int = 0, **kwargs: Any) -> list[dict[str, Any]]:
+        """As in OpenRLHF, from this version or a later one. Without partial rollout all samples are of one version."""
+        await self.follower.need(min_version)
+        if self.gate is None:
+            return list(await _Stock.generate_responses(self, *args, **kwargs))
+        async with self.gate:
+            return list(await _Stock.generate_responses(self, *args, **kwargs))
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        started, first = time.monotonic(), self.follower.version
+        try:
+            output = await _Stock.generate(self, *args, **kwargs)
+        except EngineDeadError as error:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            self._die(error)
+            raise EngineLost(f"{self.worker}: {error}") from error
+        last = self.follower.version
+        versions = _versions.get(None)
+        if versions is not None:
+            versions += [first, last]
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome=str(output.outputs[0].finish_reason),
+            versions=[first, last],
+            tokens=len(output.outputs[0].token_ids),
+        )
+        return output
+
+    # --- what our generator asks for ----------------------------------------------------------------------------------
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        """version, and for how long vLLM's processes have been silent."""
+        silent_s = time.monotonic() - self.heard_at
+        if self.follower.installing_since is not None:
+            # vLLM's loop is busy with the installation and answers nothing else; that has its own deadline.
+            busy_s = time.monotonic() - self.follower.installing_since
+            silent_s = silent_s if busy_s > self.options.deadline_s else 0.0
+        return {"version": self.follower.version, "silent_s": silent_s, "pid": os.getpid()}
+
+    async def tensorhub_hold(self, version: int) -> int:
+        return await self.follower.hold(version)
+
+    async def tensorhub_release(self) -> None:
+        await self.follower.release()
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    def _connect(self, replica: str) -> Client:
+        assert self.options.hub is not None and self.options.run is not None, "the driver fills them in"
+        return Client(
+            self.options.hub,
+            run=self.options.run,
+            model=self.options.model,
+            replica=replica,  # it only waits; the vLLM workers are the replica's shards
+            location=here(),
+            transports=self.options.transports.split(","),
+        )
+
+    def _worker_config(self, replica: str) -> dict[str, Any]:
+        return {
+            "hub": self.options.hub,
+            "run": self.options.run,
+            "model": self.options.model,
+            "replica": replica,
+            "transports": self.options.transports.split(","),
+            "install": self.options.install,
+            "serve_from": self.options.serve_from,
+            "advertise_host": ray.util.get_node_ip_address().strip("[]"),
+            "verify": self.options.verify,
+        }
+
+    async def _catch_up(self, client: Client) -> None:
+        """An engine that was started again has the weights of before the training: it must not answer with those."""
+        while True:
+            try:
+                newest = await asyncio.to_thread(client.wait, deadline_s=0.5)
+            except NotPublished:
+                return
+            if self.options.pull_until is not None and newest > self.options.pull_until:
+                return
+            try:
+                await self.follower.update(newest)
+                return
+            except UpdateFailed as error:  # the trainer may have gone on to a newer one
+                log.warning("%s: trying again: %s", self.worker, error)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        try:
+            answers = list(await self.llm.collective_rpc(method, args=args))
+        except EngineDeadError as error:
+            self._die(error)
+            raise EngineLost(f"{self.worker}: {error}") from error
+        except Exception as error:  # vLLM hands on what a worker raised as text in an error of its own
+            raise UpdateFailed(f"{method}: {error}") from error
+        self.heard_at = time.monotonic()
+        return answers
+
+    async def pause(self) -> None:
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    def running(self) -> Mapping[str, int]:
+        return {name: 0 for name in self.llm.output_processor.request_states}
+
+    async def _probe(self) -> None:
+        """The actor can be well while vLLM's processes are frozen: only their answer counts."""
+        while True:
+            if self.llm.errored:
+                self._die(self.llm.dead_error)
+            await self.rpc("tensorhub_poll")
+            await asyncio.sleep(PROBE_S)
+
+    def _die(self, error: BaseException) -> None:
+        log.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
+        # A moment for answers on their way out; what is still here fails with the actor and is asked elsewhere.
+        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
+
+
+class _Versioned:
+    """An agent executor whose samples say which versions their tokens came from."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        versions: list[int] = []
+        _versions.set(versions)  # every sample is made in a task of its own, and a task has its own context
+        response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
+        if versions:
+            logs = response.get("extra_logs") or {}
+            response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
+        return response
+
+
+def _exit_on_error(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
+        os._exit(1)

@@ -1,0 +1,122 @@
+"""Puts the store in the place of OpenRLHF's weight update, in the driver's process. Everything else follows from here.
+
+OpenRLHF's driver makes all actors, so it is enough to replace, here, the classes that it makes them from. This happens
+before `openrlhf.cli.train_ppo_ray` has imported their names: by our launcher (train_ppo_ray.py), or in the middle of
+its imports (autoload.py). Whatever cannot work is refused here, in one sentence.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.openrlhf.config import FLAG
+
+
+def backend_of(arguments: Sequence[str]) -> str:
+    """What --vllm.sync_backend says, "" where it is not given. As argparse has it, the last one counts."""
+    found = ""
+    for position, argument in enumerate(arguments):
+        if argument.startswith(f"{FLAG}="):
+            found = argument.partition("=")[2]
+        elif argument == FLAG and position + 1 < len(arguments):
+            found = arguments[position + 1]
+    return found
+
+
+def refuse(error: TensorHubError) -> NoReturn:
+    """End the driver with one sentence."""
+    sys.exit(f"tensorhub: {error.message}")
+
+
+def sentence_in(text: str) -> str:
+    """The last error of ours in a traceback that has come through Ray, as one line; "" where there is none."""
+    found = re.findall(r"^(?:\S* )?tensorhub_plugins\.\S+\.(?:\w+): (.+)$", text, flags=re.MULTILINE)
+    return found[-1] if found else ""
+
+
+def wanted(arguments: list[str]) -> config.Options | None:
+    """The options if this command line is for the store, else None. Colocated engines get OpenRLHF's own path: the
+    flag is then rewritten in place."""
+    backend = backend_of(arguments)
+    if not config.is_ours(backend):
+        return None
+    options = config.parse(backend)
+    config.check_versions(options, **config.installed_versions())
+    if "--train.colocate_all" in arguments and "--train.async_enable" not in arguments:
+        print(
+            "tensorhub: with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights "
+            "over inside them (CUDA IPC): the store is not used",
+            file=sys.stderr,
+        )
+        arguments += [FLAG, "nccl"]
+        return None
+    if options.hub is not None:
+        from tensorhub_plugins.openrlhf import hub
+
+        hub.check(options.hub)  # before anything starts
+    return options
+
+
+def install(options: config.Options) -> None:
+    """Replace the classes. Imports OpenRLHF, vLLM and DeepSpeed."""
+    import openrlhf.utils
+    import ray
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+
+    from tensorhub_plugins.openrlhf import engine, hub, trainer
+
+    chosen = SimpleNamespace(backend="", partial=False)  # known when OpenRLHF has read its command line
+    get_strategy = openrlhf.utils.get_strategy
+
+    def get_strategy_and_check(args: Any) -> Any:
+        """OpenRLHF calls it first, with its parsed arguments, when Ray is there."""
+        try:
+            config.check_arguments(args)
+            chosen.backend = config.spell(hub.resolve(options))
+        except TensorHubError as error:
+            refuse(error)
+        chosen.partial = bool(args.train.partial_rollout_enable)
+        args.vllm.sync_backend = chosen.backend  # it reaches every actor with the arguments
+        print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)
+        return get_strategy(args)
+
+    remote_engine = ray.remote(engine.Engine)
+    started = []
+
+    class EngineFactory:
+        """What create_vllm_engines makes its engines from."""
+
+        @staticmethod
+        def options(**given: Any) -> Any:
+            made = remote_engine.options(max_restarts=options.restarts, max_task_retries=0, **given)
+
+            def remote(**kwargs: Any) -> Any:
+                extra = {"backend": chosen.backend, "engine": len(started), "partial": chosen.partial}
+                started.append(made.remote(**kwargs, tensorhub=extra))
+                return started[-1]
+
+            return SimpleNamespace(remote=remote)
+
+    excepthook = sys.excepthook
+
+    def say_what_it_was(kind: Any, error: BaseException, traceback: Any) -> None:
+        excepthook(kind, error, traceback)
+        sentence = sentence_in(str(error))
+        if sentence:  # it happened in an actor, and the traceback above is pages long
+            print(f"tensorhub: {sentence}", file=sys.stderr)
+
+    sys.excepthook = say_what_it_was
+    openrlhf.utils.get_strategy = get_strategy_and_check
+    vllm_engine.RolloutRayActor = EngineFactory
+    ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(trainer.PolicyModelActor)
+    ppo_trainer.PPOTrainer = ray.remote(trainer.PPOTrainer)
+    # PPOTrainerAsync is sent by value, together with what these names mean here.
+    ppo_trainer_async.TrainingActor = ray.remote(trainer.TrainingActor)
+    ppo_trainer_async.GenerateSamplesActor = ray.remote(trainer.GenerateSamplesActor)

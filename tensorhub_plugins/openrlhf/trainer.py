@@ -1,0 +1,195 @@
+"""OpenRLHF's actors on the training side: the policy ranks publish, the controllers only say which version it is.
+
+The version is OpenRLHF's global step: version N are the weights after N steps. What the engines start with, the model
+before training, has no version (samples from it say 0).
+
+Every class here is a subclass of what OpenRLHF decorated with @ray.remote, and is sent by its name, so that each
+process has one copy of it. Ray sends inherited methods by value all the same, and in those of OpenRLHF super() would
+mean a class of the sender's process: what uses super() there is overridden here, if only to call it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ray import ppo_actor
+
+from tensorhub_plugins.core import Client, TensorSpec, here
+from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.openrlhf.engine import FIRST, LAST
+from tensorhub_plugins.openrlhf.generator import SamplesGenerator
+from tensorhub_plugins.openrlhf.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+TRAINER = "trainer"
+GATHER_SIZE_BYTES = 64 << 20  # of parameters gathered together with ZeRO-3: fewer collectives, bounded memory
+
+
+def _decorated(actor_class: Any) -> Any:
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+_Policy: Any = _decorated(ppo_actor.PolicyModelActor)
+_Sync: Any = _decorated(ppo_trainer.PPOTrainer)
+_AsyncTraining: Any = _decorated(ppo_trainer_async.TrainingActor)
+_AsyncGenerating: Any = _decorated(ppo_trainer_async.GenerateSamplesActor)
+
+
+class PolicyModelActor(_Policy):
+    """One rank of the policy."""
+
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int | None = None, vllm_engines: Any = None
+    ) -> None:
+        # Without engines OpenRLHF makes no process group with them.
+        super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
+        options = config.parse(strategy.args.vllm.sync_backend)
+        assert options.hub is not None and options.run is not None, "the driver fills them in"
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        client = Client(
+            options.hub,
+            run=options.run,
+            model=options.model,
+            replica=TRAINER,
+            shard=rank,
+            shard_count=ranks,
+            location=here(),
+            transports=options.transports.split(","),
+            advertise_host=ray.util.get_node_ip_address().strip("[]"),
+        )
+        self._is_sharded = strategy.args.ds.zero_stage == 3
+        self._publisher = Publisher(
+            client,
+            [self._spec(name, parameter) for name, parameter in self._parameters()],
+            rank=rank,
+            ranks=ranks,
+            keep=options.keep,
+            deadline_s=options.deadline_s,
+        )
+
+    def tensorhub_publish(self, version: int) -> dict[str, float]:
+        """Called on every rank. Returns metrics as soon as the hub knows; nobody waits for an engine."""
+        torch.cuda.empty_cache()
+        return self._publisher.publish(version, self._gathered())
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        """In the same order on every rank."""
+        yield from self.actor.model.module.named_parameters()
+
+    def _spec(self, name: str, parameter: Any) -> TensorSpec:
+        shape = tuple(parameter.ds_shape if self._is_sharded else parameter.shape)
+        size_bytes = parameter.element_size()
+        for length in shape:
+            size_bytes *= length
+        return TensorSpec(name, str(parameter.dtype).removeprefix("torch."), shape, size_bytes)
+
+    def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters. With ZeRO-3 each step is a collective of all ranks."""
+        group: list[tuple[str, Any]] = []
+        size_bytes = 0
+        for name, parameter in self._parameters():
+            group.append((name, parameter))
+            size_bytes += self._spec(name, parameter).size_bytes
+            if size_bytes >= GATHER_SIZE_BYTES:
+                yield from self._whole(group)
+                group, size_bytes = [], 0
+        yield from self._whole(group)
+
+    def _whole(self, group: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+        with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._is_sharded):
+            for name, parameter in group:
+                yield name, parameter.data.detach()
+
+
+class _Publishes:
+    """A controller whose update of the engines ends when every rank has published."""
+
+    actor_model_group: Any
+    tensorhub_version = 0
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
+        self.tensorhub_version = states["global_step"]  # resuming: OpenRLHF sends the loaded weights first
+        return states
+
+    def train_step(self, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
+        self.tensorhub_version = global_step + 1
+        stale = _staleness(rollout_samples, global_step)
+        status, global_step = super().train_step(rollout_samples, global_step)  # type: ignore[misc]
+        status.update(self._published, **stale)
+        return status, global_step
+
+    def broadcast_to_vllm(self) -> None:
+        """No lock and no pause: publishing touches no engine."""
+        ranks = ray.get(
+            self.actor_model_group.async_run_method(method_name="tensorhub_publish", version=self.tensorhub_version)
+        )
+        self._published = {
+            "tensorhub/version": self.tensorhub_version,
+            "tensorhub/publish_seconds": max(rank["tensorhub/publish_seconds"] for rank in ranks),
+            "tensorhub/publish_bytes": sum(rank["tensorhub/publish_bytes"] for rank in ranks),
+        }
+
+
+def _staleness(samples: Any, global_step: int) -> dict[str, float]:
+    """How many versions old the samples of a step are that is about to train version `global_step`."""
+    ages, spans = [], []
+    for sample in samples:
+        if FIRST in sample.info:
+            first, last = float(sample.info[FIRST].min()), float(sample.info[LAST].max())
+            ages.append(global_step - first)
+            spans.append(last - first)
+    if not ages:
+        return {}
+    return {
+        "tensorhub/staleness_mean": sum(ages) / len(ages),
+        "tensorhub/staleness_max": max(ages),
+        "tensorhub/samples_of_several_versions": sum(span > 0 for span in spans) / len(spans),
+    }
+
+
+def _generator(strategy: Any, given: Any) -> SamplesGenerator:
+    """Ours, over the same engines and prompts as the one OpenRLHF made."""
+    return SamplesGenerator(
+        options=config.parse(strategy.args.vllm.sync_backend),
+        is_partial=bool(getattr(strategy.args.train, "partial_rollout_enable", False)),
+        strategy=strategy,
+        prompts_dataloader=given.prompts_dataloader,
+        eval_dataloader=given.eval_dataloader,
+        tokenizer=given.tokenizer,
+        vllm_engines=given.vllm_engines,
+    )
+
+
+class PPOTrainer(_Publishes, _Sync):
+    """Generates and trains in turns."""
+
+    def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(pretrain, strategy, *args, **kwargs)
+        self.samples_generator = _generator(strategy, self.samples_generator)
+
+    def broadcast_to_vllm(self) -> None:
+        super().broadcast_to_vllm()
+        self.samples_generator.newest = self.tensorhub_version  # on policy, also when the hub does not answer
+
+
+class TrainingActor(_Publishes, _AsyncTraining):
+    """Trains on what the other one has generated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # not redundant: see the top of this file
+
+
+class GenerateSamplesActor(_AsyncGenerating):
+    """Generates while the other one trains."""
+
+    def __init__(self, pretrain: str, strategy: Any, vllm_engines: Any, **kwargs: Any) -> None:
+        super().__init__(pretrain, strategy, vllm_engines, **kwargs)
+        self.samples_generator = _generator(strategy, self.samples_generator)
