@@ -63,6 +63,6 @@ sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "${arguments[@]}" | xargs -n1
 mapfile -t given <"$RUN/arguments"
 "$PYTHON" -m "$module" "${given[@]}" "${flags[@]}" \
   --actor.model_name_or_path "$model" --data.prompt_dataset "$data" --reward.remote_url "$here/reward.py" \
-  --vllm.num_engines 1 --vllm.sync_backend "$backend" \
+  --vllm.num_engines "${ENGINES:-2}" --vllm.sync_backend "$backend" \
   --ckpt.output_dir "$RUN/model" --ckpt.path "$RUN/checkpoints" --logger.tensorboard_dir "$RUN/tensorboard" \
   "$@"
