@@ -19,15 +19,16 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, NotPublished, here
+from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, here
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf import config
-from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
+from tensorhub_plugins.openrlhf.follower import RETRY_S, Follower, Gate, UpdateFailed
+from tensorhub_plugins.openrlhf.worker import ACTOR_PID
 
 log = logging.getLogger(__name__)
 
-EXTENSION = "tensorhub_plugins.vllm.TensorHubWorkerExtension"
+EXTENSION = "tensorhub_plugins.openrlhf.worker.TensorHubOpenRLHFWorkerExtension"
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 PROBE_S = 1.0  # how often vLLM is asked whether it lives
 
@@ -46,6 +47,7 @@ class Engine(_Stock):
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
         kwargs["worker_extension_cls"] = EXTENSION
+        os.environ[ACTOR_PID] = str(os.getpid())
         await _Stock.__init__(self, *args, **kwargs)
         self.options = config.parse(tensorhub["backend"])
         self.worker = f"rollout-{tensorhub['engine']}/0"
@@ -149,16 +151,15 @@ class Engine(_Stock):
         """An engine that was started again has the weights of before the training: it must not answer with those."""
         while True:
             try:
-                newest = await asyncio.to_thread(client.wait, deadline_s=0.5)
-            except NotPublished:
-                return
-            if self.options.pull_until is not None and newest > self.options.pull_until:
-                return
-            try:
+                versions = await asyncio.to_thread(client.versions)
+                newest = max((info.version for info in versions if info.visible), default=0)
+                if newest > (self.options.pull_until or newest) or newest == 0:
+                    return
                 await self.follower.update(newest)
                 return
-            except UpdateFailed as error:  # the trainer may have gone on to a newer one
+            except (UpdateFailed, HubUnreachable, DeadlineExceeded) as error:  # the trainer may have a newer one by now
                 log.warning("%s: trying again: %s", self.worker, error)
+                await asyncio.sleep(RETRY_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         try:
