@@ -26,12 +26,11 @@ TICK_S = 0.5
 QUIET_S = 20.0  # without news, say that it still runs
 STOP_S = 30.0  # what verl and Ray get to end by themselves
 # The job, where it differs from the recipe's. Samples are one step old when they are trained on, so the policy must
-# move little in a step for the log-probabilities of trainer and rollout to agree; more samples make up for it. Few
-# answers at a time, so that generating takes as long as training and every update meets answers in flight.
+# move little in a step for the log-probabilities of trainer and rollout to agree. A replica generates one answer at a
+# time, so that generating takes longer than training and updates meet answers in flight.
 JOB = (
-    "actor_rollout_ref.actor.optim.lr=7e-6",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.rollout.max_num_seqs=2",
+    "actor_rollout_ref.actor.optim.lr=5e-6",
+    "actor_rollout_ref.rollout.max_num_seqs=1",
 )
 # What verl's log says first, and what that means.
 STAGES = (
