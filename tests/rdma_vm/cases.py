@@ -314,7 +314,7 @@ def unpublish_cuts_off(crew: Crew) -> None:
         seconds, cut_off = publisher.ask(unpublish, 1, 1.0)
         name, message, _ = reader.result()
         print(
-            f"      unpublish took {seconds:.1f} s, cut off {cut_off}; {took_s:.1f} s later {name}: {message}",
+            f"      unpublish took {seconds:.1f} s, cut off {cut_off}; {name}: {message}",
             flush=True,
         )
         assert seconds < 20 and "rollout-0/0" in cut_off, (seconds, cut_off)

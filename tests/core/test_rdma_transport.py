@@ -1,0 +1,241 @@
+"""The rdma transport's own decisions, over fake verbs; over real ones it is tested by `make test-rdma`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rdma_fakes
+import torch
+
+from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
+from tensorhub_plugins.core.transports import NotServable, Offer, _verbs, create, rdma
+from tensorhub_plugins.core.transports._rails import Port
+from tensorhub_plugins.core.values import ShardKey
+
+KEY = ShardKey(1, "checkpoint")
+SEGMENT = 1000
+SIZE = 40 * SEGMENT + 1
+
+
+def port(name: str = "fake0", link_layer: str = "Ethernet") -> Port:
+    return Port(name, 1, link_layer, 1, "0000:0000:0000:0000:0000:ffff:0a00:0001", 100.0)
+
+
+class Fakes:
+    """What the next transports find. One port by default."""
+
+    def __init__(self) -> None:
+        self.ports = [port()]
+        self.limit: int | None = None
+
+    def open(self, ports: list[Port]) -> list[rdma_fakes.Nic]:
+        return [rdma_fakes.Nic(each, self.limit) for each in ports]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    found = Fakes()
+    monkeypatch.setattr(rdma, "find_ports", lambda gid_index=None: (found.ports, []))
+    monkeypatch.setattr(rdma, "open_nics", found.open)
+    monkeypatch.setattr(rdma, "Reader", rdma_fakes.Reader)
+    monkeypatch.setattr(rdma, "QueuePair", rdma_fakes.QueuePair)
+    return found
+
+
+@pytest.mark.parametrize("case", TransportSuite.CASES)
+def test_conformance(case: str) -> None:
+    with TransportSuite(rdma.RdmaTransport, processes=False) as suite:
+        if reason := suite.skip_reason(case):
+            pytest.skip(reason)
+        suite.run(case)
+
+
+def far() -> float:
+    return time.monotonic() + 20
+
+
+def content() -> torch.Tensor:
+    return (torch.arange(SIZE) * 7919 % 251).to(torch.uint8)
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[tuple[rdma.RdmaTransport, Offer, str]]:
+    slab = Slab.allocate([spec_of("a", content())])
+    slab.write("a", content())
+    offer = Offer(KEY, slab.manifest(SEGMENT), slab)
+    offer.mark_all_ready()
+    with contextlib.closing(rdma.RdmaTransport(**options)) as source:
+        yield source, offer, source.serve(SimpleShelf(offer))
+        offer.withdraw()
+
+
+def read(reader: rdma.RdmaTransport, endpoint: str) -> rdma.RdmaLink:
+    """Everything, checked; the link is returned, not closed."""
+    link = reader.connect(endpoint, deadline=far())
+    manifest = link.open(KEY, 1, deadline=far())
+    target = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
+    got = list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=far()))
+    assert sorted(got) == list(range(manifest.segment_count))
+    assert torch.equal(target["a"], content())
+    assert link.check(deadline=far())
+    return link
+
+
+def test_a_link_that_ended_well_leaves_its_queue_pairs_to_the_next() -> None:
+    with serving() as (source, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        seen = set()
+        for _ in range(3):
+            link = read(reader, endpoint)
+            seen.add(link._connection)
+            for _ in range(2):
+                link.close()
+        assert len(seen) == 1
+        assert len(source.nics[0].registered) == 1, "the slab was registered again"
+
+
+def test_a_link_that_did_not_end_well_leaves_nothing() -> None:
+    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        link = reader.connect(endpoint, deadline=far())
+        link.open(KEY, 1, deadline=far())
+        link.close()  # without check
+        second = read(reader, endpoint)
+        assert second._connection is not link._connection
+
+
+def test_a_kept_connection_whose_source_has_gone_is_not_used() -> None:
+    with contextlib.closing(rdma.RdmaTransport()) as reader:
+        with serving() as (_, _, endpoint):
+            read(reader, endpoint).close()
+        with pytest.raises(SourceLost, match="cannot connect"):
+            reader.connect(endpoint, deadline=far())
+
+
+def test_the_source_closes_the_oldest_of_too_many_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "IDLE_AT_SOURCE_MAX", 2)
+    with serving() as (_, _, endpoint), contextlib.ExitStack() as stack:
+        links = []
+        for _ in range(3):
+            reader = stack.enter_context(contextlib.closing(rdma.RdmaTransport()))
+            links.append(read(reader, endpoint))
+            links[-1].close()
+        channels = [link._connection.channel for link in links]
+        deadline = far()
+        while not channels[0].is_cut():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert [channel.is_cut() for channel in channels] == [True, False, False]
+
+
+def test_several_rails_share_the_segments(fakes: Fakes) -> None:
+    fakes.ports = [port("fake0"), port("fake1"), port("fake2")]
+    with serving() as (source, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        link = read(reader, endpoint)
+        assert [(rail.nic, rail.port) for rail in link._connection.rails] == [(0, 0), (1, 1), (2, 2)]
+        assert all(nic.registered for nic in (*source.nics, *reader.nics))
+
+
+def test_a_rail_that_does_not_carry_is_left_out(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.ports = [port("fake0"), port("fake1")]
+    poll = rdma_fakes.Reader.poll
+
+    def broken(self: rdma_fakes.Reader) -> list[int]:
+        if self.nic.port.device == "fake0":
+            raise _verbs.ReadFailed("RETRY_EXC_ERR")
+        return poll(self)
+
+    monkeypatch.setattr(rdma_fakes.Reader, "poll", broken)
+    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        assert [rail.nic for rail in read(reader, endpoint)._connection.rails] == [1]
+
+
+def test_a_source_that_no_rail_reaches_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: rdma_fakes.Reader) -> list[int]:
+        raise _verbs.ReadFailed("RETRY_EXC_ERR")
+
+    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        with monkeypatch.context() as patch:
+            patch.setattr(rdma_fakes.Reader, "poll", broken)
+            with pytest.raises(NotServable, match="RETRY_EXC_ERR"):
+                reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
+        with pytest.raises(SourceLost, match="a moment ago"):
+            reader.connect(endpoint, deadline=far())
+        monkeypatch.setattr(rdma, "UNREACHABLE_S", 0.0)
+        reader.unreachable(endpoint, "only now")
+        read(reader, endpoint)
+
+
+def test_ports_of_different_kinds_do_not_face_each_other(fakes: Fakes) -> None:
+    with serving() as (_, _, endpoint):
+        fakes.ports = [port(link_layer="InfiniBand")]
+        with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(NotServable, match="faces one of ours"):
+            reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
+
+
+def test_a_source_that_cannot_register_says_so(fakes: Fakes) -> None:
+    fakes.limit = SIZE // 2
+    with serving() as (_, _, endpoint):
+        fakes.limit = None
+        with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(NotServable, match="ulimit -l"):
+            reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_a_target_that_cannot_be_registered_is_read_through_what_can(fakes: Fakes, segments: int) -> None:
+    with serving() as (_, _, endpoint):
+        fakes.limit = 4096 * (segments + 1)  # the probe takes one page as well
+        with contextlib.closing(rdma.RdmaTransport()) as reader:
+            read(reader, endpoint)
+
+
+def test_a_reader_that_can_register_nothing_leaves_it_to_others(fakes: Fakes) -> None:
+    with serving() as (_, _, endpoint):
+        fakes.limit = 4096  # enough for the probe
+        with contextlib.closing(rdma.RdmaTransport()) as reader:
+            with pytest.raises(SourceLost, match="ulimit -l"):
+                read(reader, endpoint)
+            with pytest.raises(SourceLost, match="a moment ago"):
+                reader.connect(endpoint, deadline=far())
+
+
+def test_bytes_go_nowhere_once_the_offer_is_withdrawn() -> None:
+    """The queue pairs of the source are gone before `withdraw` returns, whatever the reader still wants."""
+    with serving() as (source, offer, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        link = reader.connect(endpoint, deadline=far())
+        link.open(KEY, 1, deadline=far())
+        (pairs,) = source._server._dialect._pairs.values()
+        assert pairs[0].endpoint.queue_pair in rdma_fakes._pairs
+        offer.withdraw()
+        assert pairs[0].endpoint.queue_pair not in rdma_fakes._pairs
+
+
+def test_configuration_by_the_environment(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.ports = [port("fake0"), port("fake1")]
+    monkeypatch.setenv("TENSORHUB_RDMA_DEVICES", "fake1, fake0:1")
+    with contextlib.closing(rdma.RdmaTransport()) as transport:
+        assert [nic.port.device for nic in transport.nics] == ["fake1", "fake0"]
+    with contextlib.closing(rdma.RdmaTransport(devices=["fake0"])) as transport:
+        assert [nic.port.device for nic in transport.nics] == ["fake0"]
+    monkeypatch.setenv("TENSORHUB_RDMA_DEVICES", "fake7")
+    with pytest.raises(UsageError, match="fake7.*fake0:1"):
+        rdma.RdmaTransport()
+    monkeypatch.setenv("TENSORHUB_RDMA_GID_INDEX", "three")
+    with pytest.raises(UsageError, match="three"):
+        rdma.RdmaTransport()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://h:1", "rdma://h", "rdma://:1", "rdma://h:x", ""])
+def test_what_is_no_endpoint(endpoint: str) -> None:
+    with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(UsageError, match="no endpoint of rdma"):
+        reader.connect(endpoint, deadline=far())
+
+
+def test_where_there_is_no_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma, "why_not", lambda: "there is no RDMA device")
+    with pytest.raises(UsageError, match="'rdma' cannot be used here: there is no RDMA device"):
+        create("rdma")
