@@ -57,7 +57,7 @@ def _draw_lanes(axes: Any, events: list[dict[str, Any]]) -> None:
             bars = spans[name].get(kind, [])
             axes.broken_barh(bars, (row - height / 2, height), color=COLOURS[kind], zorder=2 + order)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -1.1)  # the first lane on top, below the legend
     axes.set(xlabel="seconds", title="one lane a worker; a pause is drawn wider than it is if it is too short to see")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     axes.legend(handles, COLOURS, loc="upper right", ncols=len(COLOURS))
