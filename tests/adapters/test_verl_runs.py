@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_S + 60)]
 TWO_RANKS = ["trainer.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4"]
 STEPS = ["trainer.total_training_steps=3"]
 CASES = {
-    "drop-in, separate_async": ("separate_async", "dropin", "grpo.args", STEPS, 4),
-    "drop-in, one_step_off": ("one_step_off", "dropin", "grpo.args", STEPS, 4),
-    "drop-in, fully_async": ("fully_async", "dropin", "grpo.args", ["rollout.total_rollout_steps=32"], 4),
-    "pull, fully_async": ("fully_async", "pull", "grpo.args", ["rollout.total_rollout_steps=32"], 4),
+    "drop-in, separate_async": ("separate_async", "dropin", "verl_grpo/grpo.args", STEPS, 4),
+    "drop-in, one_step_off": ("one_step_off", "dropin", "verl_grpo/grpo.args", STEPS, 4),
+    "drop-in, fully_async": ("fully_async", "dropin", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
+    "pull, fully_async": ("fully_async", "pull", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
     "pull, separate_async, PPO with critic, two FSDP1 ranks in bf16": (
         "separate_async",
         "pull",
-        "ppo.args",
+        "verl_ppo/ppo.args",
         [
             *STEPS,
             *TWO_RANKS,
@@ -55,7 +55,7 @@ def run(tmp_path):
             "OUT": str(tmp_path / "out"),
             "RUN": str(tmp_path / "run"),
             "TENSORHUB_EVENTS": str(tmp_path / "events"),
-            "ALGORITHM": str(next(ROOT.glob(f"recipes/*/{algorithm}"))),
+            "ALGORITHM": str(ROOT / "recipes" / algorithm),
         }
         command = ["bash", str(ROOT / "recipes/verl_grpo/run.sh"), mode, store, *overrides]
         with open(tmp_path / "verl.log", "wb") as log:
