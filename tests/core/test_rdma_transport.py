@@ -11,6 +11,7 @@ import pytest
 import rdma_fakes
 import torch
 
+from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
@@ -233,6 +234,28 @@ def test_configuration_by_the_environment(fakes: Fakes, monkeypatch: pytest.Monk
 def test_what_is_no_endpoint(endpoint: str) -> None:
     with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(UsageError, match="no endpoint of rdma"):
         reader.connect(endpoint, deadline=far())
+
+
+def test_the_benchmark_reads_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as (_, _, endpoint):
+        monkeypatch.setattr(bench, "perftest_gb_per_s", lambda host, arguments: 2.0)
+        report = bench.be_reader(endpoint, 2, None)
+        assert report["size_bytes"] == SIZE and len(report["later_s"]) == 2
+        assert report["ratio"] == pytest.approx(report["gb_per_s"] / 2)
+        monkeypatch.setattr(bench, "perftest_gb_per_s", lambda host, arguments: None)
+        assert "unknown" in bench.as_text(bench.be_reader(endpoint, 1, None))
+
+
+def test_what_ib_read_bw_prints() -> None:
+    printed = """
+---------------------------------------------------------------------------------------
+                    RDMA_Read BW Test
+ #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
+ 1048576    1000             197.32             196.40             0.023413
+---------------------------------------------------------------------------------------
+"""
+    assert bench.parse_perftest(printed) == pytest.approx(24.55)
+    assert bench.parse_perftest("Couldn't connect to 10.0.0.1:18515") is None
 
 
 def test_where_there_is_no_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

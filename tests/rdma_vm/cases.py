@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import logging
 import os
 import resource
 import struct
@@ -33,11 +32,10 @@ from tensorhub_plugins.core.values import ShardKey
 MEMBERS = 24
 PEERS = 6
 SIZE_BYTES = 16 << 20
-SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once
+SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once, and progress even in a guest that crawls
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
-FAR_S = 60.0
-PATIENCE_S = 60.0
+FAR_S = PATIENCE_S = 60.0
 CAPABILITY_VERSION_3, CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
 RDMA = ("rdma", "tcp")
 
@@ -272,7 +270,7 @@ def _goes_on_elsewhere(crew: Crew, lose: Callable[[Member], None]) -> None:
         holders["rollout-0/0"].ask(join, hub.address, "rollout-0", RDMA)
         holders["rollout-0/0"].ask(replicate, 1, True)
         for holder in holders.values():
-            holder.ask(hold_back, 1, SIZE_BYTES // (4 << 20) // 2)
+            holder.ask(hold_back, 1, SIZE_BYTES // SEGMENT_SIZE_BYTES // 2)
         reader.ask(join, hub.address, "rollout-1", RDMA)
         read_from: list[str] = []
 
@@ -352,11 +350,11 @@ def reader_may_not_lock_memory(crew: Crew) -> None:
     with start_server() as hub:
         source = crew.take()
         source.ask(publish, hub.address, "trainer", 1, RDMA)
-        for memlock_size_bytes, transport in ((9 << 20, "rdma"), (1 << 20, "tcp")):
+        for memlock_size_bytes, transport in ((9 * SEGMENT_SIZE_BYTES // 4, "rdma"), (SEGMENT_SIZE_BYTES, "tcp")):
             reader = crew.take()
             reader.ask(join, hub.address, f"rollout-{transport}", RDMA, memlock_size_bytes)
             report = reader.ask(replicate, 1, False)
-            print(f"      {memlock_size_bytes >> 20} MiB: {report['transports']}, {report['losses']}", flush=True)
+            print(f"      {memlock_size_bytes >> 10} KiB: {report['transports']}, {report['losses']}", flush=True)
             assert report["transports"] == {transport: SIZE_BYTES}, report
             reader.kill()
         source.kill()
@@ -620,4 +618,4 @@ def _packets(device: str) -> int:
     return int((counters / "rcvd_pkts").read_text())
 
 
-logging.captureWarnings(True)
+Slab.manifest.__defaults__ = (SEGMENT_SIZE_BYTES,)  # the clients' too
