@@ -18,6 +18,10 @@ from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.config import FLAG
 
 
+# Of one engine at a time; Ray's own limit is 1,000. Prompts wait in vLLM, and heartbeats must not wait behind prompts.
+CALLS_MAX = 100_000
+
+
 def backend_of(arguments: Sequence[str]) -> str:
     """What --vllm.sync_backend says, "" where it is not given. As argparse has it, the last one counts."""
     found = ""
@@ -95,7 +99,9 @@ def install(options: config.Options) -> None:
 
         @staticmethod
         def options(**given: Any) -> Any:
-            made = remote_engine.options(max_restarts=options.restarts, max_task_retries=0, **given)
+            made = remote_engine.options(
+                max_restarts=options.restarts, max_task_retries=0, max_concurrency=CALLS_MAX, **given
+            )
 
             def remote(**kwargs: Any) -> Any:
                 extra = {"backend": chosen.backend, "engine": len(started), "partial": chosen.partial}

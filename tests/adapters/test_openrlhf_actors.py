@@ -1,0 +1,185 @@
+"""OpenRLHF's actors as we change them, each alone: vLLM and Ray are played, OpenRLHF is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
+torch = pytest.importorskip("torch")
+
+from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, VersionInfo, start_server  # noqa: E402
+from tensorhub_plugins.openrlhf import engine as engines  # noqa: E402
+from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
+from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
+from tensorhub_plugins.openrlhf.engine import FIRST, LAST  # noqa: E402
+from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
+from tensorhub_plugins.openrlhf.publisher import Publisher  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
+
+
+class FakeLLM:
+    """vLLM's AsyncLLM: answers when told to, and takes every version at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.answers = asyncio.Event()
+        self.errored = False
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        return [{"state": "ready", "error": None, "installed": True, "broken": None}]
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep" and clear_cache, "prefix cache and weights must switch as one"
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        self.output_processor.request_states[request_id] = None
+        await self.answers.wait()
+        del self.output_processor.request_states[request_id]
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", token_ids=[7, 8])])
+
+
+class TwoTurns:
+    """An agent that asks vLLM twice for every sample."""
+
+    async def execute(self, prompt: str, llm_engine: Any, **_: Any) -> dict[str, Any]:
+        for _turn in range(2):
+            await llm_engine.generate([1, 2], None)
+        return {"prompt": prompt, "extra_logs": {"mine": 1.0}}
+
+
+def make_engine(*, is_partial: bool) -> Any:
+    """An engine whose __init__, which needs vLLM, is left out."""
+    one = engines.Engine.__new__(engines.Engine)
+    one.llm, one.worker, one.heard_at, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", 0.0, None
+    one.options = Options(hub="tcp://h:1", run="r", deadline_s=5)
+    one.executor = engines._Versioned(TwoTurns())
+    one.gate = None if is_partial else Gate()
+    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, deadline_s=5, gate=one.gate)
+    return one
+
+
+def ask(one: Any, **kwargs: Any) -> Any:
+    given = {"prompt": "p", "label": "", "sampling_params": None, "max_length": 8, "hf_tokenizer": None}
+    return asyncio.create_task(one.generate_responses(**given, num_samples=2, **kwargs))
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def test_samples_say_which_versions_they_are_of() -> None:
+    async def story() -> None:
+        one = make_engine(is_partial=True)
+        answer = ask(one)
+        await settle()
+        assert len(one.llm.output_processor.request_states) == 2
+        await one.follower.update(3)  # in the middle
+        one.llm.answers.set()
+        samples = await answer
+        assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 0, LAST: 3}]
+        assert one.llm.calls[-3:] == ["pause", "tensorhub_install", "resume"]
+
+    asyncio.run(story())
+
+
+def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
+    async def story() -> None:
+        one = make_engine(is_partial=False)
+        answer = ask(one)
+        await settle()
+        update = asyncio.create_task(one.follower.update(3))
+        await settle()
+        later = ask(one, min_version=3)
+        await settle()
+        assert "pause" not in one.llm.calls and not later.done()
+        one.llm.answers.set()
+        assert [sample["extra_logs"][LAST] for sample in await answer] == [0, 0]
+        await update
+        assert [sample["extra_logs"][FIRST] for sample in await later] == [3, 3]
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None:
+    async def story(visible: int, until: int | None) -> int:
+        one = make_engine(is_partial=True)
+        one.options = Options(hub="tcp://h:1", run="r", pull_until=until)
+        versions = [VersionInfo(number, True, {}) for number in range(1, visible + 1)]
+        await one._catch_up(SimpleNamespace(versions=lambda: versions))
+        return int(one.follower.version)
+
+    assert asyncio.run(story(0, None)) == 0
+    assert asyncio.run(story(4, None)) == 4
+    assert asyncio.run(story(4, 2)) == 0
+
+
+def test_every_rank_publishes_what_the_model_holds() -> None:
+    with start_server() as server:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4, bias=False)).to(torch.bfloat16)
+        rank = trainers.PolicyModelActor.__new__(trainers.PolicyModelActor)
+        rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
+        rank._is_sharded = False
+        specs = [rank._spec(name, parameter) for name, parameter in rank._parameters()]
+        assert specs[0] == TensorSpec("0.weight", "bfloat16", (16, 8), 256)
+        client = Client(server.address, run="r", model="actor", replica="trainer")
+        rank._publisher = Publisher(client, specs, rank=0, ranks=1, keep=2, deadline_s=10)
+        metrics = rank.tensorhub_publish(1)
+        assert metrics["tensorhub/publish_bytes"] == sum(spec.size_bytes for spec in specs)
+        with Client(server.address, run="r", model="actor", replica="reader") as reader:
+            tensors = reader.fetch(1, (CHECKPOINT,), deadline_s=10).tensors()
+            assert all(torch.equal(tensors[name], parameter) for name, parameter in model.named_parameters())
+        rank._publisher.close()
+
+
+class StockTrainer:
+    """What `_Publishes` is mixed into."""
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        return {"global_step": 7}
+
+    def train_step(self, samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
+        self.broadcast_to_vllm()  # type: ignore[attr-defined]
+        return {"reward": 1.0}, global_step + 1
+
+
+class Trainer(trainers._Publishes, StockTrainer):
+    pass
+
+
+def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[int] = []
+
+    def run(method_name: str, version: int) -> list[dict[str, float]]:
+        assert method_name == "tensorhub_publish"
+        published.append(version)
+        return [{"tensorhub/publish_seconds": seconds, "tensorhub/publish_bytes": 10.0} for seconds in (0.1, 0.2)]
+
+    monkeypatch.setattr(trainers, "ray", SimpleNamespace(get=lambda refs: refs))
+    trainer = Trainer()
+    trainer.actor_model_group = SimpleNamespace(async_run_method=run)
+    trainer.init_checkpoint_states()
+    trainer.broadcast_to_vllm()  # as OpenRLHF does when it resumes
+    sample = SimpleNamespace(info={FIRST: torch.tensor([6]), LAST: torch.tensor([7])})
+    status, step = trainer.train_step([sample], 7)
+    assert published == [7, 8] and step == 8
+    assert status == {
+        "reward": 1.0,
+        "tensorhub/version": 8,
+        "tensorhub/publish_seconds": 0.2,
+        "tensorhub/publish_bytes": 20.0,
+        "tensorhub/staleness_mean": 1.0,
+        "tensorhub/staleness_max": 1.0,
+        "tensorhub/samples_of_several_versions": 1.0,
+    }
