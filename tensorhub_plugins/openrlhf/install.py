@@ -17,7 +17,6 @@ from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.config import FLAG
 
-
 # Of one engine at a time; Ray's own limit is 1,000. Prompts wait in vLLM, and heartbeats must not wait behind prompts.
 CALLS_MAX = 100_000
 
