@@ -33,6 +33,7 @@ import signal
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +63,7 @@ GARBAGE = (
     b"\xff" * 4096,
     bytes(4096),
 )
-GROWTH_SIZE_BYTES_MAX = 64 << 20  # what garbage may make a source allocate
+GROWTH_SIZE_BYTES_MAX = 16 << 20  # what garbage may make a source allocate
 
 
 class ConformanceError(AssertionError):
@@ -644,14 +645,16 @@ class TransportSuite:
                 target = blank_like(tensors)
                 reading = link.read(range(6), Slab.adopt(target), [0], deadline=_far())
                 next(reading)
-                before = _memory_size_bytes()
                 for garbage in self._garbage:
                     seen = len(lines)
-                    self._hung_up_on(address, garbage)
+                    with _traced_memory() as growth_size_bytes:
+                        self._hung_up_on(address, garbage)
+                    _require(
+                        growth_size_bytes() < GROWTH_SIZE_BYTES_MAX,
+                        f"{garbage[:32]!r}... made the source allocate {growth_size_bytes()} bytes",
+                    )
                     if len(garbage) > 8:
                         self._until(partial(_longer_than, lines, seen), lambda: "garbage left no line in the log")
-                growth = _memory_size_bytes() - before
-                _require(growth < GROWTH_SIZE_BYTES_MAX, f"garbage made the source allocate {growth} bytes")
                 offer.mark_all_ready()
                 _require(sorted(reading) == [1, 2, 3, 4, 5], "a reader was disturbed by strangers")
                 _require_equal(target, tensors)
@@ -916,10 +919,17 @@ def _resources() -> tuple[int, int]:
     return threading.active_count(), fds
 
 
-def _memory_size_bytes() -> int:
-    """Address space in use: counts what is allocated and never touched, too."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+@contextlib.contextmanager
+def _traced_memory() -> Iterator[Callable[[], int]]:
+    """How much more memory than at the beginning Python held at most, touched or not."""
+    grown = 0
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        yield lambda: grown
+        grown = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
 
 
 def _longer_than(items: Sequence[object], count: int) -> bool:

@@ -265,7 +265,7 @@ def listens_to_anybody(monkeypatch):
 
     def run(self):
         self._channel.fill([memoryview(bytearray(1))], None)
-        done.wait(6)
+        done.wait(3)  # longer than the suite's patience below
         raise _wire.Disconnected
 
     monkeypatch.setattr(_wire._Conversation, "run", run)
@@ -277,9 +277,8 @@ def keeps_silent_about_garbage(monkeypatch):
 
 def believes_lengths(monkeypatch):
     def receive_body(self, length, limit, deadline):
-        body = bytearray(min(length, 256 << 20))
-        self.fill([memoryview(body)], deadline)
-        return body
+        bytearray(min(length, 256 << 20))
+        raise ProtocolError("too late")
 
     monkeypatch.setattr(_wire.Channel, "receive_body", receive_body)
 
@@ -298,12 +297,15 @@ def believes_lengths(monkeypatch):
     ],
 )
 def test_a_broken_source_fails(case, damage, monkeypatch):
-    with TransportSuite(TcpTransport, garbage=FORGED, patience_s=2.0) as suite:
+    with TransportSuite(TcpTransport, garbage=FORGED) as suite:
         suite.run(case)
-        damage(monkeypatch)
-        with pytest.raises((ConformanceError, SourceLost, RuntimeError)):
-            suite.run(case)
-        monkeypatch.undo()
+    damage(monkeypatch)
+    with (
+        TransportSuite(TcpTransport, garbage=FORGED, patience_s=2.0) as suite,
+        pytest.raises((ConformanceError, SourceLost, RuntimeError)),
+    ):
+        suite.run(case)
+    monkeypatch.undo()
 
 
 # --- torn bytes over shared memory, the one transport whose readers cannot be stopped ---
@@ -324,7 +326,7 @@ def served(transport, tensors=None, *, segment_size_bytes=1000, kind="allocated"
         yield offer, transport.serve(SimpleShelf(offer))
 
 
-def soon(seconds=10.0):
+def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
@@ -434,8 +436,10 @@ def test_shm_believes_no_source_about_its_memory(what, monkeypatch):
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ProtocolError):
             link.open(KEY, 1, deadline=soon())
-        assert len(os.listdir("/proc/self/fd")) <= before
         assert offer.wait_no_readers(soon())
+        patience = soon()
+        while len(os.listdir("/proc/self/fd")) > before:  # the source closes its own in a thread of its own
+            assert time.monotonic() < patience
 
 
 def test_shm_file_that_is_cut_while_it_is_read(tmp_path):
@@ -544,17 +548,35 @@ def test_a_bigger_deadline_than_stall_does_not_wait_for_the_dead():
 
 
 def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
-    """Signs of life keep a link that waits for a segment longer than stall_s."""
-    monkeypatch.setattr(_wire, "ALIVE_S", 0.05)
-    monkeypatch.setattr(_wire, "VANISHED_S", 0.05)
-    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport(stall_s=1.0)) as reader:
+    """It says that it lives, and each time it does the reader waits anew. The segment comes after three such signs."""
+    monkeypatch.setattr(_wire, "ALIVE_S", 0.01)
+    monkeypatch.setattr(_wire, "VANISHED_S", 0.01)
+    allowed, signs = [], []
+    receive_header, allow = _wire.Channel.receive_header, _wire.Channel._allow
+
+    def receive_and_count(self, deadline):
+        kind, segment, length = receive_header(self, deadline)
+        if kind == _wire.ALIVE:
+            signs.append(kind)
+            if len(signs) == 3:
+                offer.mark_all_ready()
+        return kind, segment, length
+
+    def allow_and_note(self, option, deadline):
+        if self is link._channels[0] and option == socket.SO_RCVTIMEO:
+            allowed.append(min(self._stall_s, deadline - time.monotonic()))
+        allow(self, option, deadline)
+
+    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport(stall_s=20.0)) as reader:
         offer._ready = bytearray(len(offer._ready))
         link = reader.connect(endpoint, deadline=soon())
         manifest = link.open(KEY, 1, deadline=soon())
-        timer = threading.Timer(2.5, offer.mark_all_ready)
-        timer.start()
-        assert list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon(60))) == [0]
-        timer.join()
+        monkeypatch.setattr(_wire.Channel, "receive_header", receive_and_count)
+        monkeypatch.setattr(_wire.Channel, "_allow", allow_and_note)
+        assert list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon(600))) == [0]
+    assert len(signs) >= 3
+    assert len(allowed) > len(signs)
+    assert set(allowed) == {20.0}
 
 
 # --- the reader against forged sources ---
@@ -649,7 +671,7 @@ def test_a_source_has_a_limit_of_readers(monkeypatch, caplog):
         assert "2 readers are connected" in caplog.text
         assert all(link.open(KEY, 1, deadline=soon()) for link in links)
         links[0].close()
-        patience = soon(10)
+        patience = soon()
         while True:  # the place is free as soon as the source has noticed
             try:
                 reader.connect(endpoint, deadline=soon()).close()
@@ -806,6 +828,6 @@ def test_memory_link_is_cut_while_it_copies(monkeypatch):
         monkeypatch.setattr("tensorhub_plugins.core.transports.memory.copy_views", copy)
         with pytest.raises(SourceLost):
             list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon()))
-        withdrawing.join(10)
+        withdrawing.join(60)
         assert not withdrawing.is_alive()
         assert isinstance(link, MemoryLink)
