@@ -470,17 +470,19 @@ class Hub:
     def _lease(
         self, reader: Worker, request: int, version: int, layout: str, sources: dict[int, bytes], deadline: float
     ) -> None:
+        if request in reader.leases:  # a Hello that names a number twice
+            self._end_lease(reader.leases[request])
         lease = Lease(reader, request, version, layout, dict(sources), deadline)
         reader.leases[request] = lease
         for session in set(sources.values()):
-            source = self.workers.get(session)
+            source = reader.history.workers.get(session)
             if source is not None:
                 source.readers[reader.session, request] = lease
 
     def _end_lease_shard(self, lease: Lease, shard: int) -> None:
         session = lease.sources.pop(shard, None)
         if session is not None and session not in lease.sources.values():
-            source = self.workers.get(session)
+            source = lease.reader.history.workers.get(session)
             if source is not None:
                 source.readers.pop((lease.reader.session, lease.request), None)
         if not lease.sources:
@@ -940,7 +942,7 @@ class Hub:
             for request, lease in worker.leases.items():
                 assert lease.request == request and lease.reader is worker and lease.sources
                 for source_session in lease.sources.values():
-                    source = self.workers.get(source_session)
+                    source = worker.history.workers.get(source_session)
                     assert source is None or source.readers[session, request] is lease
             for (reader, request), lease in worker.readers.items():
                 assert self.workers[reader].leases[request] is lease
