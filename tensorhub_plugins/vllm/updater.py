@@ -300,13 +300,13 @@ class Updater:
                 return _Staged(version, None)
             # Nobody has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
             # and whoever converts needs the checkpoint in host memory anyway.
-        return self._fetch_to_host(version, deadline)
+        return self._fetch_to_host(version, (self.place.layout, CHECKPOINT), deadline)
 
-    def _fetch_to_host(self, version: int, deadline: float) -> _Staged:
+    def _fetch_to_host(self, version: int, layouts: tuple[str, ...], deadline: float) -> _Staged:
         began = time.monotonic()
         fetched = self._client.fetch(
             version,
-            (self.place.layout, CHECKPOINT),
+            layouts,
             deadline_s=_left(deadline),
             serve=self.config.source == "host",
         )
@@ -351,12 +351,13 @@ class Updater:
         """Write the model. Returns what it was written with."""
         if staged.fetched is None:
             try:
-                return self._replicate(staged.version, deadline)
+                # Half of the time, so that there is some left for the other way.
+                return self._replicate(staged.version, time.monotonic() + _left(deadline) / 2)
             except (
                 TensorHubError
             ) as error:  # the peers with our layout are gone; others may have the checkpoint
                 logger.warning("%s: version %d: not read in place: %s", self._name, staged.version, error)
-            staged = self._fetch_to_host(staged.version, deadline)
+            staged = self._fetch_to_host(staged.version, (CHECKPOINT,), deadline)
         assert staged.fetched is not None
         tensors = staged.fetched.tensors()
         if staged.fetched.layout == self.place.layout:

@@ -246,6 +246,24 @@ def test_a_direct_install_reads_into_the_live_weights(pair: Any, models: Any, hu
 # --- failures ---
 
 
+def test_a_direct_install_whose_source_has_died_converts_the_checkpoint(
+    pair: Any, models: Any, hub: Server
+) -> None:
+    first, second = pair(install="direct")
+    with trainer(hub, "trainer-2") as publisher:
+        publisher.publish(2, checkpoint(models("qwen2-tied", 3)))
+        update(first, 2)
+        expected = first.call("tensorhub_digests")["runtime"]
+        assert fetch(second, 2)["report"] is None  # to be read in place, during the pause
+        first.kill()
+        second.ask("pause")
+        result = second.call("tensorhub_install", 2, 8.0)
+        assert result["installed"], result["error"]
+        assert result["layout"] == "checkpoint"
+        second.ask("resume")
+        assert second.call("tensorhub_digests")["runtime"] == expected
+
+
 def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     first, second = pair()
     before, answers = second.call("tensorhub_digests"), second.generate()
@@ -374,6 +392,7 @@ def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any
                 assert {name: digest(tensor) for name, tensor in copy.tensors().items()} == served
 
 
+@pytest.mark.timeout(240)  # vLLM starts processes that import it anew
 def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) -> None:
     """Tensor parallel, with vLLM's own processes: one shard each, one version, one layout."""
     old, new = checkpoint(models("qwen2-tied", 1)), checkpoint(models("qwen2-tied", 2))
