@@ -204,6 +204,32 @@ def test_a_reader_that_can_register_nothing_leaves_it_to_others(fakes: Fakes) ->
                 reader.connect(endpoint, deadline=far())
 
 
+def test_live_tensors_stay_registered_while_they_are_the_same() -> None:
+    """`replicate` adopts a model's parameters anew for every version; a tensor that went takes the registration along."""
+    tensors = {"a": torch.zeros(SIZE, dtype=torch.uint8), "none": torch.empty(0)}
+    with contextlib.closing(rdma.RdmaTransport()) as reader:
+        memory = reader.memory
+
+        def keys() -> list[int]:
+            (region,) = memory.of(Slab.adopt(tensors)).offer()
+            return list(region.keys)
+
+        first = keys()
+        assert keys() == first and len(reader.nics[0].registered) == 1
+        tensors["a"].data = torch.ones(SIZE, dtype=torch.uint8)
+        second = keys()
+        assert second != first, "the same tensor, other memory"
+        assert len(memory._adopted) == 1
+        tensors["a"] = torch.zeros(SIZE, dtype=torch.uint8)
+        assert not memory._adopted, "kept after its tensor had gone"
+        assert keys() not in (first, second)
+        for _ in range(rdma.ADOPTED_MAX + 1):
+            tensors = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
+            kept = [tensors]
+            memory.of(Slab.adopt(tensors))
+        assert kept and len(memory._adopted) <= rdma.ADOPTED_MAX
+
+
 def test_bytes_go_nowhere_once_the_offer_is_withdrawn() -> None:
     """The queue pairs of the source are gone before `withdraw` returns, whatever the reader still wants."""
     with serving() as (source, offer, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:

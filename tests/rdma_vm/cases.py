@@ -350,7 +350,7 @@ def reader_may_not_lock_memory(crew: Crew) -> None:
     with start_server() as hub:
         source = crew.take()
         source.ask(publish, hub.address, "trainer", 1, RDMA)
-        for memlock_size_bytes, transport in ((9 * SEGMENT_SIZE_BYTES // 4, "rdma"), (SEGMENT_SIZE_BYTES, "tcp")):
+        for memlock_size_bytes, transport in ((9 * SEGMENT_SIZE_BYTES // 4, "rdma"), (SEGMENT_SIZE_BYTES // 2, "tcp")):
             reader = crew.take()
             reader.ask(join, hub.address, f"rollout-{transport}", RDMA, memlock_size_bytes)
             report = reader.ask(replicate, 1, False)

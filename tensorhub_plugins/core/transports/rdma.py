@@ -95,12 +95,14 @@ from tensorhub_plugins.core.values import Manifest
 
 SCHEME = "rdma://"
 WINDOW = 16  # segments in flight: 64 MiB is more than any path holds
+ADOPTED_MAX = 4  # sets of live tensors that stay registered between versions
 IDLE_AT_READER_MAX = 8  # connections kept for the next version
 IDLE_AT_SOURCE_MAX = 128  # half of what a source accepts
 UNREACHABLE_S = 60.0  # how long a source that no rail reached is not tried again
 DIAL_S_MAX = 10.0  # a reader that has opened makes its queue pairs at once
 PROBE_SIZE_BYTES = 8
 PROBE_S_MAX = 8.0  # longer than the retries of a queue pair
+SAID_MAX = 100
 DEVICES_VARIABLE = "TENSORHUB_RDMA_DEVICES"
 GID_INDEX_VARIABLE = "TENSORHUB_RDMA_GID_INDEX"
 
@@ -269,7 +271,7 @@ class _Registration:
     def __init__(self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object) -> None:
         self.extents = extents
         self._nics = nics
-        self._keepalive = keepalive  # the tensors, whose memory verbs knows by address only
+        self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
         self._chunks = chunks(extents)
         self._starts = [address for address, _ in self._chunks]
         self._regions: list[list[Any] | None] = [None] * len(self._chunks)
@@ -319,29 +321,53 @@ class _Registration:
 
 
 class _Registry:
-    """Every slab is registered once, and until it is forgotten by everybody else."""
+    """Every slab is registered once, and until it is forgotten by everybody else.
+
+    So are live tensors that are adopted again for every version, while they and their storage stay the same.
+    """
 
     def __init__(self, nics: Sequence[Nic]) -> None:
         self._nics = nics
         self._guard = threading.Lock()
         self._known: weakref.WeakKeyDictionary[Slab, _Registration] = weakref.WeakKeyDictionary()
+        self._adopted: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], _Registration]] = {}  # oldest first
 
     def of(self, slab: Slab) -> _Registration:
         with self._guard:
             found = self._known.get(slab)
             if found is None:
-                tensors = slab.tensors()
-                extents, at = [], 0
-                for spec in slab.specs:
-                    extents.append((at, spec.size_bytes, tensors[spec.name].data_ptr() if spec.size_bytes else 0))
-                    at += spec.size_bytes
-                found = self._known[slab] = _Registration(self._nics, extents, tensors)
+                found = self._known[slab] = self._find_or_make(slab)
             return found
+
+    def _find_or_make(self, slab: Slab) -> _Registration:
+        by_name = slab.tensors()
+        extents, tensors, at = [], [], 0
+        for spec in slab.specs:
+            if spec.size_bytes:
+                tensors.append(by_name[spec.name])
+                extents.append((at, spec.size_bytes, tensors[-1].data_ptr()))
+            at += spec.size_bytes
+        key = tuple(map(id, tensors))
+        refs, found = self._adopted.pop(key, ([], None))
+        same = len(refs) == len(tensors) and all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
+        if found is None or not same or found.extents != extents:
+            # The storages, not the tensors: the memory must stay, the tensors are free to go and take this with them.
+            found = _Registration(self._nics, extents, [tensor.untyped_storage() for tensor in tensors])
+        if slab.kind == "adopted" and tensors:
+            adopted = self._adopted
+
+            def forget(_: object) -> None:
+                adopted.pop(key, None)
+
+            self._adopted[key] = [weakref.ref(tensor, forget) for tensor in tensors], found
+            if len(self._adopted) > ADOPTED_MAX:
+                self._adopted.pop(next(iter(self._adopted)))
+        return found
 
     def clear(self) -> None:
         with self._guard:
-            known, self._known = self._known, weakref.WeakKeyDictionary()
-        known.clear()  # links in the middle of a read hold what they use
+            self._known = weakref.WeakKeyDictionary()
+            self._adopted = {}  # links in the middle of a read hold what they use
 
 
 class _Staging:
@@ -649,7 +675,7 @@ class RdmaLink(SocketLink):
         tensors = target.tensors()
         device = next((tensor.device.type for tensor in tensors.values()), "cpu")
         if device != "cpu":
-            _once("rdma: %s memory is read by way of pinned host memory", device)
+            _once(logging.INFO, "rdma: %s memory is read by way of pinned host memory", device)
             return None
         return self._transport.memory.of(target)
 
@@ -678,13 +704,14 @@ def _wait(channel: Channel, rails: Sequence[_Rail], deadline: float, stalls_at: 
             reader.take_event()
 
 
-def _once(message: str, *arguments: object) -> None:
-    if (message, arguments) not in _said:
-        _said.add((message, arguments))
-        _log.info(message, *arguments)
+def _once(level: int, message: str, argument: str) -> None:
+    """A line in the log that would otherwise come with every version."""
+    if (message, argument) not in _said and len(_said) < SAID_MAX:
+        _said.add((message, argument))
+        _log.log(level, message, argument)
 
 
-_said: set[tuple[str, tuple[object, ...]]] = set()
+_said: set[tuple[str, str]] = set()
 
 
 def _address_of(view: memoryview) -> int:
@@ -713,7 +740,7 @@ class _RdmaDialect(Dialect):
         try:
             self._memory.of(offer.slab).offer()
         except (VerbsError, UsageError) as error:
-            _log.warning("rdma: %s cannot be served: %s", offer.key, error)
+            _once(logging.WARNING, "rdma: what is in such memory cannot be served: %s", str(error))
             return str(error)
         return None
 
