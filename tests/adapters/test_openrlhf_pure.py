@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from tensorhub_plugins.core import NotPublished, TensorSpec, UsageError
 from tensorhub_plugins.openrlhf import autoload, config, install
 from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
 from tensorhub_plugins.openrlhf.publisher import shares
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # --- the flag ---------------------------------------------------------------------------------------------------------
 
@@ -223,6 +227,16 @@ def test_the_hook_never_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(autoload, "_install", lambda: 1 / 0)
     autoload.install()
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_hook_loads_nothing_but_itself() -> None:
+    program = (
+        "import sys; before = set(sys.modules); from tensorhub_plugins.openrlhf import autoload; autoload.install();"
+        "print(*sorted(set(sys.modules) - before - {'__future__'}))"
+    )
+    ended = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    package = "tensorhub_plugins"
+    assert ended.stdout.split() == [package, f"{package}.openrlhf", f"{package}.openrlhf.autoload"], ended.stderr
 
 
 # --- gate and follower ------------------------------------------------------------------------------------------------
