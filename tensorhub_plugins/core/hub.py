@@ -11,7 +11,7 @@ The rules it keeps (numbers as in the design)
        replica and never below what the reader has seen.
     3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
        not, over any number of steps, read from that reader.
-    4  The last copy of a retained version is not given up: its holder is told to keep it, and later that it may drop it.
+    4  The last copy of a retained version is not given up: its holder is told to keep it, and later when to drop it.
     5  Every pending request has a deadline and ends in a reply.
     6  In the first `GRACE` after its start the hub says nothing that depends on having heard everybody: it confirms no
        unpublish, declares no version gone and elects no converter.

@@ -45,7 +45,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Holding(_Message, frozen=True):
-    """This worker has this shard. `complete`: all of it, verified; else it is still arriving (and served as it does)."""
+    """This worker has this shard. complete: all of it, verified; else it is still arriving (and served as it does)."""
 
     key: ShardKey
     root: Root

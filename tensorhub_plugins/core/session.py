@@ -195,7 +195,8 @@ class Session:
         return [
             request
             for request, asked in self.asked.items()
-            if isinstance(asked.message, m.Publish) and asked.message.holding.key in message.keys
+            if isinstance(asked.message, m.Publish)
+            and asked.message.holding.key in message.keys
             and request < message.request
         ]
 

@@ -236,7 +236,7 @@ def test_a_heartbeat_that_does_not_name_a_lease_ends_it(stage: Stage) -> None:
     lease = stage.acquire("rollout/0", version=1)
     stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease, leases={lease: 1}))
     assert stage.hub.report(stage.now)["models"][0]["leases"]
-    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease - 1))  # sent before the lease was asked for: says nothing of it
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease - 1))  # sent before: says nothing of it
     assert stage.hub.report(stage.now)["models"][0]["leases"]
     stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease))  # its Release was lost
     assert not stage.hub.report(stage.now)["models"][0]["leases"]
