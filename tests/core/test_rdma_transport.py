@@ -205,7 +205,7 @@ def test_a_reader_that_can_register_nothing_leaves_it_to_others(fakes: Fakes) ->
 
 
 def test_live_tensors_stay_registered_while_they_are_the_same() -> None:
-    """`replicate` adopts a model's parameters anew for every version; a tensor that went takes the registration along."""
+    """`replicate` adopts a model's parameters anew for every version. One that goes takes the registration along."""
     tensors = {"a": torch.zeros(SIZE, dtype=torch.uint8), "none": torch.empty(0)}
     with contextlib.closing(rdma.RdmaTransport()) as reader:
         memory = reader.memory
