@@ -291,11 +291,8 @@ class Hub:
         if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
             self._send(worker.session, m.Unknown())
             return
-        if heartbeat.sequence >= worker.sequence and any(
-            request not in worker.leases or len(worker.leases[request].sources) != shards
-            for request, shards in heartbeat.leases.items()
-        ):
-            self._send(worker.session, m.Unknown())  # it reads and we do not know how: its Hello says
+        if heartbeat.sequence >= worker.sequence and not self._agrees(worker, heartbeat):
+            self._send(worker.session, m.Unknown())  # its Hello will say
         worker.sequence = max(worker.sequence, heartbeat.sequence)
         unseen = []
         for request in heartbeat.pending:
@@ -310,6 +307,13 @@ class Hub:
             spare = tuple(h.key for h in kept if not self._is_last_copy(worker.history, h, [h]))
             if spare:
                 self._send(worker.session, m.MayDrop(spare))
+
+    @staticmethod
+    def _agrees(worker: Worker, heartbeat: m.Heartbeat) -> bool:
+        """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
+        leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
+        held = m.mark((key, h.complete) for key, h in worker.holdings.items()) if heartbeat.held else 0
+        return leases == heartbeat.leases and held == heartbeat.held
 
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
         if hello.shard >= hello.shard_count:
@@ -329,9 +333,9 @@ class Hub:
                 self._forget(known, "joined another run", now)
             worker = Worker(session, hello, history, now)
             self._join(worker)
+            self._recall_group(worker)
         worker.sequence = hello.sequence
         worker.seen_version = max(worker.seen_version, hello.seen)
-        self._recall_group(worker)
         if hello.retain_newest is not None:
             history.retain_newest = hello.retain_newest
         for announced in hello.holdings:
@@ -472,6 +476,9 @@ class Hub:
     ) -> None:
         if request in reader.leases:  # a Hello that names a number twice
             self._end_lease(reader.leases[request])
+        before = reader.leases.get(request)
+        if before is not None:
+            self._end_lease(before)
         lease = Lease(reader, request, version, layout, dict(sources), deadline)
         reader.leases[request] = lease
         for session in set(sources.values()):

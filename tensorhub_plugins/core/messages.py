@@ -11,6 +11,8 @@ the same reply. Deadlines travel as seconds that are left, never as clock times,
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -107,13 +109,14 @@ class Hello(_Message, frozen=True):
 class Heartbeat(_Message, frozen=True):
     """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others.
 
-    hub: the life of the hub that has welcomed me last.
+    hub: the life of the hub that has welcomed me last. held: `mark` of what I hold; 0: just now it changes.
     """
 
     hub: Session
     sequence: Count = 0
     pending: Requests = ()
     leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
+    held: Count = 0
 
 
 class Bye(_Message, frozen=True):
@@ -293,6 +296,12 @@ class MayDrop(_Message, frozen=True):
 
 Reply: TypeAlias = Done | Unpublished | Granted | Visible | Refused | Versions | Status  # each names its request
 HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayDrop | Reply
+
+
+def mark(held: Iterable[tuple[ShardKey, bool]]) -> int:
+    """A number that two sides compare to see that they mean the same shards, and the same of them complete."""
+    return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
+
 
 # --- frames ---
 

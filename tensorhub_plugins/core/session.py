@@ -340,7 +340,9 @@ class Session:
             self._next_heartbeat = now + self.heartbeat_s
             leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
             assert self.hub is not None
-            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases))
+            changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
+            held = 0 if changing else m.mark((key, h.complete) for key, h in self.holdings.items())
+            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, held))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S

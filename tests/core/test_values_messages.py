@@ -279,7 +279,7 @@ strange_messages = st.one_of(
         numbers,
         several(numbers),
     ),
-    st.builds(m.Heartbeat, sessions, numbers, several(numbers), st.dictionaries(numbers, numbers, max_size=3)),
+    st.builds(m.Heartbeat, sessions, numbers, several(numbers), st.dictionaries(numbers, numbers, max_size=3), numbers),
     st.builds(m.Bye),
     st.builds(m.Publish, numbers, holdings),
     st.builds(m.Unpublish, numbers, several(keys), seconds),

@@ -27,7 +27,7 @@ import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -207,7 +207,7 @@ class World:
 
     def start_hub(self) -> None:
         self.lives += 1
-        self.hub = self.last_hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
+        self.hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
         self._tick_hub(self.lives)
 
     def _crash_hub(self) -> None:
@@ -240,7 +240,8 @@ class World:
         """Delays after which copies of a message arrive."""
         rng, faults = self.rng, self.faults
         copies = 0 if rng.random() < faults.loss else 2 if rng.random() < faults.duplicate else 1
-        return [rng.uniform(0.5, 4.0) if rng.random() < faults.slow else rng.uniform(0.0002, 0.02) for _ in range(copies)]
+        fast, slow = (0.0002, 0.02), (0.5, 4.0)
+        return [rng.uniform(*(slow if rng.random() < faults.slow else fast)) for _ in range(copies)]
 
     def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
         frame, sent = m.encode(message), self.now
@@ -305,8 +306,13 @@ class World:
         asked = source.machine.asked.get(effect.message.request) if source else None
         if asked is None or not isinstance(asked.message, m.Unpublish):
             return
+        for key in asked.message.keys:
+            offer = source.offers.get(key)
+            if not asked.message.gone and offer is not None and offer.complete:
+                self._check_retained(source, key)
         for link in self.links:
-            if link.source is source and link.key in asked.message.keys and link.reader.name not in effect.message.cut_off:
+            named = link.reader.name in effect.message.cut_off
+            if link.source is source and link.key in asked.message.keys and not named:
                 self._check_lease(link, f"unpublish of {link.key} was confirmed to {source.name}")
 
     def _check_lease(self, link: Link, what: str) -> None:
@@ -342,19 +348,25 @@ class World:
                 seen.add(session)
                 todo.extend(waits_for.get(session, ()))
 
-    def check_dropped(self, worker: Worker, key: ShardKey) -> None:
-        """An unpublish has just taken this complete copy away: was it the last of a retained version?"""
-        retained = sorted(self.ever_visible, reverse=True)[: self.retain_newest]
+    def _check_retained(self, worker: Worker, key: ShardKey) -> None:
+        """The hub has just allowed worker to drop this complete copy: was it the last of a retained version?"""
+        assert self.hub is not None
+        # How many are retained is known to the hub while one lives who has asked for it.
+        asker = any(w.session in self.hub.workers for w in self.trainers.workers)
+        count = self.retain_newest if asker else min(1, self.retain_newest)
+        retained = sorted(self.ever_visible, reverse=True)[:count]
         if key.version not in retained or key.layout != CHECKPOINT:
             return
-        held = {k for other in self.workers.values() for k, offer in other.offers.items() if offer.complete}
+        others = [other for other in self.workers.values() if other is not worker]
+        held = {k for other in others for k, offer in other.offers.items() if offer.complete}
         # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
-        recently = self.now - hub_machine.SESSION_TIMEOUT_S - 2.0
+        recently = self.now - hub_machine.SESSION_TIMEOUT_S - 6.0  # its last words may be that late
         buried = {k for session, keys in self.graves.items() if self.dead[session] > recently for k in keys}
         rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
-        known = {k for other in self.last_hub.workers.values() for k in other.holdings}
-        if key not in held | buried and rest <= held & known:  # without the rest it was lost before, to the hub at least
-            raise Violation("retained", self, f"{worker.name} dropped the last copy of {key}")
+        rest -= {k for k, offer in worker.offers.items() if offer.complete}
+        known = {k for other in self.hub.workers.values() for k in other.holdings}
+        if key not in held | buried and rest <= held & known:  # without the rest, the hub thinks it lost already
+            raise Violation("retained", self, f"{worker.name} was allowed to drop the last copy of {key}")
 
 
 
@@ -419,7 +431,8 @@ class Group:
             version = 0 if agreed else max(w.seen for w in self.workers) or FAILED
             answer = Met(self.round, version, self.world.calm)
             for each, waiting in arrived:
-                each.later(self.world.rng.uniform(0, 0.2), lambda each=each, waiting=waiting: each.step(waiting, answer))
+                delay = self.world.rng.uniform(0, 0.2)
+                each.later(delay, lambda each=each, waiting=waiting: each.step(waiting, answer))
 
     def note(self, shard: int, round_: int, version: int) -> None:
         """Rule 2: the shards that read "latest" in the same round got the same version."""
@@ -954,11 +967,8 @@ def unpublish(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
         world.counts["kept" if reply is not None else "kept_without_hub"] += 1
         return
     world.counts["unpublished"] += 1
-    complete = [key for key in keys if key in worker.offers and worker.offers[key].complete]
     for key in keys:
         worker.withdraw(key)
-    for key in complete:
-        world.check_dropped(worker, key)
 
 
 def drop(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:

@@ -1,0 +1,148 @@
+"""The rules under faults, 1,000 seeds; and that the simulator would notice if a rule were broken.
+
+A failure names its seed; `python tests/sim/simulator.py SEED` replays it and prints all that hub and workers said.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+from simulator import Faults, Violation, World, simulate
+
+from tensorhub_plugins.core.hub import Hub
+
+SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", "1000"))
+CONTROL_SEEDS = 400  # a broken rule shows within the first few dozen
+
+
+def outcome(seed: int) -> Counter[str] | str:
+    try:
+        return simulate(seed)
+    except Violation as violation:
+        return str(violation)
+    except Exception as error:  # a machine's own assertion or crash: as bad, and it needs its seed too
+        return f"{type(error).__name__}: {error} (seed {seed})"
+
+
+@pytest.mark.timeout(1200)
+def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
+    with ProcessPoolExecutor() as pool:
+        outcomes = list(pool.map(outcome, range(SEEDS), chunksize=10))
+    violations = [text for text in outcomes if isinstance(text, str)]
+    assert not violations, f"{len(violations)} of {SEEDS} seeds:\n" + "\n".join(violations[:10])
+
+    total: Counter[str] = sum((each for each in outcomes if isinstance(each, Counter)), Counter())
+    print(dict(total))
+    happened = {
+        "hub_crashes", "worker_crashes", "freezes", "cuts", "corrupt_segments", "lost_sources", "cut_off", "kept",
+        "pipelined_segments", "waited_for_pipeline", "conversions", "abandoned", "kept_without_hub", "HubAway",
+        "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_drop",
+    }  # fmt: skip
+    rare = {name for name in happened if total[name] < SEEDS / 50}
+    assert not rare, f"the runs do not exercise {rare}"
+
+
+def test_a_seed_is_the_same_run_every_time() -> None:
+    def trace(seed: int) -> bytes:
+        world = World(seed)
+        world.run()
+        return world.trace.digest()
+
+    assert [trace(seed) for seed in range(3)] == [trace(seed) for seed in range(3)]
+    assert trace(1) != trace(2)
+
+
+def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
+    for seed in range(10):
+        world = World(seed)
+        world.faults = Faults()
+        total = world.run()
+        assert total["replications"] and not total["lost_sources"] - total["cut_off"]
+        assert not [name for name in total if name.startswith("gave_up")], total
+
+
+# --- negative controls: a rule is broken on purpose, and it must be that rule that is reported ---
+
+
+class ForgetsLeases(Hub):
+    def _lease(self, *lease: Any) -> None:
+        pass
+
+
+class DropsLastCopies(Hub):
+    def _is_last_copy(self, *holding: Any) -> bool:
+        return False
+
+
+class LetsReadersWaitInCircles(Hub):
+    def _reads_from(self, *workers: Any) -> bool:
+        return False
+
+
+class ShowsHalfVersions(Hub):
+    def _replica_is_whole(self, *holding: Any) -> bool:
+        return True
+
+
+class ResolvesLatestForEachShard(Hub):
+    def _resolve_latest(self, pending: Any, acquire: Any, now: float) -> int:
+        return self._newest(pending.worker.history, max(acquire.at_least, pending.worker.seen_version)) or 0
+
+
+class GoesBack(Hub):
+    asked = 0
+
+    def _newest(self, history: Any, at_least: int) -> int | None:
+        self.asked += 1
+        visible = sorted(n for n, v in history.versions.items() if v.visible)
+        return None if not visible else visible[0] if self.asked % 7 == 0 else visible[-1]
+
+
+class NeverTellsOfNewVersions(Hub):
+    def _try_wait(self, *pending: Any) -> None:
+        return None
+
+    def _try_acquire(self, *pending: Any) -> None:
+        return None
+
+
+class BelievesLateWords(Hub):
+    def _agrees(self, *heartbeat: Any) -> bool:
+        return True
+
+    def _forget_what_is_not_in(self, *hello: Any) -> None:
+        pass
+
+    def _publish(self, worker: Any, request: int, holding: Any) -> None:
+        worker.withdrawn.clear()
+        super()._publish(worker, request, holding)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("lease", {"hub_class": ForgetsLeases}),
+        ("retained", {"hub_class": DropsLastCopies}),
+        ("circle", {"hub_class": LetsReadersWaitInCircles}),
+        ("atomic", {"hub_class": ShowsHalfVersions}),
+        ("group", {"hub_class": ResolvesLatestForEachShard}),
+        ("backwards", {"hub_class": GoesBack}),
+        ("stuck", {"hub_class": NeverTellsOfNewVersions}),
+        ("ghost", {"hub_class": BelievesLateWords}),
+        ("torn", {"verify": False}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_broken_rule_is_caught(rule: str, broken: dict[str, Any]) -> None:
+    for seed in range(CONTROL_SEEDS):
+        try:
+            simulate(seed, **broken)
+        except Violation as violation:
+            assert violation.rule == rule, violation
+            return
+    pytest.fail(f"{CONTROL_SEEDS} seeds with a broken rule, and nobody noticed")
