@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint bench-verl-stall clean distclean python
+.PHONY: help env demo test test-openrlhf test-rdma lint bench-verl-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -13,10 +13,14 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
 
 # Puts the environment's own tools first.
 IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it, or name it: make PYTHON=..." >&2; exit 1; }; \
-	env=$$($(PYTHON) recipes/environments/build.py verl-cpu); export PATH="$$env/bin:$$PATH"
+	env=$$($(PYTHON) recipes/environments/build.py $(ENVIRONMENT)); export PATH="$$env/bin:$$PATH"
+
+# One of recipes/environments. OpenRLHF needs its own: it pins a transformers that verl refuses.
+ENVIRONMENT = verl-cpu
+test-openrlhf: ENVIRONMENT = openrlhf-cpu
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
 env:  ## the environment alone (about 4 minutes the first time)
 	@$(IN_ENV); echo "$$env"
@@ -28,6 +32,14 @@ test: lint ## lint, the quick tests, then those that start vLLM and verl; stops 
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -m "not heavy"
 	python -m pytest -x -v -m heavy
+
+test-openrlhf: ## the tests that run OpenRLHF, in its own environment
+	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
+	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
+	python -m pytest -x -v tests/adapters/test_openrlhf_*.py
+
+test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
+	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
 
 lint: ## ruff, and mypy (strict on the core)
 	@$(IN_ENV); ruff check .; mypy
