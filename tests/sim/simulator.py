@@ -364,7 +364,7 @@ class World:
         buried = {k for session, keys in self.graves.items() if self.dead[session] > recently for k in keys}
         rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
         rest -= {k for k, offer in worker.offers.items() if offer.complete}
-        known = {k for other in self.hub.workers.values() for k in other.holdings}
+        known = {k for other in self.hub.workers.values() for k, h in other.holdings.items() if h.complete}
         if key not in held | buried and rest <= held & known:  # without the rest, the hub thinks it lost already
             raise Violation("retained", self, f"{worker.name} was allowed to drop the last copy of {key}")
 
