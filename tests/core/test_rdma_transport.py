@@ -194,6 +194,26 @@ def test_a_target_that_cannot_be_registered_is_read_through_what_can(fakes: Fake
             read(reader, endpoint)
 
 
+def test_one_link_reads_offers_of_small_segments_and_then_of_big_ones_through_staging_memory(fakes: Fakes) -> None:
+    slab = Slab.allocate([spec_of("a", content())])
+    slab.write("a", content())
+    offers = [Offer(ShardKey(v, "checkpoint"), slab.manifest(size), slab) for v, size in ((1, 1000), (2, 20_000))]
+    for offer in offers:
+        offer.mark_all_ready()
+    with contextlib.closing(rdma.RdmaTransport()) as source:
+        endpoint = source.serve(SimpleShelf(*offers))
+        fakes.limit = SIZE - 1
+        with contextlib.closing(rdma.RdmaTransport()) as reader:
+            link = reader.connect(endpoint, deadline=far())
+            for offer in offers:
+                manifest = link.open(offer.key, 1, deadline=far())
+                target = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
+                list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=far()))
+                assert torch.equal(target["a"], content())
+                reader.nics[0].left = 40_000  # what was registered for the first is free again
+            link.close()
+
+
 def test_a_reader_that_can_register_nothing_leaves_it_to_others(fakes: Fakes) -> None:
     with serving() as (_, _, endpoint):
         fakes.limit = 4096  # enough for the probe

@@ -483,6 +483,7 @@ class RdmaLink(SocketLink):
 
     def _receive_hand_over(self, channel: Channel, manifest: Manifest, deadline: float) -> None:
         self._rested = False
+        self._drop_staging()  # of the size of another offer's segments
         told = _hear(channel, Rails, REPLY_SIZE_BYTES_MAX, deadline)
         self._remote = RemoteMemory(told.memory, manifest.size_bytes, len(told.link_layers))
         connection = self._connection
@@ -538,6 +539,8 @@ class RdmaLink(SocketLink):
                             awaited.remove(rail)
                             connection.rails.append(rail)
                     except VerbsError as error:
+                        if channel.is_cut():
+                            raise Disconnected("cut the connection") from error
                         awaited.remove(rail)
                         rail.reader.close()
                         problems.append(f"{rail.reader.nic.port.name}: {error}")
