@@ -36,6 +36,7 @@ SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once, a
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
 FAR_S = PATIENCE_S = 60.0
+CONNECT_S = 120.0  # the other host may still be importing torch
 CAPABILITY_VERSION_3, CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
 RDMA = ("rdma", "tcp")
 
@@ -408,9 +409,7 @@ def two_hosts(crew: Crew) -> None:
 def visit_the_other_host() -> dict[str, Any]:
     """In a member of the first guest: read what the second publishes, publish what it reads, wait until it has."""
     os.environ["TENSORHUB_RDMA_DEVICES"] = "rxe1"
-    client = kept["client"] = Client(
-        OTHER_HUB, run="vm", model="m", replica="guest-1", transports=RDMA, connect_deadline_s=PATIENCE_S
-    )
+    client = kept["client"] = _client(OTHER_HUB, "guest-1", RDMA)
     target = _blank()
     client.wait(1, deadline_s=PATIENCE_S)
     report = client.replicate(target, 1, deadline_s=PATIENCE_S)
@@ -427,7 +426,7 @@ def be_the_other_host() -> None:
     """The second guest: hub, publisher and reader. Ends when the first guest has left."""
     with (
         start_server(OTHER_HUB),
-        Client(OTHER_HUB, run="vm", model="m", replica="guest-2", transports=RDMA) as client,
+        _client(OTHER_HUB, "guest-2", RDMA) as client,
     ):
         client.retain(0)
         client.publish(1, {"a": tensor_of(1)})
@@ -452,6 +451,10 @@ kept: dict[str, Any] = {}
 KEY = ShardKey(1, "checkpoint")
 
 
+def _client(address: str, replica: str, transports: tuple[str, ...]) -> Client:
+    return Client(address, run="vm", model="m", replica=replica, transports=transports, connect_deadline_s=CONNECT_S)
+
+
 def serve_alone(name: str, memlock_size_bytes: int | None = None) -> tuple[str, int]:
     """A source without a hub."""
     if memlock_size_bytes is not None:
@@ -473,7 +476,7 @@ def publish(
 ) -> None:
     if memlock_size_bytes is not None:
         _limit_locked_memory(memlock_size_bytes)
-    client = kept["client"] = Client(address, run="vm", model="m", replica=replica, transports=transports)
+    client = kept["client"] = _client(address, replica, transports)
     if claimed_address is not None:
         nic = client._transports["rdma"].nics[0]
         mapped = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
@@ -484,7 +487,7 @@ def publish(
 def join(address: str, replica: str, transports: tuple[str, ...], memlock_size_bytes: int | None = None) -> None:
     if memlock_size_bytes is not None:
         _limit_locked_memory(memlock_size_bytes)
-    kept["client"] = Client(address, run="vm", model="m", replica=replica, transports=transports)
+    kept["client"] = _client(address, replica, transports)
 
 
 def replicate(version: int, serve: bool) -> dict[str, Any]:
