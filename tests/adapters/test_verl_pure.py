@@ -48,9 +48,7 @@ def test_a_wrong_option_is_refused_with_what_to_change(given_options, says):
 
 def test_untested_versions_are_refused_unless_allowed():
     packages = {"verl": ("0.9.1",), "vllm": ("0.29",)}
-    config.check_versions(
-        allow_untested=False, packages=packages, installed={"verl": "0.9.1", "vllm": "0.29.0"}
-    )
+    config.check_versions(allow_untested=False, packages=packages, installed={"verl": "0.9.1", "vllm": "0.29.0"})
     for installed in ({"verl": "0.9.2", "vllm": "0.29.0"}, {"verl": "0.9.1", "vllm": "0.290.1"}):
         with pytest.raises(UsageError, match="was not tested with this adapter: install"):
             config.check_versions(allow_untested=False, packages=packages, installed=installed)
