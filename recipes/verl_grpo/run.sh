@@ -45,6 +45,9 @@ if [[ $cpu ]]; then
   arguments+=("$here/cpu.args")
   [[ $store != stock ]] || store=stock_cpu
 fi
+# Only separate_async reads model.external_lib where the replicas are made; elsewhere the environment names the plug-in.
+[[ $store != pull || $mode == separate_async ]] ||
+  export VERL_USE_EXTERNAL_MODULES="${VERL_USE_EXTERNAL_MODULES:+$VERL_USE_EXTERNAL_MODULES,}tensorhub_plugins.verl"
 arguments+=("$here/stores/$store.args")
 for file in "${arguments[@]}"; do
   [[ -f $file ]] || { echo "run.sh: no $file" >&2; exit 2; }

@@ -6,6 +6,8 @@ Drop-in, under verl's own manager:
 Pull mode, where every rollout replica follows the newest version by itself, with these two more:
     actor_rollout_ref.model.external_lib=tensorhub_plugins.verl
     actor_rollout_ref.rollout.name=vllm_tensorhub
+verl's separate_async reads external_lib where it makes the replicas. fully_async and one_step_off do not: for pull mode
+there, also set VERL_USE_EXTERNAL_MODULES=tensorhub_plugins.verl in the environment of all processes.
 Options: config.py.
 """
 
