@@ -1,0 +1,268 @@
+"""A naive model beside the hub: Hypothesis finds the sequence in which they differ.
+
+One model, shards and layouts left out (test_hub.py tells those stories), an orderly wire (tests/sim breaks it). The
+model is sets and dicts that are recomputed from the start after every step; the hub has to come to the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core.hub import GRACE_S, Hub, Received, Send, Tick
+from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
+
+NAMES = ("a", "b", "c", "d")
+LONG_S = 10_000.0
+
+
+def key(version: int) -> ShardKey:
+    return ShardKey(version, CHECKPOINT)
+
+
+class HubBesideModel(RuleBasedStateMachine):
+    hub_class = Hub
+
+    @initialize(retain=st.integers(0, 2))
+    def start(self, retain: int) -> None:
+        self.hub = self.hub_class(b"H" * 16, 0.0)
+        self.now = GRACE_S + 1.0
+        self.number = 0
+        self.answers: dict[tuple[str, int], m.HubMessage] = {}
+        # the model
+        self.retain = retain
+        self.here: set[str] = set()
+        self.holders: dict[int, list[str]] = {}
+        self.kept: set[tuple[str, int]] = set()
+        self.visible: set[int] = set()
+        self.newest_ever = 0
+        self.seen: dict[str, int] = {}
+        self.leases: dict[tuple[str, int], tuple[int, str]] = {}  # reader, request -> version, source
+        self.leaving: dict[tuple[str, int], int] = {}  # worker, version -> request of the unpublish, in order
+        self.waiting: dict[tuple[str, int], int] = {}  # worker, request of a wait -> newer than
+        for name in NAMES:
+            self.join(name)
+
+    # --- to the hub ---
+
+    def tell(self, name: str, message: m.ClientMessage) -> None:
+        self.feed(Received(name.encode() * 16, m.decode_from_client(m.encode(message))))
+
+    def feed(self, event: Received | Tick) -> None:
+        for effect in self.hub.handle(event, self.now):
+            if isinstance(effect, Send) and hasattr(effect.message, "request"):
+                self.answers[effect.session.decode()[0], effect.message.request] = effect.message
+
+    def request(self) -> int:
+        self.number += 1
+        return self.number
+
+    # --- the model's own settling ---
+
+    def staying(self, version: int) -> list[str]:
+        return [name for name in self.holders.get(version, ()) if (name, version) not in self.leaving]
+
+    def settle(self) -> None:
+        """Decide about everything that waits, in order of arrival, as the rules say."""
+        for name, version in list(self.leaving):
+            request = self.leaving[name, version]
+            retained = version in sorted(self.visible, reverse=True)[: self.retain]
+            if retained and not self.staying(version):
+                del self.leaving[name, version]
+                self.kept.add((name, version))
+                self.expect(name, request, m.Unpublished(request, keep=True))
+            elif (version, name) not in self.leases.values():
+                del self.leaving[name, version]
+                self.drop(name, version)
+                self.expect(name, request, m.Unpublished(request))
+        self.visible = {version for version in self.visible if self.staying(version)}
+        for (name, request), newer_than in list(self.waiting.items()):
+            version = max((v for v in self.visible if v > newer_than and v >= self.seen[name]), default=0)
+            if version:
+                del self.waiting[name, request]
+                self.seen[name] = version
+                self.expect(name, request, m.Visible(request, version))
+
+    def drop(self, name: str, version: int) -> None:
+        self.holders[version].remove(name)
+        self.kept.discard((name, version))
+
+    def expect(self, name: str, request: int, reply: m.HubMessage) -> None:
+        assert self.answers.get((name, request)) == reply
+
+    # --- what happens ---
+
+    @precondition(lambda self: len(self.here) < len(NAMES))
+    @rule()
+    def come_back(self) -> None:
+        self.join(min(set(NAMES) - self.here))
+
+    def join(self, name: str) -> None:
+        self.here.add(name)
+        self.seen[name] = 0
+        replica, sequence = f"replica-{name}", self.request()
+        self.tell(name, m.Hello("r", "m", replica, 0, 1, Location(), {}, retain_newest=self.retain, sequence=sequence))
+
+    @rule(data=st.data(), step=st.integers(1, 2))
+    def publish(self, data: st.DataObject, step: int) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        version = self.newest_ever + step
+        self.tell(name, m.Publish(request, m.Holding(key(version), b"%016d" % version, 1)))
+        self.holders.setdefault(version, []).append(name)
+        self.visible.add(version)
+        self.newest_ever = version
+        self.expect(name, request, m.Done(request))
+        self.settle()
+
+    @precondition(lambda self: self.newest_ever)
+    @rule(data=st.data(), latest=st.booleans())
+    def acquire(self, data: st.DataObject, latest: bool) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        version = 0 if latest else data.draw(st.integers(1, self.newest_ever + 1))
+        self.tell(name, m.Acquire(request, version, 0, (CHECKPOINT,), LONG_S))
+        wanted = version or max((v for v in self.visible if v >= self.seen[name]), default=0)
+        sources = [source for source in self.staying(wanted) if source != name] if wanted in self.visible else []
+        answer = self.answers.get((name, request))
+        if sources:
+            assert isinstance(answer, m.Granted) and answer.version == wanted, answer
+            (grant,) = answer.grants
+            source = grant.session.decode()[0]
+            assert source in sources
+            self.leases[name, request] = wanted, source
+            self.seen[name] = max(self.seen[name], wanted)
+        elif version and version not in self.visible and version <= self.newest_ever:
+            assert isinstance(answer, m.Refused) and answer.error == "VersionGone", answer
+        else:
+            assert answer is None
+            self.tell(name, m.Release(request))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), became_source=st.booleans())
+    def finish(self, data: st.DataObject, became_source: bool) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.leases)))
+        version, _ = self.leases[name, request]
+        if became_source and name not in self.holders[version]:
+            publish = self.request()
+            self.tell(name, m.Publish(publish, m.Holding(key(version), b"%016d" % version, 1, was_read=True)))
+            self.holders[version].append(name)
+            self.visible.add(version)
+            self.settle()
+        del self.leases[name, request]
+        self.tell(name, m.Release(request, 0))
+        self.settle()
+
+    @precondition(lambda self: any(self.holders.values()))
+    @rule(data=st.data())
+    def unpublish(self, data: st.DataObject) -> None:
+        held = [(name, version) for version, names in self.holders.items() for name in names]
+        name, version = data.draw(st.sampled_from([each for each in held if each not in self.leaving] or held))
+        if (name, version) in self.leaving:
+            return
+        request = self.request()
+        self.tell(name, m.Unpublish(request, (key(version),), LONG_S))
+        self.kept.discard((name, version))
+        self.leaving[name, version] = request
+        self.settle()
+
+    @rule(data=st.data(), back=st.integers(0, 2))
+    def wait(self, data: st.DataObject, back: int) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        newer_than = max(0, self.newest_ever - back)
+        self.tell(name, m.Wait(request, 0, newer_than, LONG_S))
+        self.waiting[name, request] = newer_than
+        self.settle()
+
+    @precondition(lambda self: len(self.here) == len(NAMES) and any(self.holders.values()))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.here)))
+        self.tell(name, m.Bye())
+        self.here.remove(name)
+        self.leases = {k: lease for k, lease in self.leases.items() if k[0] != name and lease[1] != name}
+        self.leaving = {k: request for k, request in self.leaving.items() if k[0] != name}
+        self.waiting = {k: newer for k, newer in self.waiting.items() if k[0] != name}
+        for version in self.holders:
+            if name in self.holders[version]:
+                self.drop(name, version)
+        self.settle()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 1.0
+        for name in self.here:
+            leases = {request: 1 for reader, request in self.leases if reader == name}
+            pending = [request for worker, request in self.waiting if worker == name]
+            pending += [request for (worker, _), request in self.leaving.items() if worker == name]
+            held = m.mark((key(v), True) for v, names in self.holders.items() if name in names)
+            self.tell(name, m.Heartbeat(self.hub.session, self.number, tuple(sorted(pending)), leases, held))
+        self.feed(Tick())
+
+    # --- what must be the same ---
+
+    @invariant()
+    def the_hub_agrees(self) -> None:
+        self.hub.validate()
+        history = self.hub.histories.get(("r", "m"))
+        versions = history.versions if history else {}
+        assert {n for n, v in versions.items() if v.visible} == self.visible
+        holders = {n: sorted(s.decode()[0] for s in v.holders(key(n))) for n, v in versions.items()}
+        assert {n: h for n, h in holders.items() if h} == {n: sorted(h) for n, h in self.holders.items() if h}
+        leases = {
+            (session.decode()[0], request): (lease.version, lease.sources[0].decode()[0])
+            for session, worker in self.hub.workers.items()
+            for request, lease in worker.leases.items()
+        }
+        assert leases == self.leases
+        holdings = (h for worker in self.hub.workers.values() for h in worker.holdings.values())
+        kept = {(h.worker.session.decode()[0], h.key.version) for h in holdings if h.kept}
+        assert kept == self.kept
+
+
+TestHubBesideModel = pytest.mark.timeout(600)(HubBesideModel.TestCase)
+TestHubBesideModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# --- negative controls ---
+
+
+class ForgetsLeases(Hub):
+    def _lease(self, *lease: Any) -> None:
+        pass
+
+
+class DropsLastCopies(Hub):
+    def _is_last_copy(self, *holding: Any) -> bool:
+        return False
+
+
+class LendsWhatIsLeaving(Hub):
+    def _wait(self, worker: Any, message: m.Acquire | m.Unpublish | m.Wait, now: float) -> None:
+        super()._wait(worker, message, now)
+        for holding in worker.holdings.values():
+            holding.unpublishing = None
+
+
+class AnswersWithAnOldVersion(Hub):
+    def _newest(self, history: Any, at_least: int) -> int | None:
+        return min((n for n, v in history.versions.items() if v.visible and n >= at_least), default=None)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("broken", [ForgetsLeases, DropsLastCopies, LendsWhatIsLeaving, AnswersWithAnOldVersion])
+def test_the_model_notices_a_broken_hub(broken: type[Hub]) -> None:
+    machine = type("Broken", (HubBesideModel,), {"hub_class": broken})
+    quick = settings(max_examples=200, stateful_step_count=40, deadline=None, phases=[Phase.generate])
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=quick)
