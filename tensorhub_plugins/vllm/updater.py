@@ -180,10 +180,9 @@ class Updater:
             self._thread.submit(self._drop, dropped)
 
     def prepare_install(self, deadline_s: float) -> None:
-        """Do beforehand what an install would have to wait for: readers of the live weights, a snapshot of them.
+        """Wait for what an install would have to wait for. A worker that is ready has it behind it already.
 
-        Raise DeadlineExceeded, with nothing changed, when the snapshot takes longer; readers that take longer are cut
-        off and go elsewhere.
+        Raise DeadlineExceeded, with nothing changed, while the live weights are still being copied for peers.
         """
         deadline = time.monotonic() + deadline_s
         self._wait_until_served(deadline, deadline_s)
@@ -216,13 +215,14 @@ class Updater:
         if not self._agree(version, failure is None) and failure is None:
             failure = UsageError("another worker of this engine failed half way", version=version)
         with self._lock:
-            self._staged = None
+            held, self._staged = self._staged, None
             if failure is None:
                 self._version, self._broken = version, None
             else:
                 self._broken = f"version {version} was not installed completely: {failure}"
         if failure is not None:
-            self._thread.submit(self._drop, staged)
+            assert held is not None
+            self._thread.submit(self._drop, held)
             return self._result(version, began, failure)
         layout = self.place.layout if staged.fetched is None else staged.fetched.layout
         seconds = time.monotonic() - began
@@ -241,6 +241,11 @@ class Updater:
         """Somebody else has changed the weights: nothing may be computed with them until the next install."""
         with self._lock:
             self._broken = reason
+
+    def forget_version(self) -> None:
+        """Somebody else has replaced the weights, whole: they are no version of the store any more."""
+        with self._lock:
+            self._version = 0
 
     def before_foreign_change(self, what: str) -> None:
         """Somebody else is about to change the weights or move them away: nobody may read them any more."""
@@ -278,9 +283,8 @@ class Updater:
             self._withdraw_live(time.monotonic() + self.config.drain_deadline_s)
         except TensorHubError as failure:
             error = failure
-        except (
-            Exception
-        ) as failure:  # whatever it is, the weights are untouched and the owner must hear of it
+        except Exception as failure:
+            # Whatever it is, the weights are untouched and the owner must hear of it.
             logger.exception("%s: version %d: fetch failed", self._name, version)
             error = TensorHubError(f"{type(failure).__name__}: {failure}", version=version)
         if error is not None:
@@ -322,9 +326,11 @@ class Updater:
     def _drop(self, staged: _Staged) -> None:
         """Let go of bytes that will not be installed, or are not needed any more."""
         fetched = staged.fetched
-        if fetched is None:
-            return
         try:
+            if fetched is None:
+                if staged.report is not None:  # read in place, and offered from there
+                    self._client.unpublish(staged.version, self.place.layout)
+                return
             if fetched.converts is not None:
                 self._client.abandon(fetched.version, fetched.converts)
             if self.config.source == "host":
@@ -348,16 +354,17 @@ class Updater:
         return staged
 
     def _change(self, staged: _Staged, deadline: float) -> _Staged:
-        """Write the model. Returns what it was written with."""
+        """Write the model, and return what it was written with; `_staged` is what must be let go of on failure."""
         if staged.fetched is None:
             try:
                 # Half of the time, so that there is some left for the other way.
                 return self._replicate(staged.version, time.monotonic() + _left(deadline) / 2)
-            except (
-                TensorHubError
-            ) as error:  # the peers with our layout are gone; others may have the checkpoint
+            except TensorHubError as error:
+                # The peers with our layout are gone; others may have the checkpoint.
                 logger.warning("%s: version %d: not read in place: %s", self._name, staged.version, error)
             staged = self._fetch_to_host(staged.version, (CHECKPOINT,), deadline)
+            with self._lock:
+                self._staged = staged
         assert staged.fetched is not None
         tensors = staged.fetched.tensors()
         if staged.fetched.layout == self.place.layout:
@@ -372,7 +379,10 @@ class Updater:
         live = runtime.tensors(self._model)
         report = self._client.replicate(live, version, self.place.layout, deadline_s=_left(deadline))
         runtime.refresh_scalars(self._model)
-        return self._note(_Staged(version, None, report), sum(report.seconds.values()))
+        staged = _Staged(version, None, report)
+        with self._lock:
+            self._staged = staged
+        return self._note(staged, sum(report.seconds.values()))
 
     def _note(self, staged: _Staged, seconds: float) -> _Staged:
         """Keep the report for `poll` and tell the event log."""

@@ -163,7 +163,9 @@ def _foreign_change(worker: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if updater is not None:
         updater.before_foreign_change(name)
     result = getattr(type(worker), name)(worker, *args, **kwargs)
-    if updater is not None and name == "sleep" and _loses_weights(*args, **kwargs):
+    if updater is not None and name != "sleep":
+        updater.forget_version()
+    elif updater is not None and _loses_weights(*args, **kwargs):
         updater.break_weights("sleep(level=2) threw the weights away")
     return result
 

@@ -385,6 +385,7 @@ def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any
             assert layout in reader.versions()[-1].layouts
             engine.ask("reload_stock", str(models("qwen2-tied", 3)))
             assert engine.call("tensorhub_digests")["runtime"] != served
+            assert engine.call("tensorhub_poll")["version"] == 0
             # Version 1 is retained: its last copy in this layout was moved away before the weights changed.
             held = reader.versions()[-1].layouts.get(layout)
             if held:
@@ -419,7 +420,15 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
             results = engine.ask("rpc", "tensorhub_install", (1, DEADLINE_S))
             assert [result["installed"] for result in results] == [True, True]
             assert engine.generate() != answers
+
+            # One that fails half way breaks both: the other one's new weights are no use without its.
             publisher.publish(2, old)
+            fetch_all(engine, 2)
+            engine.ask("rpc", "tensorhub_test_fail_reload_on", (1,))
+            results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
+            assert [result["installed"] for result in results] == [False, False]
+            assert all(result["broken"] for result in results)
+            assert "another worker" in results[0]["error"] and "injected" in results[1]["error"]
             fetch_all(engine, 2)
             results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
             assert [result["installed"] for result in results] == [True, True]

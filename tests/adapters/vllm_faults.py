@@ -27,6 +27,18 @@ class FaultyExtension(TensorHubWorkerExtension):
         if self.rank == rank:
             self.tensorhub_discard()
 
+    def tensorhub_test_fail_reload_on(self, rank: int) -> None:
+        """The next conversion fails on this worker alone."""
+        if self.rank != rank:
+            return
+        original = runtime.reload_checkpoint
+
+        def reload_checkpoint(model, vllm_config, weights):
+            runtime.reload_checkpoint = original
+            raise RuntimeError("injected: this worker's reload failed")
+
+        runtime.reload_checkpoint = reload_checkpoint
+
     def tensorhub_test_forget(self, forgotten: str) -> None:
         """The next install leaves this tensor as it is, and does not know it."""
         original = runtime.copy_tensors

@@ -1,0 +1,345 @@
+"""The worker's side of an update, with the real store and a toy model: no engine, so every order of events is cheap."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, UsageError, start_server
+from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
+
+LAYOUT = "runtime:toy"
+DEADLINE_S = 20.0
+
+
+class Toy(torch.nn.Module):
+    """Its runtime layout is one fused tensor of the checkpoint's two."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.full((6, 1000), value))
+
+
+def toy_checkpoint(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((2, 1000), value), "b": torch.full((4, 1000), value)}
+
+
+@pytest.fixture(autouse=True)
+def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands in for vLLM's layerwise reload."""
+
+    def reload(model: Toy, vllm_config: Any, weights: Any) -> None:
+        named = dict(weights)
+        with torch.no_grad():
+            model.fused.copy_(torch.cat([named["a"], named["b"]]))
+
+    monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
+
+
+@pytest.fixture
+def hub() -> Iterator[Server]:
+    server = start_server()
+    yield server
+    server.close()
+
+
+class Engines:
+    """Makes updaters, and closes them."""
+
+    def __init__(self, hub: Server) -> None:
+        self.hub = hub
+        self.made: list[Updater] = []
+
+    def __call__(
+        self,
+        replica: str,
+        *,
+        shard: int = 0,
+        gather: Any = lambda vote: [vote],
+        shards: int = 1,
+        **options: Any,
+    ) -> Updater:
+        config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
+        updater = Updater(
+            WorkerConfig.parse(config), Toy(), SimpleNamespace(), Place(shard, shards, LAYOUT), gather
+        )
+        self.made.append(updater)
+        return updater
+
+    def trainer(self, name: str = "trainer") -> Client:
+        return Client(self.hub.address, run="r", model="m", replica=name)
+
+
+@pytest.fixture
+def engines(hub: Server) -> Iterator[Engines]:
+    made = Engines(hub)
+    yield made
+    for updater in made.made:
+        updater.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def fetch(updater: Updater, version: int) -> str:
+    updater.begin_fetch(version, DEADLINE_S)
+    wait_until(lambda: updater.poll()["state"] != "fetching")
+    return updater.poll()["state"]
+
+
+def update(updater: Updater, version: int) -> dict[str, Any]:
+    assert fetch(updater, version) == "ready", updater.poll()["error"]
+    result = updater.install(version, DEADLINE_S)
+    assert result["installed"], result["error"]
+    wait_until(lambda: not updater.poll()["serving"])
+    return result
+
+
+def value(updater: Updater) -> float:
+    """What the whole model is filled with."""
+    (found,) = updater._model.fused.unique().tolist()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"serve_from": "live"}, {"install": "direct"}], ids=str)
+def test_versions_follow_one_another_and_peers_serve_them(options: dict[str, Any], engines: Engines) -> None:
+    first, second = engines("first", **options), engines("second", **options)
+    with engines.trainer() as trainer:
+        for version in (1, 2, 3):
+            trainer.publish(version, toy_checkpoint(float(version)))
+            assert update(first, version)["layout"] == CHECKPOINT
+            result = update(second, version)
+            assert (value(first), value(second)) == (version, version)
+            assert result["layout"] == LAYOUT
+            assert list(result["report"]["sources"]) == ["first/0"]
+            held = {info.version: info.layouts.get(LAYOUT, ()) for info in trainer.versions()}
+            assert set(held.pop(version)) == {"first/0", "second/0"}
+            assert not any(held.values())  # nobody keeps an old version
+
+
+@pytest.mark.parametrize("options", [{}, {"serve_from": "live"}, {"install": "direct"}], ids=str)
+def test_what_is_served_is_never_what_is_written(options: dict[str, Any], engines: Engines) -> None:
+    updater = engines("first", **options)
+    with engines.trainer() as trainer, engines.trainer("reader") as reader:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        assert reader.fetch(1, (LAYOUT,)).tensors()["fused"].unique().tolist() == [1.0]
+        trainer.publish(2, toy_checkpoint(2.0))
+        assert fetch(updater, 2) == "ready"
+        # Live weights are withdrawn by now; a copy is served until its successor is.
+        serves_old = LAYOUT in {key.layout for key in updater._client.serving() if key.version == 1}
+        assert serves_old == (updater.config.source == "host")
+        assert updater.install(2, DEADLINE_S)["installed"]
+        wait_until(lambda: not updater.poll()["serving"])
+        assert {key.version for key in updater._client.serving()} == {2}
+
+
+def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
+    updater = engines("first")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        for version in (1, 2):
+            result = updater.install(version, DEADLINE_S)
+            assert not result["installed"] and result["broken"] is None
+        assert fetch(updater, 1) == "ready"
+        result = updater.install(2, DEADLINE_S)
+        assert not result["installed"] and "version 1 is ready: fetch version 2 first" in result["error"]
+        assert value(updater) == 0.0
+        updater.guard()
+        assert updater.install(1, DEADLINE_S)["installed"]
+        with pytest.raises(UsageError, match="version 1 is installed already"):
+            updater.begin_fetch(1, DEADLINE_S)
+
+
+def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
+    updater = engines("first")
+    updater.begin_fetch(1, 0.3)  # nobody publishes it
+    with pytest.raises(UsageError, match="version 1 is still being fetched"):
+        updater.begin_fetch(2, DEADLINE_S)
+    wait_until(lambda: updater.poll()["state"] == "failed")
+    assert updater.poll()["error_kind"] in ("NotPublished", "DeadlineExceeded")
+    assert updater.poll()["broken"] is None
+    with engines.trainer() as trainer:
+        trainer.publish(2, toy_checkpoint(2.0))
+        update(updater, 2)
+    assert updater.poll()["state"] == "idle" and updater.poll()["error"] is None
+
+
+def test_a_converter_that_gives_up_leaves_the_work_to_another(engines: Engines) -> None:
+    first, second = engines("first"), engines("second")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        assert fetch(first, 1) == "ready"
+        second.begin_fetch(1, DEADLINE_S)
+        time.sleep(0.2)
+        assert second.poll()["state"] == "fetching"  # waits for the first one's conversion
+        first.discard()
+        wait_until(lambda: second.poll()["state"] == "ready")
+        assert second.install(1, DEADLINE_S)["layout"] == CHECKPOINT
+
+
+@pytest.mark.parametrize("options", [{}, {"serve_from": "live"}, {"install": "direct"}], ids=str)
+def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
+    options: dict[str, Any], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = engines("first", **options)
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        trainer.publish(2, toy_checkpoint(2.0))
+
+        def half(model: Toy, vllm_config: Any, weights: Any) -> None:
+            with torch.no_grad():
+                model.fused[:2] = dict(weights)["a"]
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "reload_checkpoint", half)
+            assert fetch(updater, 2) == "ready"
+            result = updater.install(2, DEADLINE_S)
+        assert not result["installed"] and "injected" in result["error"] and result["version"] == 1
+        assert updater._model.fused.unique().tolist() == [1.0, 2.0]
+        assert updater.poll()["state"] == "broken"
+        with pytest.raises(BrokenWeights, match="install a version before resuming"):
+            updater.guard()
+        # Nobody reads what is mixed: neither from this worker's weights nor as if it had converted version 2.
+        wait_until(lambda: all(key.version == 1 for key in updater._client.serving()))
+        update(updater, 2)
+        updater.guard()
+        assert value(updater) == 2.0 and updater.poll()["broken"] is None
+
+
+def test_a_direct_install_whose_peer_is_gone_converts(engines: Engines) -> None:
+    first, second = engines("first", install="direct"), engines("second", install="direct")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(first, 1)
+        assert fetch(second, 1) == "ready" and second.poll()["report"] is None
+        first.close()
+        result = second.install(1, 4.0)
+        assert result["installed"] and result["layout"] == CHECKPOINT
+        assert value(second) == 1.0
+        wait_until(lambda: not second.poll()["serving"])
+        assert second.poll()["served_version"] == 1
+
+
+class Party:
+    """An all-gather between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=DEADLINE_S)
+        self.votes = [b""] * size
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def gather(vote: bytes) -> list[bytes]:
+            self.votes[rank] = vote
+            self.barrier.wait()
+            votes = list(self.votes)
+            self.barrier.wait()
+            return votes
+
+        return gather
+
+
+def install_all(updaters: list[Updater], versions: list[int]) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = [{}] * len(updaters)
+
+    def run(rank: int) -> None:
+        results[rank] = updaters[rank].install(versions[rank], DEADLINE_S)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(updaters))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"install": "direct"}], ids=str)
+def test_workers_of_one_engine_install_all_or_none(
+    options: dict[str, Any], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    party, other = Party(2), Party(2)
+    workers = [engines("e", shard=k, shards=2, gather=party.of(k), **options) for k in range(2)]
+    peers = [engines("p", shard=k, shards=2, gather=other.of(k), **options) for k in range(2)]
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        for worker in workers + peers:
+            worker.begin_fetch(1, DEADLINE_S)
+        wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
+        workers[1].discard()
+        results = install_all(workers, [1, 1])
+        assert [r["installed"] for r in results] == [False, False]
+        assert [r["broken"] for r in results] == [None, None]
+        assert "another worker of this engine was not ready" in results[0]["error"]
+        assert [value(w) for w in workers] == [0.0, 0.0]
+
+        assert fetch(workers[1], 1) == "ready"
+        assert [r["installed"] for r in install_all(workers, [1, 1])] == [True, True]
+        wait_until(lambda: all(p.poll()["state"] == "ready" for p in peers))
+        assert [r["layout"] for r in install_all(peers, [1, 1])] == [LAYOUT, LAYOUT]
+        assert [value(w) for w in workers + peers] == [1.0] * 4
+
+        # Half way: one fails after both began. Both are broken, and neither goes on offering what it wrote.
+        trainer.publish(2, toy_checkpoint(2.0))
+        for worker in workers:
+            worker.begin_fetch(2, DEADLINE_S)
+        wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
+        assert [r["installed"] for r in install_all(workers, [2, 2])] == [True, True]
+        wait_until(lambda: not any(w.poll()["serving"] for w in workers))
+        assert [fetch(peer, 2) for peer in peers] == ["ready", "ready"]
+        monkeypatch.setattr(peers[1], "_change", lambda *args: 1 / 0)
+        results = install_all(peers, [2, 2])
+        assert [r["installed"] for r in results] == [False, False] and all(r["broken"] for r in results)
+        wait_until(lambda: all(key.version == 1 for p in peers for key in p._client.serving()))
+        monkeypatch.undo()
+
+
+def test_a_replica_reads_one_version_or_none(engines: Engines) -> None:
+    party = Party(2)
+    workers = [engines("e", shard=k, shards=2, gather=party.of(k)) for k in range(2)]
+    with engines.trainer() as trainer:
+        for version in (1, 2):
+            trainer.publish(version, toy_checkpoint(float(version)))
+        assert [fetch(worker, version) for worker, version in zip(workers, (1, 2), strict=True)] == [
+            "ready"
+        ] * 2
+        results = install_all(workers, [1, 2])
+        assert [r["installed"] for r in results] == [False, False]
+        assert [value(worker) for worker in workers] == [0.0, 0.0]
+
+
+def test_an_install_does_not_wait_for_ever_for_a_snapshot(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = engines("first")
+    gate = threading.Event()
+    publish = updater._client.publish
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        gate.wait(DEADLINE_S)
+        return publish(*args, **kwargs)
+
+    monkeypatch.setattr(updater._client, "publish", slow)
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        assert fetch(updater, 1) == "ready"
+        assert updater.install(1, DEADLINE_S)["installed"]
+        with pytest.raises(DeadlineExceeded, match="still being copied for peers"):
+            updater.prepare_install(0.05)
+        assert updater.poll()["served_version"] is None
+        gate.set()
+        updater.prepare_install(DEADLINE_S)
+        assert updater.poll()["served_version"] == 1
