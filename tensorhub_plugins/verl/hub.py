@@ -6,6 +6,7 @@ comes back at the same address and every worker tells it again what it holds; no
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from typing import Any
@@ -51,23 +52,22 @@ def ensure(options: Options) -> str:
     return address
 
 
-def find(options: Options, *, deadline_s: float = START_S) -> str:
+async def find(options: Options, *, deadline_s: float = START_S) -> str:
     """The hub's address, as a process learns it that is told nothing: waits until the manager has started the hub."""
     if options.hub is not None:
         return options.hub
     deadline = time.monotonic() + deadline_s
     while True:
         try:
-            actor = ray.get_actor(_actor_name())
-            return str(ray.get(actor.address.remote(), timeout=max(POLL_S, deadline - time.monotonic())))
-        except (ValueError, ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            return str(await ray.get_actor(_actor_name()).address.remote())
+        except (ValueError, ray.exceptions.RayActorError) as error:
             if time.monotonic() > deadline:
                 raise HubUnreachable(
                     f"the embedded hub did not start: look for actor {_actor_name()} in Ray's logs, or start "
                     f"`tensorhub server` and set {WHERE}.hub to the address it prints",
                     deadline_s=deadline_s,
                 ) from error
-            time.sleep(POLL_S)
+            await asyncio.sleep(POLL_S)
 
 
 _owned: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone

@@ -73,6 +73,7 @@ class TensorHubServer(vLLMHttpServer):
         """The manager starts the hub at its first update, which may come much later than this."""
         while True:
             try:
+                self._address = await hub.find(self.options)
                 await asyncio.to_thread(self._connect)
                 break
             except TensorHubError as error:
@@ -91,7 +92,6 @@ class TensorHubServer(vLLMHttpServer):
         await self.follower.follow()
 
     def _connect(self) -> None:
-        self._address = hub.find(self.options)
         self._client = Client(
             self._address,
             run=hub.run_name(self.options),
