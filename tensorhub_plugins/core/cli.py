@@ -56,16 +56,20 @@ def serve(address: str, *, verbose: bool = False) -> int:
         stream=sys.stderr,
     )
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with Server(address) as server:
-        print(f"tensorhub server at {server.address}", flush=True)
-        while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
-            pass
-        if not server.is_alive():
-            print("tensorhub: the hub has failed, its log says why", file=sys.stderr)
-            return 1
-    return 0
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
+    try:
+        with Server(address) as server:
+            print(f"tensorhub server at {server.address}", flush=True)
+            while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
+                pass
+            if not server.is_alive():
+                print("tensorhub: the hub has failed, its log says why", file=sys.stderr)
+                return 1
+        return 0
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
 
 
 def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
