@@ -21,12 +21,13 @@ def end_with_server() -> None:
     if descriptor < 0:
         return
 
+    engine = os.getppid()  # asked now: an orphan's parent is whoever adopts it, which may be Ray's own daemon
+
     def watch() -> None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)  # readable when the process has ended
         poll.poll()
-        engine = os.getppid()
-        if engine not in (1, server):
+        if engine == os.getppid() and engine not in (1, server):
             os.kill(engine, signal.SIGKILL)
         os._exit(1)
 
