@@ -1,6 +1,6 @@
-"""Whole verl runs over the store, a few steps each: every trainer that is supported, drop-in and pull mode.
+"""Whole verl runs over the store, a few steps each: drop-in in every trainer that is supported; pull mode with PPO.
 
-Two minutes each, most of it imports. What kills and freezes do to a run is in test_verl_kill.py.
+Two minutes each, most of it imports. Pull mode with GRPO, and what kills and freezes do to it: test_verl_kill.py.
 """
 
 import json
@@ -26,7 +26,6 @@ CASES = {
     "drop-in, separate_async": ("separate_async", "dropin", "verl_grpo/grpo.args", STEPS, 4),
     "drop-in, one_step_off": ("one_step_off", "dropin", "verl_grpo/grpo.args", STEPS, 4),
     "drop-in, fully_async": ("fully_async", "dropin", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
-    "pull, fully_async": ("fully_async", "pull", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
     "pull, separate_async, PPO with critic, two FSDP1 ranks in bf16": (
         "separate_async",
         "pull",
