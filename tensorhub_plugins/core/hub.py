@@ -818,13 +818,17 @@ class Hub:
         return ShardKey(version.number, layout, worker.hello.shard, worker.hello.shard_count)
 
     def _somebody_converts(self, version: Version, worker: Worker, layout: str) -> bool:
-        claim = version.claims.get(self._claimed_by(version, worker, layout))
-        if claim is not None and claim.worker is not worker:
-            return True
+        # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
+        # each would wait for the other: none can install, and so convert, before all its own workers are ready.
+        mine = self._claimed_by(version, worker, layout)
+        for key, claim in version.claims.items():
+            others = claim.worker.hello.replica != worker.hello.replica
+            same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
+            if (key == mine and claim.worker is not worker) or (others and same):
+                return True
         # all its holders may be busy, or on their way: that is still cheaper than to convert again
-        key = self._claimed_by(version, worker, layout)
         return layout != CHECKPOINT and any(
-            h.unpublishing is None and h.worker is not worker for h in version.holders(key).values()
+            h.unpublishing is None and h.worker is not worker for h in version.holders(mine).values()
         )
 
     def _newest(self, history: History, at_least: int) -> int | None:

@@ -361,6 +361,23 @@ def test_one_reader_converts_and_the_others_wait_for_its_layout(stage: Stage) ->
     assert stage.heard("b/0") == [f"read 1 {RUNTIME} 0<-a/0"]
 
 
+def test_all_shards_of_a_version_are_converted_by_one_replica(stage: Stage) -> None:
+    """Else a would wait for b's second shard and b for a's first: none converts before all its workers are ready."""
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    for name in ("a/0", "b/1", "b/0", "a/1"):
+        stage.join(name, 2)
+        stage.acquire(name, 1, layouts=(RUNTIME, CHECKPOINT), claim=True)
+    for name in ("a/0", "a/1"):
+        assert stage.heard(name) == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+    for name in ("b/0", "b/1"):
+        assert stage.heard(name) == []
+    stage.publish("a/0", 1, RUNTIME)
+    stage.publish("a/1", 1, RUNTIME)
+    for shard in (0, 1):
+        assert stage.heard(f"b/{shard}") == [f"read 1 {RUNTIME} {shard}<-a/{shard}"]
+
+
 @pytest.mark.parametrize("end", ["abandons", "leaves", "is silent", "is too slow"])
 def test_another_converts_when_the_first_does_not(stage: Stage, end: str) -> None:
     stage.join("trainer/0")
