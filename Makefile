@@ -11,9 +11,11 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
 	then echo $$python; break; fi; done)
 
-# Puts the environment's own tools first.
+# Puts the environment's own tools first. vLLM has torch compile some small functions for the CPU, which takes a C++
+# compiler: without one they run as they are.
 IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it, or name it: make PYTHON=..." >&2; exit 1; }; \
-	env=$$($(PYTHON) recipes/environments/build.py $(ENVIRONMENT)); export PATH="$$env/bin:$$PATH"
+	env=$$($(PYTHON) recipes/environments/build.py $(ENVIRONMENT)); export PATH="$$env/bin:$$PATH"; \
+	command -v g++ clang++ >/dev/null || export TORCH_COMPILE_DISABLE=1
 
 # One of recipes/environments. OpenRLHF needs its own: it pins a transformers that verl refuses.
 ENVIRONMENT = verl-cpu
