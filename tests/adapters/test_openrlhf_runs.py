@@ -1,0 +1,175 @@
+"""Real OpenRLHF runs on the CPU, two vLLM engines, a tiny model: the recipes, and what their event logs say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
+
+from recipes.demo.report import read_events, replica_of  # noqa: E402
+from recipes.openrlhf_grpo.metrics import read_metrics  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_DEADLINE_S = 900
+STEPS = 4
+KL_MAX = 1e-2  # token log-probabilities of vLLM and of the trainer, both in bfloat16
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_DEADLINE_S + 60)]
+
+
+class Run:
+    """One recipe run. `recipe` is a folder of recipes/."""
+
+    def __init__(self, folder: Path, shared: Path, recipe: str, mode: str, store: str, *arguments: str) -> None:
+        self.folder = folder
+        environment = {
+            **os.environ,
+            "PYTHON": sys.executable,
+            "OUT": str(shared),
+            "RUN": str(folder),
+            "SIZE": "tiny",
+            "HUB": os.environ.get("HUB", "tensorhub:?verify=1"),
+            "TENSORHUB_EVENTS": str(folder / "events"),
+        }
+        command = [str(ROOT / f"recipes/{recipe}/run.sh"), mode, store, *arguments]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "openrlhf.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)  # Ray's daemons leave when their driver does
+            self.process.wait(30)
+
+    def end(self) -> None:
+        """Wait for the end, which must be a good one."""
+        code = self.process.wait(RUN_DEADLINE_S)
+        assert code == 0, f"{self.tail()}\nOpenRLHF ended with {code}"
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        folder = self.folder / "events"
+        return [event for event in read_events(folder) if event["event"] == name] if folder.exists() else []
+
+    def wait_for(self, condition: Any) -> Any:
+        """What `condition` says as soon as it says something."""
+        deadline = time.monotonic() + RUN_DEADLINE_S
+        while time.monotonic() < deadline:
+            found = condition()
+            if found:
+                return found
+            assert self.process.poll() is None, f"{self.tail()}\nthe run ended before what the test waits for"
+            time.sleep(0.05)
+        raise AssertionError(f"{self.tail()}\nnothing happened")
+
+    def rows(self) -> list[dict[str, float]]:
+        return [row["data"] for row in read_metrics(self.folder / "tensorboard")]
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prompts and compiled extensions, for all runs."""
+    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
+
+
+def check_versions(run: Run, *, engines: int, trainers: int = 1, steps: int = STEPS) -> None:
+    """Every version was published by every rank, and what the engines then held is what was published."""
+    published = defaultdict(set)
+    for event in run.events("publish"):
+        published[event["version"]].add(event["worker"])
+    ranks = {f"trainer/{rank}" for rank in range(trainers)}
+    assert dict(published) == {version: ranks for version in range(1, steps + 1)}
+    digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
+    for event in run.events("digests"):
+        for key, value in event["digests"].items():
+            # A reader names the shards of several ranks "root.0", a rank its own "root of shard 0/2".
+            name = key if "of shard" not in key else f"root.{key.split()[3].partition('/')[0]}"
+            digests[event["version"], event["layout"], name][event["worker"]] = value
+    for key, workers in digests.items():
+        assert len(set(workers.values())) == 1, f"{key}: {workers}"
+    compared = {
+        version
+        for (version, _, _), workers in digests.items()
+        if len({replica_of(worker) for worker in workers}) > 1 and any(w.startswith("trainer/") for w in workers)
+    }
+    installed = defaultdict(set)
+    for event in run.events("resume"):
+        installed[replica_of(event["worker"])].add(event["version"])
+    assert len(installed) == engines
+    assert compared == set.union(*installed.values()), "some version was never compared with the trainer's"
+    assert not run.events("update_failed")
+
+
+def check_steps(run: Run, *, steps: int = STEPS) -> list[dict[str, float]]:
+    rows = run.rows()
+    assert len(rows) == steps
+    assert [row["tensorhub/version"] for row in rows] == list(range(1, steps + 1))
+    return rows
+
+
+def test_sync_grpo_is_on_policy(tmp_path: Path, shared: Path) -> None:
+    with Run(tmp_path, shared, "openrlhf_grpo", "sync", "tensorhub", "--data.max_samples", str(8 * STEPS)) as run:
+        run.end()
+    check_versions(run, engines=2)
+    rows = check_steps(run)
+    assert all(row["tensorhub/staleness_max"] == 0 for row in rows)
+    assert all(row["vllm_kl"] < KL_MAX for row in rows), [row["vllm_kl"] for row in rows]
+    sources = {source for event in run.events("fetch") for source in event["sources"]}
+    assert any(source.startswith("rollout-") for source in sources), "no engine has read from a peer"
+
+
+def test_async_grpo_by_openrlhfs_own_command_line(tmp_path: Path, shared: Path) -> None:
+    with Run(tmp_path, shared, "openrlhf_grpo", "async", "hook", "--data.max_samples", str(8 * STEPS)) as run:
+        run.end()
+    check_versions(run, engines=2)
+    rows = check_steps(run)
+    assert all(row["tensorhub/samples_of_several_versions"] == 0 for row in rows)
+    assert max(row["tensorhub/staleness_max"] for row in rows) > 0  # it is asynchronous
+    assert {event["lost"] for event in run.events("resume")} == {0}
+
+
+def test_partial_rollout_goes_on_when_an_engine_is_killed_in_the_middle(tmp_path: Path, shared: Path) -> None:
+    arguments = ["--data.max_samples", str(8 * 2 * STEPS), "--data.max_len", "256", "--rollout.max_new_tokens", "192"]
+    with Run(tmp_path, shared, "openrlhf_grpo", "partial", "tensorhub", *arguments) as run:
+        # rollout-1 has taken a version, and its vLLM is generating.
+        run.wait_for(lambda: [e for e in run.events("resume") if e["worker"] == "rollout-1/0"])
+        victim = run.wait_for(lambda: pid_of(run, "rollout-1"))
+        run.wait_for(lambda: [e for e in run.events("resume") if e["worker"] == "rollout-1/0" and e["in_flight"]])
+        os.kill(victim, signal.SIGKILL)
+        run.end()
+    assert run.events("replica_lost") and run.events("request_retried"), "the kill did not hit in the middle"
+    check_steps(run, steps=2 * STEPS)
+    assert any(event["in_flight"] for event in run.events("resume"))
+    assert any(event["versions"][0] < event["versions"][1] for event in run.events("request"))
+
+
+def pid_of(run: Run, replica: str) -> int | None:
+    """The actor's process: its event log is named after it."""
+    for path in (run.folder / "events").glob("*.jsonl"):
+        if f'"event": "request", "worker": "{replica}/0"' in path.read_text():
+            return int(path.stem.rpartition("-")[2])
+    return None
+
+
+def test_ppo_with_critic_and_zero_3_on_two_ranks(tmp_path: Path, shared: Path) -> None:
+    with Run(tmp_path, shared, "openrlhf_ppo", "sync", "tensorhub", "--data.max_samples", str(8 * STEPS)) as run:
+        run.end()
+    check_versions(run, engines=2, trainers=2)
+    check_steps(run)
+    shares = {e["worker"]: e["bytes"] for e in run.events("publish") if e["version"] == STEPS}
+    assert max(shares.values()) <= 0.7 * sum(shares.values())
