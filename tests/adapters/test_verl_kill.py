@@ -263,8 +263,8 @@ def test_5_a_frozen_replica_delays_nobody_and_gets_no_requests(run):
     version = run.version()
     run.until("versions for the others", lambda: run.has_all(version + 3, others(run, "rollout-1"), lost["t"]))
     assert not run.find("request", since=lost["t"] + 1, worker=victim)
+    thawed_at = time.time()  # before: this process may be kept waiting, and the replica is back within seconds
     resume(run, pid)
-    thawed_at = time.time()
     back = run.until("return of the frozen replica", lambda: run.find("replica_back", since=thawed_at))[0]
     assert back["version"] >= version + 3  # not before it had caught up
     run.until("requests for it", lambda: run.find("request", since=back["t"], worker=victim))
