@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-openrlhf test-rdma lint bench-verl-stall clean distclean python
+.PHONY: help env demo test test-verl test-openrlhf test-rdma lint bench-verl-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -33,7 +33,11 @@ demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every 
 test: lint ## lint, the quick tests, then those that start vLLM and verl; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -m "not heavy"
-	python -m pytest -x -v -m heavy
+	python -m pytest -x -v -m "heavy and not long"
+
+test-verl: ## whole verl runs in every mode, and kills in a real run (about 15 minutes on two quiet cores)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v -m long tests/adapters/test_verl_*.py
 
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"

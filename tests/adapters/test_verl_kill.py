@@ -29,7 +29,7 @@ STORY_S = 120
 REPLICAS = 3
 RANKS = 2  # of the trainer (FSDP2): each serves its half
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 class Run:

@@ -68,7 +68,12 @@ def run(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("case", CASES)
+BRIEF = "drop-in, separate_async"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case == BRIEF else pytest.mark.long) for case in CASES]
+)
 def test_a_run_over_the_store(case, run, tmp_path):
     mode, store, algorithm, overrides, versions = CASES[case]
     code, log = run(mode, store, algorithm, overrides)
