@@ -48,7 +48,7 @@ test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there ca
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
 
 lint: ## ruff, and mypy (strict on the core)
-	@$(IN_ENV); ruff check .; mypy
+	@$(IN_ENV); ruff check .; ruff format --check .; mypy
 
 bench-verl-stall: ## how long trainer and rollouts stand still: verl's own path against the store's, in one run
 	@$(IN_ENV); python -m recipes.bench.verl_stall

@@ -18,9 +18,7 @@ WIDTH_MIN = 1 / 400
 
 
 def draw(report: Report, events: list[dict[str, Any]], path: Path) -> None:
-    figure, (lanes, reward, kl) = plt.subplots(
-        3, 1, figsize=(12, 8), height_ratios=[2, 1, 1], layout="constrained"
-    )
+    figure, (lanes, reward, kl) = plt.subplots(3, 1, figsize=(12, 8), height_ratios=[2, 1, 1], layout="constrained")
     _draw_lanes(lanes, events)
     numbers = [step.step for step in report.steps]
     reward.plot(numbers, [step.reward for step in report.steps], marker="o", color="#2ca02c")

@@ -125,9 +125,7 @@ def make_report(
     by_version: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_version[event.get("version", 0)].append(event)
-    versions = [
-        _version(version, found) for version, found in sorted(by_version.items()) if _named(found, "publish")
-    ]
+    versions = [_version(version, found) for version, found in sorted(by_version.items()) if _named(found, "publish")]
     names = sorted({pull.replica for version in versions for pull in version.pulls})
     requests: dict[str, int] = defaultdict(int)
     for event in _named(events, "request"):

@@ -74,9 +74,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
     # --- rollout, drop-in ---------------------------------------------------------------------------------------------
 
-    async def receive_weights(
-        self, global_steps: int | None = None
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yields views into this worker's copy, which stays published (and unchanged) until the next version."""
         version = version_of_step(global_steps or 0)
         tensors = await asyncio.to_thread(self._receive, version)

@@ -250,18 +250,14 @@ def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, to
     """Raise UsageError naming what differs, unless names, dtypes and shapes are equal."""
     if live.keys() != source.keys():
         missing, unknown = sorted(live.keys() - source.keys()), sorted(source.keys() - live.keys())
-        raise UsageError(
-            f"runtime tensors differ: the source lacks {missing[:5]}, the model lacks {unknown[:5]}"
-        )
+        raise UsageError(f"runtime tensors differ: the source lacks {missing[:5]}, the model lacks {unknown[:5]}")
     for name, tensor in live.items():
         mine, theirs = ((str(t.dtype), list(t.shape)) for t in (tensor, source[name]))
         if mine != theirs:
             raise UsageError(f"runtime tensor {name!r} differs: the model has {mine}, the source {theirs}")
 
 
-def reload_checkpoint(
-    model: torch.nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
     Raises UsageError naming the layers of the model that the checkpoint did not fill; the model is mixed then. The
@@ -447,9 +443,7 @@ def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch
 def _renames_weights(model: torch.nn.Module) -> bool:
     """Whether loading does more than fuse layers, so that the model's names are not the checkpoint's."""
     rules = vars(getattr(model, "hf_to_vllm_mapper", None) or object).items()
-    return any(
-        rule for kind, rule in rules if kind.startswith("orig_to_new") and kind != "orig_to_new_stacked"
-    )
+    return any(rule for kind, rule in rules if kind.startswith("orig_to_new") and kind != "orig_to_new_stacked")
 
 
 def _parts(

@@ -38,9 +38,7 @@ logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration onl
 
 VOTE_SIZE_BYTES = 32  # what workers of one engine exchange: a fingerprint, or a version and a verdict
 
-Gather = Callable[
-    [bytes], list[bytes]
-]  # one VOTE_SIZE_BYTES message per worker of the engine, in shard order
+Gather = Callable[[bytes], list[bytes]]  # one VOTE_SIZE_BYTES message per worker of the engine, in shard order
 
 
 class BrokenWeights(TensorHubError):
@@ -59,14 +57,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     advertise_host: str | None = None
     install: Literal["staged", "direct"] = "staged"
     serve_from: Literal["host", "live"] | None = None  # None: "host" if staged, "live" if direct
-    verify: bool = (
-        False  # hash the live weights after every install, in the background; always on with events
-    )
+    verify: bool = False  # hash the live weights after every install, in the background; always on with events
     connect_deadline_s: float = 10.0
     drain_deadline_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
-    serve_deadline_s: float = (
-        120.0  # for what serving takes after an install: publishing, dropping the last version
-    )
+    serve_deadline_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
 
     @property
     def source(self) -> Literal["host", "live"]:
@@ -408,9 +402,7 @@ class Updater:
         votes = self._gather(vote.ljust(VOTE_SIZE_BYTES, b"\0"))
         return willing and all(other == votes[0] for other in votes)
 
-    def _result(
-        self, version: int, began: float, error: Exception | None, layout: str | None = None
-    ) -> dict[str, Any]:
+    def _result(self, version: int, began: float, error: Exception | None, layout: str | None = None) -> dict[str, Any]:
         if error is not None:
             events.record("update_failed", worker=self._name, version=version, error=str(error))
         with self._lock:

@@ -76,18 +76,14 @@ class TensorHubWorkerExtension:
         parsed = WorkerConfig.parse(config)
         runtime.check_version(vllm.__version__)
         if not hasattr(self, "tensorhub_updater"):
-            raise UsageError(
-                "this worker was made without TensorHubWorkerExtension.__new__: call super().__new__"
-            )
+            raise UsageError("this worker was made without TensorHubWorkerExtension.__new__: call super().__new__")
         model, vllm_config = self.model_runner.get_model(), self.vllm_config
         _check_supported(model, vllm_config)
         ranks = runtime.parallel_ranks(vllm_config)
         gather = _gather_over_engine(ranks)
         # Every worker takes part before anything can fail on one of them alone.
         prints = gather(runtime.fingerprint(model, vllm_config, ranks=ranks))
-        place = Place(
-            ranks["pp"] * ranks["tp_size"] + ranks["tp"], len(prints), runtime.replica_layout(prints)
-        )
+        place = Place(ranks["pp"] * ranks["tp_size"] + ranks["tp"], len(prints), runtime.replica_layout(prints))
         if self.tensorhub_updater is not None:
             self.tensorhub_updater.close()
         self.tensorhub_updater = Updater(parsed, model, vllm_config, place, gather)
@@ -190,13 +186,9 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
     """Refuse what would go wrong silently."""
     parallel = vllm_config.parallel_config
     if vllm_config.lora_config is not None:
-        raise UsageError(
-            "tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer"
-        )
+        raise UsageError("tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer")
     if getattr(parallel, "enable_eplb", False):
-        raise UsageError(
-            "expert load balancing moves experts between workers at run time: switch enable_eplb off"
-        )
+        raise UsageError("expert load balancing moves experts between workers at run time: switch enable_eplb off")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
     if parallel.data_parallel_size > 1:

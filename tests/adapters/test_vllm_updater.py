@@ -68,9 +68,7 @@ class Engines:
         **options: Any,
     ) -> Updater:
         config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
-        updater = Updater(
-            WorkerConfig.parse(config), Toy(), SimpleNamespace(), Place(shard, shards, LAYOUT), gather
-        )
+        updater = Updater(WorkerConfig.parse(config), Toy(), SimpleNamespace(), Place(shard, shards, LAYOUT), gather)
         self.made.append(updater)
         return updater
 
@@ -313,17 +311,13 @@ def test_a_replica_reads_one_version_or_none(engines: Engines) -> None:
     with engines.trainer() as trainer:
         for version in (1, 2):
             trainer.publish(version, toy_checkpoint(float(version)))
-        assert [fetch(worker, version) for worker, version in zip(workers, (1, 2), strict=True)] == [
-            "ready"
-        ] * 2
+        assert [fetch(worker, version) for worker, version in zip(workers, (1, 2), strict=True)] == ["ready"] * 2
         results = install_all(workers, [1, 2])
         assert [r["installed"] for r in results] == [False, False]
         assert [value(worker) for worker in workers] == [0.0, 0.0]
 
 
-def test_an_install_does_not_wait_for_ever_for_a_snapshot(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_install_does_not_wait_for_ever_for_a_snapshot(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     updater = engines("first")
     gate = threading.Event()
     publish = updater._client.publish

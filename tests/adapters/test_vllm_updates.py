@@ -104,11 +104,7 @@ def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server, tmp
         expected, before = fresh.generate(), first.generate()
         assert expected != before
         layout = connect(fresh, hub, "fresh")["layout"]
-        assert (
-            layout
-            == connect(first, hub, "rollout-0")["layout"]
-            == connect(second, hub, "rollout-1")["layout"]
-        )
+        assert layout == connect(first, hub, "rollout-0")["layout"] == connect(second, hub, "rollout-1")["layout"]
         weights = checkpoint(new)
         published = publisher.publish(1, weights)
 
@@ -246,9 +242,7 @@ def test_a_direct_install_reads_into_the_live_weights(pair: Any, models: Any, hu
 # --- failures ---
 
 
-def test_a_direct_install_whose_source_has_died_converts_the_checkpoint(
-    pair: Any, models: Any, hub: Server
-) -> None:
+def test_a_direct_install_whose_source_has_died_converts_the_checkpoint(pair: Any, models: Any, hub: Server) -> None:
     first, second = pair(install="direct")
     with trainer(hub, "trainer-2") as publisher:
         publisher.publish(2, checkpoint(models("qwen2-tied", 3)))
@@ -334,9 +328,7 @@ def test_an_incomplete_checkpoint_is_refused_by_name(models: Any, hub: Server) -
     with engines(models("qwen2-tied", 1)) as (engine,), trainer(hub) as publisher:
         connect(engine, hub, "rollout-0")
         weights = checkpoint(models("qwen2-tied", 2))
-        for version, left_out in enumerate(
-            ("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"), start=1
-        ):
+        for version, left_out in enumerate(("model.layers.1.self_attn.k_proj.weight", "model.norm.weight"), start=1):
             publisher.publish(version, {name: t for name, t in weights.items() if name != left_out})
             assert fetch(engine, version)["state"] == "ready"
             result = install(engine, version)
@@ -369,9 +361,7 @@ def test_an_engine_that_was_not_started_for_the_store_is_refused(models: Any, hu
                 },
             )
         assert connect(engine, hub, "rollout-0")["shard_count"] == 1
-        assert (
-            connect(engine, hub, "rollout-0")["shard_count"] == 1
-        )  # again, as after a restart of the server
+        assert connect(engine, hub, "rollout-0")["shard_count"] == 1  # again, as after a restart of the server
 
 
 def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any, hub: Server) -> None:

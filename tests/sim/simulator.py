@@ -368,8 +368,6 @@ class World:
         if key not in held | buried and rest <= held & known:  # without the rest, the hub thinks it lost already
             raise Violation("retained", self, f"{worker.name} was allowed to drop the last copy of {key}")
 
-
-
     def _check_no_ghosts(self) -> None:
         assert self.hub is not None
         for session, known in self.hub.workers.items():
