@@ -29,6 +29,7 @@ class Region:
     def __init__(self, address: int, size_bytes: int) -> None:
         self.rkey = self.lkey = next(_numbers)
         self.address, self.size_bytes = address, size_bytes
+        self.how = "as it is"
         _regions[self.rkey] = self
 
     def holds(self, address: int, size_bytes: int) -> bool:
@@ -47,7 +48,7 @@ class Nic:
         self.registered: list[tuple[int, int]] = []
         self.left = register_size_bytes_max
 
-    def register(self, address: int, size_bytes: int) -> Region:
+    def register(self, address: int, size_bytes: int, device: str = "cpu") -> Region:
         if self.left is not None:
             if size_bytes > self.left:
                 raise VerbsError("cannot register: raise `ulimit -l`")

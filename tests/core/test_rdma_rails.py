@@ -181,11 +181,20 @@ def test_much_memory_is_registered_piece_by_piece() -> None:
 
 
 def test_one_region_where_stream_and_memory_go_on_together() -> None:
-    registered = [(1000, 100, (1, 2))]
+    registered = [(1000, 100, 1000, (1, 2))]
     assert regions([(0, 40, 1000), (40, 60, 1040)], registered) == [Region(0, 100, 1000, (1, 2))]
     assert regions([(0, 40, 1060), (40, 60, 1000)], registered) == [
         Region(0, 40, 1060, (1, 2)),
         Region(40, 60, 1000, (1, 2)),
+    ]
+
+
+def test_what_a_dma_buf_holds_is_named_by_its_place_in_it() -> None:
+    registered = [(1000, 100, 24, (1,)), (1100, 50, 12, (2,))]
+    assert regions([(0, 40, 1060), (40, 20, 1090)], registered) == [
+        Region(0, 40, 84, (1,)),
+        Region(40, 10, 114, (1,)),
+        Region(50, 10, 12, (2,)),
     ]
 
 
@@ -246,13 +255,13 @@ def test_every_byte_is_registered_and_found_again(tensors: list[tuple[int, int]]
     extents = [(start, size, (2 << 20) - at - size) for start, size, at in extents]  # backwards
     pieces = chunks(extents, limit=limit)
     assert all(0 < size <= limit for _, size in pieces)
-    registered = [(at, size, (index,)) for index, (at, size) in enumerate(pieces)]
+    registered = [(at, size, at, (index,)) for index, (at, size) in enumerate(pieces)]
     told = regions(extents, registered)
     memory = RemoteMemory(told, stream, 1)
     expected = [at + i for _, size, at in extents for i in range(size)]
     found = []
     for at, size, key in memory.pieces(0, stream, 0):
-        first, length, _ = registered[key]
+        first, length, _, _ = registered[key]
         assert first <= at and at + size <= first + length, "outside of what was registered"
         found += range(at, at + size)
     assert found == expected

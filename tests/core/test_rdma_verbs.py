@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.transports import _verbs
+from tensorhub_plugins.core.transports._rails import Port
 from tensorhub_plugins.core.transports._verbs import Ring, VerbsError, status_name, why_not
 
 MODULES = {
     "device": ("Context",),
     "pd": ("PD",),
-    "mr": ("MR",),
+    "mr": ("MR", "DmaBufMR"),
     "cq": ("CQ", "CompChannel"),
     "qp": ("QP", "QPCap", "QPInitAttr", "QPAttr"),
     "addr": ("GID", "GlobalRoute", "AHAttr"),
@@ -106,6 +110,86 @@ def test_foreign_errors_are_translated_and_the_limit_is_named(monkeypatch: pytes
     expected = r"cannot register 5 bytes: no\. *;.* 8192 KiB.*ulimit -l"
     with pytest.raises(VerbsError, match=expected), _verbs._translated("register 5 bytes"):
         raise PyverbsRDMAError("no. ")
+
+
+# --- memory of a device ---
+
+
+class FakeRegion:
+    lkey, rkey = 1, 2
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        self.named = named
+
+
+def nic(*, peer_memory: bool) -> _verbs.Nic:
+    """One that registers addresses of the host, and those of a device only with peer memory."""
+
+    def region(*arguments: object, **named: object) -> FakeRegion:
+        if not peer_memory:
+            raise ValueError("Bad address")
+        return FakeRegion(*arguments, **named)
+
+    numbers = types.SimpleNamespace(IBV_ACCESS_LOCAL_WRITE=1, IBV_ACCESS_REMOTE_READ=4)
+    made = object.__new__(_verbs.Nic)
+    made._v = types.SimpleNamespace(MR=region, DmaBufMR=FakeRegion, numbers=numbers)
+    made._guard, made._closing = threading.Lock(), False
+    made.domain, made.port = object(), Port("mlx5_0", 1, "Ethernet", 3, "::ffff:10.0.0.1")
+    return made
+
+
+def test_memory_of_a_device_is_registered_as_it_is_where_peer_memory_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_verbs, "export_dma_buf", lambda *_: pytest.fail("a dma-buf was asked for"))
+    memory = nic(peer_memory=True).register(0x7000_1234, 100, "cuda")
+    assert (memory.address, memory.how) == (0x7000_1234, "by peer memory")
+
+
+def test_else_as_a_dma_buf_and_named_by_its_place_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exported = os.open(tmp_path, os.O_RDONLY)
+    monkeypatch.setattr(_verbs, "export_dma_buf", lambda address, _: (exported, address % 4096))
+    memory = nic(peer_memory=False).register(0x7000_1234, 100, "cuda")
+    assert (memory.address, memory.how) == (0x234, "through dma-buf")
+    assert memory._region.named == {"dmabuf": exported, "offset": 0x234}
+    with pytest.raises(OSError):
+        os.fstat(exported)  # closed: the region holds the dma-buf itself
+
+
+def test_memory_that_cannot_be_registered_either_way_says_both_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> tuple[int, int]:
+        raise OSError("CUDA does not export it (operation not supported)")
+
+    monkeypatch.setattr(_verbs, "export_dma_buf", refuse)
+    with pytest.raises(VerbsError, match="Bad address.*does not export"):
+        nic(peer_memory=False).register(0x7000_0000, 100, "cuda")
+    with pytest.raises(VerbsError, match="Bad address$"):  # the host's memory has no other way
+        nic(peer_memory=False).register(0x7000_0000, 100)
+
+
+class FakeCuda:
+    """libcuda's two functions; `code` is what exporting answers."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.asked: tuple[int, int] = (0, 0)
+
+    def cuMemGetHandleForAddressRange(self, fd: Any, start: Any, size: Any, kind: Any, flags: Any) -> int:
+        self.asked = start.value, size.value
+        fd._obj.value = 77
+        return self.code
+
+    def cuGetErrorString(self, code: Any, reason: Any) -> int:
+        reason._obj.value = b"invalid argument"
+        return 0
+
+
+def test_whole_pages_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(0)
+    monkeypatch.setattr(_verbs.ctypes, "CDLL", lambda _: cuda)
+    assert _verbs.export_dma_buf(2 * 4096 + 512, 4096) == (77, 512)
+    assert cuda.asked == (2 * 4096, 2 * 4096)
+    monkeypatch.setattr(_verbs.ctypes, "CDLL", lambda _: FakeCuda(1))
+    with pytest.raises(OSError, match="invalid argument"):
+        _verbs.export_dma_buf(0, 4096)
 
 
 # --- the ring ---

@@ -22,9 +22,10 @@ from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.transports import NotServable, Offer
+from tensorhub_plugins.core.transports import NotServable, Offer, _verbs
 from tensorhub_plugins.core.transports import create as create_transport
-from tensorhub_plugins.core.transports._verbs import Nic
+from tensorhub_plugins.core.transports._rails import find_ports
+from tensorhub_plugins.core.transports._verbs import Nic, VerbsError, open_nics
 from tensorhub_plugins.core.transports._wire import HEADER
 from tensorhub_plugins.core.transports.rdma import WINDOW, RdmaTransport
 from tensorhub_plugins.core.values import ShardKey
@@ -55,6 +56,7 @@ def all_cases() -> dict[str, Callable[[Crew], None]]:
         reader_may_not_lock_memory,
         not_reached,
         connections_and_registrations_are_kept,
+        memory_of_a_device_that_verbs_refuses,
         two_rails,
         two_hosts,
     ]
@@ -180,10 +182,10 @@ def connections_and_registrations_are_kept(crew: Crew) -> None:
     registered = []
     register = Nic.register
 
-    def counted(nic: Nic, address: int, size_bytes: int) -> Any:
+    def counted(nic: Nic, address: int, size_bytes: int, device: str = "cpu") -> Any:
         if size_bytes > SIZE_BYTES // 2:
             registered.append((nic, address))
-        return register(nic, address, size_bytes)
+        return register(nic, address, size_bytes, device)
 
     Nic.register = counted  # type: ignore[method-assign]
     try:
@@ -203,6 +205,26 @@ def connections_and_registrations_are_kept(crew: Crew) -> None:
             assert len(registered) == 2, f"{registered} for one source slab and one target slab"
     finally:
         Nic.register = register  # type: ignore[method-assign]
+
+
+def memory_of_a_device_that_verbs_refuses(crew: Crew) -> None:
+    """No CUDA here, and soft-RoCE takes no dma-buf: both are asked, each in its real way, and their answers told."""
+    nowhere = 1 << 46  # an address of no memory of ours, as a device's is
+    nic = open_nics(find_ports()[0])[0]
+    exported = _verbs.export_dma_buf
+    try:
+        for export, reason in ((exported, "libcuda"), (lambda *_: (os.memfd_create("no dma-buf"), 0), "dma-buf MR")):
+            _verbs.export_dma_buf = export
+            try:
+                nic.register(nowhere, 4096, "cuda")
+            except VerbsError as error:
+                print(f"      {error}", flush=True)
+                assert reason in str(error) and "Failed to register a MR" in str(error), error
+            else:
+                raise AssertionError("memory of nobody was registered")
+    finally:
+        _verbs.export_dma_buf = exported
+        nic.close()
 
 
 def two_rails(crew: Crew) -> None:

@@ -182,24 +182,26 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     keys: tuple[int, ...]
 
 
-def regions(extents: Iterable[Extent], registered: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Region]:
-    """The extents as a peer may read them. registered: (address, size, keys), sorted, from `chunks`."""
-    starts = [address for address, _, _ in registered]
+def regions(extents: Iterable[Extent], registered: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> list[Region]:
+    """The extents as a peer may read them. registered: (address, size, what reads call that address, keys), sorted,
+    from `chunks`."""
+    starts = [first for first, _, _, _ in registered]
     found: list[Region] = []
     for start, size_bytes, address in extents:
         while size_bytes:
-            first, length, keys = registered[bisect_right(starts, address) - 1]
+            first, length, called, keys = registered[bisect_right(starts, address) - 1]
             count = min(size_bytes, first + length - address)
+            remote = called + address - first
             last = found[-1] if found else None
             if (
                 last is not None
                 and last.keys == keys
                 and last.start + last.size_bytes == start
-                and last.address + last.size_bytes == address
+                and last.address + last.size_bytes == remote
             ):
                 found[-1] = Region(last.start, last.size_bytes + count, last.address, keys)
             else:
-                found.append(Region(start, count, address, keys))
+                found.append(Region(start, count, remote, keys))
             start, address, size_bytes = start + count, address + count, size_bytes - count
     return found
 

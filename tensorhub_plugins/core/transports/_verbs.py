@@ -16,6 +16,7 @@ What has to be known about reliable connections
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import importlib.util
@@ -33,7 +34,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from tensorhub_plugins.core.transports._rails import SYSFS, Port
+from tensorhub_plugins.core.transports._rails import PAGE_SIZE_BYTES, SYSFS, Port
 
 RING_DEPTH = 128  # reads of at most READ_SIZE_BYTES_MAX in flight on one queue pair
 READ_SIZE_BYTES_MAX = 1 << 20  # several in flight keep a wire busy; one lost packet repeats no more than this
@@ -45,6 +46,7 @@ RNR_RETRIES = 6
 CHANNEL_TRIES_MAX = 10  # somebody else's verbs (NCCL's) may open devices at the same time
 MIN_RNR_TIMER = 12
 HOP_LIMIT = 64
+CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1  # cuda.h
 
 # pyverbs 44 does not tell a channel's descriptor: it is the one that is new. An opened device has one that looks alike.
 _descriptors = threading.Lock()
@@ -108,7 +110,7 @@ def _pyverbs() -> SimpleNamespace:
     names = {
         "device": ("Context",),
         "pd": ("PD",),
-        "mr": ("MR",),
+        "mr": ("MR", "DmaBufMR"),
         "cq": ("CQ", "CompChannel"),
         "qp": ("QP", "QPCap", "QPInitAttr", "QPAttr"),
         "addr": ("GID", "GlobalRoute", "AHAttr"),
@@ -167,6 +169,42 @@ def _in_words(error: Exception) -> str:
     return text
 
 
+# --- memory ---
+
+
+class Memory:
+    """A registered range. address: what reads call its first byte. how: in words, for the log."""
+
+    def __init__(self, region: Any, address: int, how: str) -> None:
+        self._region = region
+        self.address = address
+        self.how = how
+        self.lkey, self.rkey = int(region.lkey), int(region.rkey)
+
+    def close(self) -> None:
+        self._region.close()
+
+
+def export_dma_buf(address: int, size_bytes: int) -> tuple[int, int]:
+    """(descriptor, offset in it) of whole pages around a range of CUDA's memory. OSError, with CUDA's reason."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    start = address // PAGE_SIZE_BYTES * PAGE_SIZE_BYTES
+    stop = -(-(address + size_bytes) // PAGE_SIZE_BYTES) * PAGE_SIZE_BYTES
+    fd = ctypes.c_int(-1)
+    code = cuda.cuMemGetHandleForAddressRange(
+        ctypes.byref(fd),
+        ctypes.c_uint64(start),
+        ctypes.c_size_t(stop - start),
+        ctypes.c_int(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD),
+        ctypes.c_uint64(0),
+    )
+    if code:
+        reason = ctypes.c_char_p()
+        cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(reason))
+        raise OSError(f"CUDA does not export it ({(reason.value or b'no reason').decode()})")
+    return fd.value, address - start
+
+
 # --- one device ---
 
 
@@ -201,15 +239,34 @@ class Nic:
                 self.context.close()
                 raise
 
-    def register(self, address: int, size_bytes: int) -> Any:
-        """A memory region that peers may read and that we may read into. VerbsError."""
+    def register(self, address: int, size_bytes: int, device: str = "cpu") -> Memory:
+        """Memory that peers may read and that we may read into. device: its type, as torch says it. VerbsError.
+
+        CUDA's memory is registered like any other where nvidia-peermem is loaded, else as a dma-buf.
+        """
         numbers = self._v.numbers
+        access = numbers.IBV_ACCESS_LOCAL_WRITE | numbers.IBV_ACCESS_REMOTE_READ
         with self._guard:
             if self._closing:
                 raise VerbsError("the transport was closed")
-            with _translated(f"register {size_bytes} bytes with {self.port.device}"):
-                access = numbers.IBV_ACCESS_LOCAL_WRITE | numbers.IBV_ACCESS_REMOTE_READ
-                return self._v.MR(self.domain, size_bytes, access, address=address)
+            try:
+                with _translated(f"register {size_bytes} bytes with {self.port.device}"):
+                    region = self._v.MR(self.domain, size_bytes, access, address=address)
+                    return Memory(region, address, "as it is" if device == "cpu" else "by peer memory")
+            except VerbsError as error:
+                if device != "cuda":
+                    raise
+                return self._register_dma_buf(address, size_bytes, access, str(error))
+
+    def _register_dma_buf(self, address: int, size_bytes: int, access: int, why: str) -> Memory:
+        with _translated(f"register {size_bytes} bytes of a CUDA device with {self.port.device}: {why}; as a dma-buf"):
+            fd, offset = export_dma_buf(address, size_bytes)
+            try:
+                # pyverbs names the region's first byte by its offset.
+                region = self._v.DmaBufMR(self.domain, size_bytes, access, dmabuf=fd, offset=offset)
+            finally:
+                os.close(fd)  # the region holds the dma-buf itself
+            return Memory(region, offset, "through dma-buf")
 
     def acquire(self) -> None:
         with self._guard:

@@ -66,6 +66,7 @@ from tensorhub_plugins.core.transports._rails import (
 )
 from tensorhub_plugins.core.transports._verbs import (
     Endpoint,
+    Memory,
     Nic,
     QueuePair,
     Reader,
@@ -268,25 +269,28 @@ class RdmaTransport:
 class _Registration:
     """A slab's memory in verbs' terms: registered piece by piece, all of it for a source, as needed for a target."""
 
-    def __init__(self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object) -> None:
+    def __init__(self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object, device: str) -> None:
         self.extents = extents
         self._nics = nics
+        self._device = device
         self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
         self._chunks = chunks(extents)
         self._starts = [address for address, _ in self._chunks]
-        self._regions: list[list[Any] | None] = [None] * len(self._chunks)
+        self._regions: list[list[Memory] | None] = [None] * len(self._chunks)
         self._guard = threading.Lock()
 
     def offer(self) -> list[Region]:
         """All of it, as peers may read it. VerbsError."""
         registered = []
         for index, (address, size_bytes) in enumerate(self._chunks):
-            keys = tuple(int(region.rkey) for region in self._registered(index))
-            registered.append((address, size_bytes, keys))
+            known = self._registered(index)
+            if len({region.address for region in known}) > 1:
+                raise VerbsError("its cards register device memory in different ways: name one of them")
+            registered.append((address, size_bytes, known[0].address, tuple(region.rkey for region in known)))
         return regions(self.extents, registered)
 
     def find(self, address: int, size_bytes: int, nic: int) -> list[tuple[int, int, int]] | None:
-        """(address, size, local key) of a range; None when some of it is not of this slab. VerbsError."""
+        """(address, size, local key) of a range on the host; None when some of it is not of this slab. VerbsError."""
         found = []
         while size_bytes:
             index = bisect_right(self._starts, address) - 1
@@ -296,19 +300,21 @@ class _Registration:
             count = min(size_bytes, first + length - address)
             if count <= 0:
                 return None
-            found.append((address, count, int(self._registered(index)[nic].lkey)))
+            found.append((address, count, self._registered(index)[nic].lkey))
             address, size_bytes = address + count, size_bytes - count
         return found
 
-    def _registered(self, index: int) -> list[Any]:
+    def _registered(self, index: int) -> list[Memory]:
         known = self._regions[index]
         if known is None:
             with self._guard:
                 known = self._regions[index]
                 if known is None:
                     address, size_bytes = self._chunks[index]
-                    known = [nic.register(address, size_bytes) for nic in self._nics]
+                    known = [nic.register(address, size_bytes, self._device) for nic in self._nics]
                     self._regions[index] = known
+                    if self._device != "cpu":
+                        _once(logging.INFO, "rdma: device memory is served %s", known[0].how)
         return known
 
     def close(self) -> None:
@@ -352,7 +358,8 @@ class _Registry:
         same = len(refs) == len(tensors) and all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
         if found is None or not same or found.extents != extents:
             # The storages, not the tensors: the memory must stay, the tensors are free to go and take this with them.
-            found = _Registration(self._nics, extents, [tensor.untyped_storage() for tensor in tensors])
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            found = _Registration(self._nics, extents, storages, tensors[0].device.type if tensors else "cpu")
         if slab.kind == "adopted" and tensors:
             adopted = self._adopted
 
@@ -380,7 +387,7 @@ class _Staging:
         self._regions = [nic.register(self._address, len(self.view)) for nic in nics]
 
     def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
-        return self._address + start, size_bytes, int(self._regions[nic].lkey)
+        return self._address + start, size_bytes, self._regions[nic].lkey
 
     def close(self) -> None:
         for region in self._regions:
