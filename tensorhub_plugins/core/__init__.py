@@ -25,6 +25,7 @@ from tensorhub_plugins.core.errors import (
 )
 from tensorhub_plugins.core.server import Server, start_server
 from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.values import (
     CHECKPOINT,
     LATEST,
@@ -37,6 +38,7 @@ from tensorhub_plugins.core.values import (
 
 __all__ = [
     "CHECKPOINT",
+    "DEFAULT_TRANSPORTS",
     "LATEST",
     "Client",
     "CorruptBytes",

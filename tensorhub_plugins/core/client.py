@@ -37,7 +37,7 @@ from tensorhub_plugins.core.reads import check_cover
 from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transfer import Outcome, Transfer
-from tensorhub_plugins.core.transports import Offer, Transport, create, unavailable
+from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
 from tensorhub_plugins.core.values import (
     CHECKPOINT,
     LATEST,
@@ -133,7 +133,7 @@ class Client:
 
     address: the hub's, "tcp://host:port". run, model: name the history. replica, shard, shard_count: which part of
     which copy this worker is; the names of live replicas must differ. location: defaults to `here()`. transports:
-    names in order of preference; those that do not work here are left out, with a line in the log. advertise_host:
+    names in order of preference; those that do not work here are left out, which the log says. advertise_host:
     the address under which peers reach this host; defaults to the one that faces the hub.
 
     Raise HubUnreachable when no hub answers within connect_deadline_s (seconds), UsageError for what cannot work.
@@ -149,7 +149,7 @@ class Client:
         shard: int = 0,
         shard_count: int = 1,
         location: Location | None = None,
-        transports: Sequence[str] = ("shm", "tcp"),
+        transports: Sequence[str] = DEFAULT_TRANSPORTS,
         advertise_host: str | None = None,
         connect_deadline_s: float = 10.0,
     ) -> None:
@@ -714,7 +714,10 @@ def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
         if reason is None:
             transports[name] = create(name, advertise_host=advertise_host)
         else:
-            log.warning("transport %s is left out: %s", name, reason)
+            # Nobody who names no transport wants to hear on every worker that it has no RDMA card.
+            log.log(
+                logging.INFO if tuple(names) == DEFAULT_TRANSPORTS else logging.WARNING, "no %s here: %s", name, reason
+            )
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports

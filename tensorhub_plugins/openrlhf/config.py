@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import DEFAULT_TRANSPORTS, UsageError
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -30,7 +30,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     hub: str | None = None  # tcp://host:port; None: the run starts one itself
     run: str | None = None  # names the history at the hub; None: unique for this Ray job
     model: str = "actor"
-    transports: str = "shm,tcp"  # in order of preference
+    transports: str = ",".join(DEFAULT_TRANSPORTS)  # in order of preference
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
     keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import omegaconf
 
-from tensorhub_plugins.core import Location, UsageError, here
+from tensorhub_plugins.core import DEFAULT_TRANSPORTS, Location, UsageError, here
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     run: str | None = None  # names the history at the hub; None: unique for this Ray job
     model: str = "actor"
     location: dict[LocationPart, str] = {}  # or per node: TENSORHUB_DATA_CENTER, TENSORHUB_RACK
-    transports: tuple[str, ...] = ("shm", "tcp")  # in order of preference
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
     dtype: str | None = None  # what floating-point weights are published as; None: as verl hands them over

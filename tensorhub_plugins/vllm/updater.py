@@ -31,6 +31,7 @@ from tensorhub_plugins.core import events
 from tensorhub_plugins.core.client import Client, Fetched, ReplicateReport
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError, UsageError
 from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.values import CHECKPOINT, Location
 from tensorhub_plugins.vllm import runtime
 
@@ -53,7 +54,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     replica: str  # one name per engine; live engines of a run must have different ones
     location: Location | None = None  # None: this host, see core.client.here
-    transports: tuple[str, ...] = ("shm", "tcp")
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     advertise_host: str | None = None
     install: Literal["staged", "direct"] = "staged"
     serve_from: Literal["host", "live"] | None = None  # None: "host" if staged, "live" if direct

@@ -37,6 +37,8 @@ MODULES: dict[str, tuple[str, str]] = {
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
     "rdma": ("tensorhub_plugins.core.transports.rdma", "RdmaTransport"),
 }
+# What a worker uses when it names none, best first, as far as its machine has them.
+DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
 CUT_S_MAX = 10.0  # a cut reader's thread only has to leave one system call; beyond this something is broken
 
 
