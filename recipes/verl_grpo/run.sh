@@ -62,7 +62,8 @@ verl="$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("verl").subm
 
 # Ray puts sockets under its folder, whose path may have 107 characters at most.
 ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
-trap 'rm -rf "$ray"' EXIT
+since="$(date +%s)"
+trap '"$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; rm -rf "$ray"' EXIT
 
 sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "${arguments[@]}" >"$RUN/arguments"
 mapfile -t overrides <"$RUN/arguments"

@@ -1,0 +1,69 @@
+"""Remove the shared memory that a run's killed processes left: `python recipes/sweep.py RUN_FOLDER SINCE` (seconds).
+
+verl ends its actors by having Ray kill them, and with them Python's resource tracker, which would have unlinked vLLM's
+message queues (psm_*, some 250 MB each) and multiprocessing's semaphores (sem.mp-*). Every run leaves some, also
+without us; a full /dev/shm is what comes of it. Waits until the run's processes, known by RUN in their environment,
+have ended, and removes what this user made since then and no process has mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SHARED = Path("/dev/shm")
+NAMES = ("psm_*", "sem.mp-*")
+WAIT_S = 30.0  # Ray's own processes end some seconds after their driver
+
+
+def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
+    """What was removed. since: as time.time() tells it."""
+    deadline = time.monotonic() + WAIT_S
+    ours = _ancestors()  # the script that runs this one is of the run too
+    while any(_is_of(process, run) for process in _processes() if process not in ours) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    made = [file for pattern in NAMES for file in shared.glob(pattern) if _made_since(file, since)]
+    maps = "\n".join(_read(process / "maps") for process in _processes()) if made else ""
+    removed = [file for file in made if str(file) not in maps]
+    for file in removed:
+        file.unlink(missing_ok=True)
+    return removed
+
+
+def _made_since(file: Path, since: float) -> bool:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.getuid() and status.st_mtime >= since
+
+
+def _is_of(process: Path, run: str) -> bool:
+    return f"RUN={run}" in _read(process / "environ").split("\0")
+
+
+def _ancestors() -> set[Path]:
+    """And this process itself."""
+    found, pid = set(), os.getpid()
+    while pid > 0:
+        found.add(Path(f"/proc/{pid}"))
+        pid = int(_read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
+    return found
+
+
+def _processes() -> Iterator[Path]:
+    return (path for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_bytes().decode(errors="replace")
+    except OSError:  # ended meanwhile, or another user's
+        return ""
+
+
+if __name__ == "__main__":
+    sweep(sys.argv[1], float(sys.argv[2]))
