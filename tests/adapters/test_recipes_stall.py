@@ -56,10 +56,10 @@ def test_compare_takes_medians_without_warm_up(tmp_path):
     write_run(tmp_path / "stock", [99, 4.0, 5.0, 6.0], [99, 2.0, 3.0, 4.0])
     write_run(tmp_path / "pull", [99, 0.5, 0.5, 0.6], [99, 0.1, 0.1, 0.1])
     rounds = [stalls.read_round(path, tmp_path / path, skip_steps=1) for path in ("stock", "pull")]
-    wait, silent, closed = stalls.compare(rounds)
+    wait, closed, silent = stalls.compare(rounds)
     assert (wait.stock_s, wait.ours_s, wait.ratio) == (5.0, 0.5, 10.0)
     assert closed.ratio == pytest.approx(30.0)
-    assert (wait.counts, silent.counts, closed.counts) == (True, True, False)
+    assert (wait.counts, closed.counts, silent.counts) == (True, True, False)
     assert silent.stock_s == pytest.approx(4.0)
 
 

@@ -140,8 +140,8 @@ def summary(number: int, found: stalls.Round, seconds: float) -> str:
 
     return (
         f"round {number + 1} {found.path:5}  trainer waits {middle(found.waits_s)}"
-        f"  rollout gives no token {middle([s.silent_s for s in found.stalls])}"
-        f"  engine closed {middle([s.closed_s for s in found.stalls])}  ({seconds:.0f} s)"
+        f"  rollout cannot generate {middle([s.closed_s for s in found.stalls])}"
+        f"  gives no token {middle([s.silent_s for s in found.stalls])}  ({seconds:.0f} s)"
     )
 
 
