@@ -178,8 +178,43 @@ def test_ports_of_different_kinds_do_not_face_each_other(fakes: Fakes) -> None:
             reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
 
 
-def test_a_source_that_cannot_register_says_so(fakes: Fakes) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_source_that_cannot_register_its_memory_sends_it_through_a_ring(fakes: Fakes, devices: int) -> None:
+    fakes.ports = [port(f"fake{number}") for number in range(devices)]
     fakes.limit = SIZE // 2
+    with serving() as (source, _, endpoint):
+        fakes.limit = None
+        with contextlib.closing(rdma.RdmaTransport()) as reader:
+            for _ in range(3):
+                read(reader, endpoint).close()
+            assert read(reader, endpoint)._ring is not None
+        ring = rdma.RING_PLACES * SEGMENT
+        assert [size for _, size in source.nics[0].registered] == [max(4096, ring)], "made once, and only that"
+
+
+def test_the_places_of_a_ring_are_filled_again_only_when_they_were_taken(fakes: Fakes) -> None:
+    """A reader that never says so: the source stops after as many segments, and the bytes there stay what they were."""
+    fakes.limit = SIZE // 2
+    with serving() as (source, _, endpoint):
+        fakes.limit = None
+        with contextlib.closing(rdma.RdmaTransport()) as reader:
+            link = reader.connect(endpoint, deadline=far())
+            link.open(KEY, 1, deadline=far())
+            channel = link._connection.channel
+            link._request(channel, range(SIZE // SEGMENT), far())
+            places = [link._next_is_ready(channel, segment, far()) for segment in range(rdma.RING_PLACES)]
+            assert places == list(range(rdma.RING_PLACES))
+            (ring,) = source._server._dialect._rings.values()
+            assert ring.is_full and not channel.has_input()
+            want = [content()[place * SEGMENT : (place + 1) * SEGMENT].numpy().tobytes() for place in places]
+            assert bytes(ring._memory.view[: rdma.RING_PLACES * SEGMENT]) == b"".join(want)
+            rdma._tell(channel, rdma.Taken(2), far())
+            assert link._next_is_ready(channel, rdma.RING_PLACES, far()) == 2
+            link.close()
+
+
+def test_a_source_that_can_register_nothing_says_so(fakes: Fakes) -> None:
+    fakes.limit = rdma.RING_PLACES * SEGMENT - 1
     with serving() as (_, _, endpoint):
         fakes.limit = None
         with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(NotServable, match="ulimit -l"):

@@ -299,9 +299,12 @@ class Dialect:
         """What follows an Opened message."""
         raise NotImplementedError
 
-    def payload(self, offer: Offer, start: int, stop: int) -> list[memoryview]:
+    def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
         """The bytes that follow a segment's header."""
         raise NotImplementedError
+
+    def sent(self, channel: Channel, deadline: float) -> None:
+        """Everything that was asked for has been sent."""
 
     def let_go(self, channel: Channel, *, ended: bool) -> None:
         """The reader is done with what was handed over (ended: and with the connection). Memory may change after it."""
@@ -491,9 +494,10 @@ class _Conversation:
         for start, stop in request.runs:
             for segment in range(start, stop):
                 self._await(offer, segment, deadline)
-                payload = self._dialect.payload(offer, *offer.manifest.segment_range(segment))
+                payload = self._dialect.payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
                 header = HEADER.pack(SEGMENT, segment, sum(map(len, payload)))
                 self._channel.send([header, *payload], deadline)
+        self._dialect.sent(self._channel, deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> None:
         """Until the segment is ready, with a sign of life now and then. SourceLost when withdrawn."""

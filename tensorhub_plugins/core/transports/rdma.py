@@ -20,9 +20,11 @@ Kept and used again
     all, to the next link to that source; the source closes the oldest of those that lie idle when there are many.
 
 Where it is not possible
-    Memory that cannot be registered at the source makes `open` raise NotServable. What cannot be registered at the
-    reader is read into a ring of registered host memory and copied from there; so is device memory, on its way through
-    the slab's own pinned buffers. A source that no rail reaches is remembered for a minute. The log says so.
+    What cannot be registered at the source (a device's memory without peer memory and dma-buf, more than may be locked)
+    passes through a ring of registered host memory there: the header of a segment says in which place of the ring it
+    lies, and the reader says Taken. What cannot be registered at the reader is read into such memory and copied from
+    there; so is device memory, on its way through the slab's own pinned buffers. Where not even a ring can be
+    registered `open` raises NotServable. A source that no rail reaches is remembered for a minute. The log says so.
 
 Configuration: TENSORHUB_RDMA_DEVICES ("mlx5_0,mlx5_1:1", in order; default: the fastest, nearest to the current CUDA
 device), TENSORHUB_RDMA_GID_INDEX (default: RoCEv2 with an IPv4 address). Arguments override them.
@@ -35,6 +37,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -95,6 +98,8 @@ from tensorhub_plugins.core.transports.tcp import _tune as tune
 from tensorhub_plugins.core.values import Manifest
 
 SCHEME = "rdma://"
+RING_PLACES = 4  # one is filled while others are on the wire
+RINGS_KEPT_MAX = 4  # for the next readers
 WINDOW = 16  # segments in flight: 64 MiB is more than any path holds
 ADOPTED_MAX = 4  # sets of live tensors that stay registered between versions
 IDLE_AT_READER_MAX = 8  # connections kept for the next version
@@ -113,6 +118,7 @@ _log = logging.getLogger(__name__)
 class Rails(msgspec.Struct, frozen=True, array_like=True, tag=True):
     link_layers: Annotated[list[str], msgspec.Meta(max_length=64)]  # of the source's ports
     memory: Annotated[list[Region], msgspec.Meta(max_length=1 << 21)]
+    is_ring: bool = False  # memory is RING_PLACES segments that the stream passes through, not the stream itself
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -124,11 +130,16 @@ class Dialed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     problem: str = ""
 
 
-Message = TypeVar("Message", Rails, Dial, Dialed)
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    place: Annotated[int, msgspec.Meta(ge=0, lt=RING_PLACES)]  # of the ring; may be filled again
+
+
+Message = TypeVar("Message", Rails, Dial, Dialed, Taken)
 _encoder = msgspec.msgpack.Encoder()
 # Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.
-_decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Rails, Dial, Dialed)}
+_decoders: dict[type, Any] = {kind: msgspec.msgpack.Decoder(kind) for kind in (Rails, Dial, Dialed, Taken)}
 DIAL_SIZE_BYTES_MAX = 1 << 16
+PLACE = struct.Struct("<B")
 
 
 class RdmaTransport:
@@ -378,13 +389,17 @@ class _Registry:
 
 
 class _Staging:
-    """Registered host memory of one segment, for what cannot be read in place."""
+    """Registered host memory that no slab owns, for what cannot be read in place."""
 
     def __init__(self, nics: Sequence[Nic], size_bytes: int) -> None:
         self._block = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
         self.view = memoryview(self._block)
         self._address = _address_of(self.view)
         self._regions = [nic.register(self._address, len(self.view)) for nic in nics]
+
+    def region(self, size_bytes: int) -> Region:
+        """Its first bytes as peers may read them."""
+        return Region(0, size_bytes, self._address, tuple(region.rkey for region in self._regions))
 
     def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
         return self._address + start, size_bytes, self._regions[nic].lkey
@@ -450,6 +465,7 @@ class RdmaLink(SocketLink):
         self._connection = connection
         self._stall_s = stall_s
         self._remote: RemoteMemory | None = None
+        self._ring: Region | None = None  # of the source, where its memory is not registered
         self._target: _Registration | None = None
         self._free: list[_Staging] = []
         self._rested = False  # the last offer was ended properly: somebody else may use the connection
@@ -492,7 +508,9 @@ class RdmaLink(SocketLink):
         self._rested = False
         self._drop_staging()  # of the size of another offer's segments
         told = _hear(channel, Rails, REPLY_SIZE_BYTES_MAX, deadline)
-        self._remote = RemoteMemory(told.memory, manifest.size_bytes, len(told.link_layers))
+        size_bytes = RING_PLACES * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes
+        self._remote = RemoteMemory(told.memory, size_bytes, len(told.link_layers))
+        self._ring = told.memory[0] if told.is_ring else None
         connection = self._connection
         try:
             self._dial(channel, told, deadline)
@@ -571,7 +589,8 @@ class RdmaLink(SocketLink):
         connection, channel = self._connection, self._connection.channel
         self._request(channel, segments, deadline)
         expected = deque(segments)
-        ready: deque[int] = deque()  # at the source, but not begun
+        ready: deque[tuple[int, int]] = deque()  # at the source, but not begun; (segment, place in its ring)
+        places: dict[int, int] = {}
         arriving: dict[int, _Arriving] = {}
         moved_at = time.monotonic()
         try:
@@ -582,17 +601,22 @@ class RdmaLink(SocketLink):
                 for segment in done:
                     self._finish(arriving[segment])
                     del arriving[segment]
+                    if self._ring is not None:
+                        _tell(channel, Taken(places.pop(segment)), deadline)
                     yield segment
                     moved_at = time.monotonic()
                 while expected and len(arriving) + len(ready) < WINDOW and channel.has_input():
                     moved_at = time.monotonic()
-                    if self._next_is_ready(channel, expected[0], deadline):
-                        ready.append(expected.popleft())
+                    place = self._next_is_ready(channel, expected[0], deadline)
+                    if place is not None:
+                        ready.append((expected.popleft(), place))
                 while ready:
-                    begun = self._begin(ready[0], manifest, plan, may_wait=bool(arriving))
+                    segment, place = ready[0]
+                    begun = self._begin(segment, place, manifest, plan, may_wait=bool(arriving))
                     if begun is None:
                         break
-                    arriving[ready.popleft()] = begun
+                    arriving[segment], places[segment] = begun, place
+                    ready.popleft()
                 if not done and (expected or arriving):
                     listens = bool(expected) and len(arriving) + len(ready) < WINDOW
                     _wait(channel, connection.rails, deadline, moved_at + self._stall_s, listens=listens)
@@ -604,22 +628,32 @@ class RdmaLink(SocketLink):
                 for begun in arriving.values():
                     begun.give_up()
 
-    def _next_is_ready(self, channel: Channel, segment: int, deadline: float) -> bool:
-        """Take one frame: the header of this segment, or a sign of life."""
+    def _next_is_ready(self, channel: Channel, segment: int, deadline: float) -> int | None:
+        """Take one frame: the header of this segment, or a sign of life. The segment's place in the source's ring."""
         kind, got, length = channel.receive_header(deadline)
         if kind == ALIVE:
-            return False
+            return None
         if kind == CONTROL:
             self._reply_body(channel, length, Opened, deadline)  # a refusal, which it raises
-        if (kind, got, length) != (SEGMENT, segment, 0):
+        expected_length = 0 if self._ring is None else PLACE.size
+        if (kind, got, length) != (SEGMENT, segment, expected_length):
             raise ProtocolError(f"segment {segment} was due, there came kind {kind}, {got}, {length} bytes")
-        return True
+        if not length:
+            return 0
+        place = int(PLACE.unpack(channel.receive_body(length, PLACE.size, deadline))[0])
+        if place >= RING_PLACES:
+            raise ProtocolError(f"segment {segment} is said to lie in place {place} of a ring of {RING_PLACES}")
+        return place
 
-    def _begin(self, segment: int, manifest: Manifest, plan: ReadPlan, *, may_wait: bool) -> _Arriving | None:
+    def _begin(
+        self, segment: int, place: int, manifest: Manifest, plan: ReadPlan, *, may_wait: bool
+    ) -> _Arriving | None:
         """Post the reads of a segment. None when the staging memory it needs comes back with others (may_wait)."""
         assert self._remote is not None
         rail = self._connection.rails[segment % len(self._connection.rails)]
         start, stop = manifest.segment_range(segment)
+        if self._ring is not None:
+            start, stop = (at - start + place * manifest.segment_size_bytes for at in (start, stop))
         begun = _Arriving()
         try:
             views = begun.stack.enter_context(plan.receiving(segment))
@@ -740,6 +774,8 @@ class _RdmaDialect(Dialect):
         self._guard = threading.Lock()
         self._pairs: dict[Channel, list[QueuePair]] = {}
         self._idle: dict[Channel, None] = {}  # oldest first
+        self._rings: dict[Channel, _Ring] = {}
+        self._spare_rings: list[_Ring] = []
 
     def welcome(self, sock: socket.socket) -> str:
         tune(sock)
@@ -748,20 +784,24 @@ class _RdmaDialect(Dialect):
 
     def refusal(self, offer: Offer) -> str | None:
         try:
-            self._memory.of(offer.slab).offer()
-        except (VerbsError, UsageError) as error:
+            _, ring = self._readable(offer)
+        except VerbsError as error:
             _once(logging.WARNING, "rdma: what is in such memory cannot be served: %s", str(error))
             return str(error)
+        self._put_back(ring)
         return None
 
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         try:
-            memory = self._memory.of(offer.slab).offer()
-        except (VerbsError, UsageError) as error:
+            memory, ring = self._readable(offer)
+        except VerbsError as error:
             raise SourceLost(str(error), version=offer.version) from error
+        if ring is not None:
+            with self._guard:
+                self._rings[channel] = ring
         with self._guard:
             self._idle.pop(channel, None)
-        _tell(channel, Rails([nic.port.link_layer for nic in self._nics], memory), deadline)
+        _tell(channel, Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
         dial = _hear(channel, Dial, DIAL_SIZE_BYTES_MAX, min(deadline, time.monotonic() + DIAL_S_MAX))
         if dial.rails:
             with self._guard:
@@ -786,8 +826,48 @@ class _RdmaDialect(Dialect):
             self._pairs.setdefault(channel, pairs)
         _tell(channel, Dialed([made.endpoint for made in pairs], problem), deadline)
 
-    def payload(self, offer: Offer, start: int, stop: int) -> list[memoryview]:
-        return []
+    def _readable(self, offer: Offer) -> tuple[list[Region], _Ring | None]:
+        """The offer's own memory as peers may read it, or else a ring that it can pass through. VerbsError."""
+        try:
+            return self._memory.of(offer.slab).offer(), None
+        except (VerbsError, UsageError) as error:
+            why = str(error)
+        place_size_bytes = offer.manifest.segment_size_bytes
+        with self._guard:
+            fitting = [ring for ring in self._spare_rings if ring.place_size_bytes == place_size_bytes]
+            if fitting:
+                self._spare_rings.remove(fitting[0])
+        try:
+            ring = fitting[0] if fitting else _Ring(self._nics, place_size_bytes)
+        except VerbsError as error:
+            raise VerbsError(f"{why}; nor can a ring of host memory that it would pass through: {error}") from error
+        _once(logging.INFO, "rdma: served by way of a ring of host memory, as it is itself not registered: %s", why)
+        return [ring.region], ring
+
+    def _put_back(self, ring: _Ring | None) -> None:
+        """For the next reader."""
+        if ring is None:
+            return
+        ring.reset()
+        with self._guard:
+            keep = len(self._spare_rings) < RINGS_KEPT_MAX
+            if keep:
+                self._spare_rings.append(ring)
+        if not keep:
+            ring.close()
+
+    def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
+        ring = self._rings.get(channel)
+        if ring is None:
+            return []
+        if ring.is_full:
+            ring.taken(_hear(channel, Taken, DIAL_SIZE_BYTES_MAX, deadline).place)
+        return [memoryview(PLACE.pack(ring.fill(offer.slab.readable(start, stop))))]
+
+    def sent(self, channel: Channel, deadline: float) -> None:
+        ring = self._rings.get(channel)
+        while ring is not None and not ring.is_empty:
+            ring.taken(_hear(channel, Taken, DIAL_SIZE_BYTES_MAX, deadline).place)
 
     def let_go(self, channel: Channel, *, ended: bool) -> None:
         """Idle connections are kept, but not too many; of an ended one nothing is left that could read."""
@@ -798,6 +878,7 @@ class _RdmaDialect(Dialect):
             else:
                 self._idle[channel] = None
                 pairs = []
+            ring = self._rings.pop(channel, None)
             surplus = list(self._idle)[: max(0, len(self._idle) - IDLE_AT_SOURCE_MAX)]
             for oldest in surplus:
                 del self._idle[oldest]
@@ -805,9 +886,47 @@ class _RdmaDialect(Dialect):
             oldest.cut()
         for made in pairs:
             made.close()
+        self._put_back(ring)
 
 
-def _tell(channel: Channel, message: Rails | Dial | Dialed, deadline: float) -> None:
+class _Ring:
+    """Registered host memory in as many places as segments may be on their way from it. VerbsError."""
+
+    def __init__(self, nics: Sequence[Nic], place_size_bytes: int) -> None:
+        self.place_size_bytes = place_size_bytes
+        self._memory = _Staging(nics, RING_PLACES * place_size_bytes)
+        self.region = self._memory.region(RING_PLACES * place_size_bytes)
+        self._free = deque(range(RING_PLACES))
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self._free) == RING_PLACES
+
+    def fill(self, views: Sequence[memoryview]) -> int:
+        """Copy a segment into a free place; says which."""
+        place = self._free.popleft()
+        at = place * self.place_size_bytes
+        copy_views(views, [self._memory.view[at : at + sum(map(len, views))]])
+        return place
+
+    def taken(self, place: int) -> None:
+        if place in self._free:
+            raise ProtocolError(f"place {place} of the ring was taken twice")
+        self._free.append(place)
+
+    def reset(self) -> None:
+        """Its reader has gone, whatever it had not taken."""
+        self._free = deque(range(RING_PLACES))
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def _tell(channel: Channel, message: Rails | Dial | Dialed | Taken, deadline: float) -> None:
     body = _encoder.encode(message)
     channel.send([HEADER.pack(CONTROL, 0, len(body)), body], deadline)
 

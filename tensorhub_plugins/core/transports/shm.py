@@ -243,5 +243,5 @@ class _ShmDialect(Dialect):
         finally:
             os.close(readable)
 
-    def payload(self, offer: Offer, start: int, stop: int) -> list[memoryview]:
+    def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
         return []

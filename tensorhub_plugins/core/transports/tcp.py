@@ -178,7 +178,7 @@ class _TcpDialect(Dialect):
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         pass
 
-    def payload(self, offer: Offer, start: int, stop: int) -> list[memoryview]:
+    def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
         return offer.slab.readable(start, stop)
 
 
