@@ -25,6 +25,7 @@ from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import RETRY_S, Follower, Gate, UpdateFailed
 from tensorhub_plugins.openrlhf.worker import ACTOR_PID
+from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Engine(_Stock):
         return answers
 
     async def pause(self) -> None:
-        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        await pause(self.llm, mode="keep", clear_cache=True)
 
     async def resume(self) -> None:
         await self.llm.resume_generation()

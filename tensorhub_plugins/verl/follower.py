@@ -149,7 +149,8 @@ class Follower:
             failed = [result for result in results if not result["installed"]]
             self.is_broken = any(result["broken"] for result in results)
             if not failed:
-                self.engine.switch(version, frozen)
+                # Counted only now: the last tokens before the pause may come after its answer, not after this one.
+                self.engine.switch(version, self.engine.running())
                 self.version = version
             left = set(self.engine.running())
             if not self.is_broken:

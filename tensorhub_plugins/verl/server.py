@@ -28,6 +28,7 @@ from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.follower import Follower, UpdateFailed
 from tensorhub_plugins.verl.router import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
+from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class TensorHubServer(vLLMHttpServer):
             raise UpdateFailed(f"{method}: {error}") from error
 
     async def pause(self) -> None:
-        await self.engine.pause_generation(mode=self.options.pause_mode, clear_cache=self.options.recompute)
+        await pause(self.engine, mode=self.options.pause_mode, clear_cache=self.options.recompute)
 
     async def resume(self) -> None:
         await self.engine.resume_generation()

@@ -599,6 +599,7 @@ def test_a_reader_serves_while_it_still_reads(stage, progress, transport):
     hold_back(trainer, 1, HELD)
     reading = stage.begin(first.fetch, serve=True)
     progress.wait("first", HELD)
+    first.versions()  # answered after what it has announced: the hub knows of it
     following = stage.begin(second.fetch, serve=True)
     progress.wait("second", HELD)
     assert not reading.done() and len(progress.of("first")) == HELD  # so these came from a half

@@ -40,6 +40,8 @@ JOB = (
     "algorithm.rollout_correction.bypass_mode=True",
     "trainer.v1.separate_async.num_warmup_batches=2",
 )
+# What verl's own path does not offer: to move what the engines run instead of the trainer's fp32 masters.
+STORE_JOB = ("+actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub.dtype=bfloat16",)
 
 
 def main() -> int:
@@ -100,6 +102,7 @@ def run(path: str, folder: Path, plugin: Path, arguments: argparse.Namespace) ->
         path,
         f"trainer.total_training_steps={arguments.steps}",
         *JOB,
+        *(STORE_JOB if path == "pull" else ()),
         *arguments.overrides,
     ]
     environment = {

@@ -1,7 +1,7 @@
-"""The stopwatch: the same for verl's own path and for the store's, because both stop vLLM by the same two calls.
+"""The stopwatch: the same for verl's own path and for the store's, because both stop vLLM in the same way.
 
 A vLLM general plug-in, switched on by VERL_STALL_PROBE, a folder. In the process that owns an engine it notes
-  stop    pause_generation was called            go     resume_generation returned
+  stop    the engine was told to pause           go     resume_generation returned
   tokens  the engine handed out new tokens
 with time.monotonic(), one JSON line each, in <folder>/<pid>.jsonl.
 """
@@ -21,6 +21,7 @@ def register() -> None:
     if not folder:
         return
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.engine.output_processor import OutputProcessor
 
     if getattr(AsyncLLM, "verl_stall_probe", False):  # vLLM loads plug-ins more than once in a process
@@ -28,11 +29,22 @@ def register() -> None:
     AsyncLLM.verl_stall_probe = True
     os.makedirs(folder, exist_ok=True)
     note = _Notes(os.path.join(folder, f"{os.getpid()}.jsonl"))
-    pause, resume, process = AsyncLLM.pause_generation, AsyncLLM.resume_generation, OutputProcessor.process_outputs
+    pause, resume, process = (
+        AsyncMPClient.pause_scheduler_async,
+        AsyncLLM.resume_generation,
+        OutputProcessor.process_outputs,
+    )
+    make = AsyncLLM.__init__
+    engines = []  # one in a process
+
+    @functools.wraps(make)
+    def noted_make(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        engines.append(self)
 
     @functools.wraps(pause)
     async def noted_pause(self, *args, **kwargs):
-        note("stop", requests=len(self.output_processor.request_states))
+        note("stop", requests=len(engines[-1].output_processor.request_states))
         return await pause(self, *args, **kwargs)
 
     @functools.wraps(resume)
@@ -47,7 +59,8 @@ def register() -> None:
             note("tokens")
         return process(self, outputs, *args, **kwargs)
 
-    AsyncLLM.pause_generation = noted_pause
+    AsyncLLM.__init__ = noted_make
+    AsyncMPClient.pause_scheduler_async = noted_pause
     AsyncLLM.resume_generation = noted_resume
     OutputProcessor.process_outputs = noted_process
 
