@@ -102,7 +102,7 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
                 time.sleep(TICK_S)
             progress.tell()
         finally:
-            _end(process)
+            end_group(process)
     return process.returncode
 
 
@@ -157,7 +157,7 @@ class Progress:
         print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
 
 
-def _end(process: subprocess.Popen) -> None:
+def end_group(process: subprocess.Popen) -> None:
     """End the process group that we started, and only that; Ray's daemons leave when their driver does."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""What a run did, from its event log and verl's metrics, and whether it did what we claim.
+"""What a run did, from its event log and the trainer's metrics, and whether it did what we claim.
 
 PURE but for `read_events` and `read_metrics`: events and metrics in, a Report out. Each claim names the rows that
 break it. A claim about something the log does not show fails: no evidence is not a pass.
@@ -13,9 +13,43 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-KL_MAX = 1e-3
 CONTROL_FACTOR_MIN = 3.0  # with pulling off, KL must leave what it was by at least this factor
 TRAINER = "trainer"
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How a framework counts, and what it calls things."""
+
+    reward: str
+    kl: str
+    kl_max: float  # of a step whose samples come from the version they should
+    staleness: str
+    first_version: int  # of the weights before training; 0: they have none, and the first step publishes version 1
+    lag: int  # steps from the last one that is pulled to the first whose samples can miss a version
+    keeps_requests: bool  # updates meet answers in flight
+
+
+# Step s trains on what was generated while step s - 1 was being trained, so with the weights of step s - 2.
+VERL = Trainer(
+    reward="critic/score/mean",
+    kl="rollout_corr/k3_kl",
+    kl_max=1e-3,
+    staleness="training/off_policy/trajectory_staleness/mean",
+    first_version=1,
+    lag=3,
+    keeps_requests=True,
+)
+# Generates and trains in turns: step s trains on what the weights of step s - 1 have generated.
+OPENRLHF_SYNC = Trainer(
+    reward="reward",
+    kl="vllm_kl",
+    kl_max=1e-2,  # trainer and vLLM both compute in bfloat16
+    staleness="tensorhub/staleness_mean",
+    first_version=0,
+    lag=2,
+    keeps_requests=False,
+)
 
 
 @dataclass
@@ -116,12 +150,13 @@ def make_report(
     replicas: int,
     steps: int,
     control_steps: int,
+    trainer: Trainer = VERL,
 ) -> Report:
     """replicas: how many should be there. steps: how many are trained with pulling on, control_steps: off after them.
 
-    Step s publishes version s + 1; version 1 is the model before training.
+    Step s publishes version s + trainer.first_version.
     """
-    pulled_until = steps + 1
+    pulled_until = steps + trainer.first_version
     by_version: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         by_version[event.get("version", 0)].append(event)
@@ -131,14 +166,14 @@ def make_report(
     for event in _named(events, "request"):
         requests[event.get("outcome", "unknown")] += 1
     failures = [f"{e['worker']}, version {e.get('version')}: {e.get('error')}" for e in _named(events, "update_failed")]
-    rows = [_step(row, steps) for row in metrics]
+    rows = [_step(row, steps, trainer) for row in metrics]
     report = Report(names, pulled_until, versions, rows, dict(requests), failures, [])
     report.claims = [
         _all_pulled(report, replicas),
         _peers_serve(report),
         _digests_equal(report),
-        _no_request_lost(report),
-        _log_probs_agree(report, steps),
+        _no_request_lost(report, trainer),
+        _log_probs_agree(report, steps, trainer.kl_max),
         _control_diverges(report, control_steps),
     ]
     return report
@@ -194,16 +229,14 @@ def _compare_digests(events: list[dict[str, Any]]) -> tuple[bool, str]:
     return True, "; ".join(" = ".join(group) for group in together)
 
 
-def _step(row: dict[str, Any], steps: int) -> Step:
+def _step(row: dict[str, Any], steps: int, trainer: Trainer) -> Step:
     data = row["data"]
     return Step(
         step=row["step"],
-        reward=data.get("critic/score/mean", float("nan")),
-        kl=data.get("rollout_corr/k3_kl"),
-        staleness=data.get("training/off_policy/trajectory_staleness/mean", float("nan")),
-        # Step s trains on what was generated while step s - 1 was being trained, so with the weights of step s - 2.
-        # The first step whose samples can miss a version is two after the last one pulled.
-        pulling=row["step"] <= steps + 2,
+        reward=data.get(trainer.reward, float("nan")),
+        kl=data.get(trainer.kl),
+        staleness=data.get(trainer.staleness, float("nan")),
+        pulling=row["step"] < steps + trainer.lag,
     )
 
 
@@ -252,7 +285,7 @@ def _digests_equal(report: Report) -> Claim:
     return Claim("the digests of trainer and engines are equal", bool(versions) and not wrong, detail)
 
 
-def _no_request_lost(report: Report) -> Claim:
+def _no_request_lost(report: Report, trainer: Trainer) -> Claim:
     pulls = [pull for version in report.versions for pull in version.pulls]
     kept, lost = sum(pull.kept for pull in pulls), sum(pull.lost for pull in pulls)
     broken = {outcome: count for outcome, count in report.requests.items() if outcome not in ("stop", "length")}
@@ -260,18 +293,19 @@ def _no_request_lost(report: Report) -> Claim:
     detail = f"{ended} requests, {kept} in flight during an update and kept, {lost} lost"
     if broken:
         detail += f", ended as {broken}"
-    if not kept:
+    shown = bool(ended and (kept or not trainer.keeps_requests))
+    if ended and not shown:
         detail += ": no update met a request in flight, so nothing was shown"
-    return Claim("no request is lost", bool(ended and kept) and not lost and not broken, detail)
+    return Claim("no request is lost", shown and not lost and not broken, detail)
 
 
-def _log_probs_agree(report: Report, steps: int) -> Claim:
+def _log_probs_agree(report: Report, steps: int, kl_max: float) -> Claim:
     values = [step.kl for step in report.steps if step.pulling and step.kl is not None]
     complete = sum(step.step <= steps and step.kl is not None for step in report.steps) == steps
     worst = max(values, default=float("nan"))
     return Claim(
-        f"trainer and rollout log-probabilities agree (KL below {KL_MAX:g})",
-        complete and worst < KL_MAX,
+        f"trainer and rollout log-probabilities agree (KL below {kl_max:g})",
+        complete and worst < kl_max,
         f"largest KL {worst:.2g} in {len(values)} steps" + ("" if complete else f", of {steps} or more expected"),
     )
 
