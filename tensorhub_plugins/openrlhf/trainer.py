@@ -21,10 +21,10 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Client, TensorSpec, here
+from tensorhub_plugins.core.publisher import Publisher
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.generator import SamplesGenerator
-from tensorhub_plugins.openrlhf.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,12 @@ class PolicyModelActor(_Policy):
         self._is_sharded = strategy.args.ds.zero_stage == 3
         self._publisher = Publisher(
             client,
-            [self._spec(name, parameter) for name, parameter in self._parameters()],
             rank=rank,
             ranks=ranks,
+            worker=f"{TRAINER}/{rank}",
             keep=options.keep,
             deadline_s=options.deadline_s,
+            model=[self._spec(name, parameter) for name, parameter in self._parameters()],
         )
 
     def tensorhub_publish(self, version: int) -> dict[str, float]:
@@ -133,8 +134,8 @@ class _Publishes:
         )
         self._published = {
             "tensorhub/version": self.tensorhub_version,
-            "tensorhub/publish_seconds": max(rank["tensorhub/publish_seconds"] for rank in ranks),
-            "tensorhub/publish_bytes": sum(rank["tensorhub/publish_bytes"] for rank in ranks),
+            "tensorhub/publish/seconds": max(rank.get("tensorhub/publish/seconds", 0.0) for rank in ranks),
+            "tensorhub/publish/bytes": sum(rank.get("tensorhub/publish/bytes", 0.0) for rank in ranks),
         }
 
 

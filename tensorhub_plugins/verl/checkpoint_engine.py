@@ -21,9 +21,9 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.events import record
+from tensorhub_plugins.core.publisher import Publisher
 from tensorhub_plugins.core.values import CHECKPOINT
 from tensorhub_plugins.verl import config, hub
-from tensorhub_plugins.verl.publisher import Publisher
 from tensorhub_plugins.verl.versions import version_of_step
 
 TRAINER = "trainer"
@@ -128,7 +128,16 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         except TensorHubError as error:
             raise config.refused(error, address) from error
         if self.is_trainer:
-            self._publisher = Publisher(self._client, rank=rank, ranks=ranks, options=self.options, worker=self._worker)
+            dtype = self.options.dtype
+            self._publisher = Publisher(
+                self._client,
+                rank=rank,
+                ranks=ranks,
+                worker=self._worker,
+                keep=self.options.keep,
+                deadline_s=self.options.deadline_s,
+                dtype=None if dtype is None else getattr(torch, dtype),
+            )
 
 
 def replica_name(actor: str) -> str:

@@ -12,12 +12,12 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 torch = pytest.importorskip("torch")
 
 from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, VersionInfo, start_server  # noqa: E402
+from tensorhub_plugins.core.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine as engines  # noqa: E402
 from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
-from tensorhub_plugins.openrlhf.publisher import Publisher  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -134,9 +134,9 @@ def test_every_rank_publishes_what_the_model_holds() -> None:
         specs = [rank._spec(name, parameter) for name, parameter in rank._parameters()]
         assert specs[0] == TensorSpec("0.weight", "bfloat16", (16, 8), 256)
         client = Client(server.address, run="r", model="actor", replica="trainer")
-        rank._publisher = Publisher(client, specs, rank=0, ranks=1, keep=2, deadline_s=10)
+        rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, deadline_s=10, model=specs)
         metrics = rank.tensorhub_publish(1)
-        assert metrics["tensorhub/publish_bytes"] == sum(spec.size_bytes for spec in specs)
+        assert metrics["tensorhub/publish/bytes"] == sum(spec.size_bytes for spec in specs)
         with Client(server.address, run="r", model="actor", replica="reader") as reader:
             tensors = reader.fetch(1, (CHECKPOINT,), deadline_s=10).tensors()
             assert all(torch.equal(tensors[name], parameter) for name, parameter in model.named_parameters())
@@ -164,7 +164,7 @@ def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None
     def run(method_name: str, version: int) -> list[dict[str, float]]:
         assert method_name == "tensorhub_publish"
         published.append(version)
-        return [{"tensorhub/publish_seconds": seconds, "tensorhub/publish_bytes": 10.0} for seconds in (0.1, 0.2)]
+        return [{"tensorhub/publish/seconds": seconds, "tensorhub/publish/bytes": 10.0} for seconds in (0.1, 0.2)]
 
     monkeypatch.setattr(trainers, "ray", SimpleNamespace(get=lambda refs: refs))
     trainer = Trainer()
@@ -177,8 +177,8 @@ def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None
     assert status == {
         "reward": 1.0,
         "tensorhub/version": 8,
-        "tensorhub/publish_seconds": 0.2,
-        "tensorhub/publish_bytes": 20.0,
+        "tensorhub/publish/seconds": 0.2,
+        "tensorhub/publish/bytes": 20.0,
         "tensorhub/staleness_mean": 1.0,
         "tensorhub/staleness_max": 1.0,
         "tensorhub/samples_of_several_versions": 1.0,

@@ -49,8 +49,7 @@ def train_case(rank, address, strategy, dtype, folder):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tensorhub_plugins.verl.config import parse
-    from tensorhub_plugins.verl.publisher import Publisher
+    from tensorhub_plugins.core.publisher import Publisher
 
     module, mesh = build().to(getattr(torch, dtype)), init_device_mesh("cpu", (RANKS,))
     if strategy == "fsdp2":
@@ -68,7 +67,7 @@ def train_case(rank, address, strategy, dtype, folder):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     model = f"{strategy}-{dtype}"
     client = Client(address, run="r", model=model, replica="trainer", shard=rank, shard_count=RANKS)
-    publisher = Publisher(client, rank=rank, ranks=RANKS, options=parse(None), worker=f"trainer/{rank}")
+    publisher = Publisher(client, rank=rank, ranks=RANKS, worker=f"trainer/{rank}", keep=2, deadline_s=60)
     for step in range(1, STEPS + 1):
         publisher.publish(step, gathered(module))
         truth = {name: tensor.clone() for name, tensor in gathered(module)}

@@ -4,12 +4,12 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
-
-from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, UsageError, start_server  # noqa: E402
-from tensorhub_plugins.verl.config import parse  # noqa: E402
-from tensorhub_plugins.verl.publisher import Publisher  # noqa: E402
+from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, UsageError, spec_of, start_server
+from tensorhub_plugins.core.ownership import Ownership
+from tensorhub_plugins.core.publisher import Publisher
 
 
 @pytest.fixture
@@ -23,9 +23,13 @@ def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3
     return {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
 
 
-def publisher(address, rank=0, ranks=1, **options):
+def publisher(address, rank=0, ranks=1, keep=2, **options):
     client = Client(address, run="r", model="actor", replica="trainer", shard=rank, shard_count=ranks)
-    return Publisher(client, rank=rank, ranks=ranks, options=parse(options), worker=f"trainer/{rank}")
+    return Publisher(client, rank=rank, ranks=ranks, worker=f"trainer/{rank}", keep=keep, deadline_s=10, **options)
+
+
+def specs(model):
+    return [spec_of(name, tensor) for name, tensor in model.items()]
 
 
 def read(address, version):
@@ -40,9 +44,11 @@ def assert_equal(a, b):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["as it comes", "known beforehand"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_ranks_each_serve_half(address, dtype):
-    ranks = [publisher(address, rank, 2) for rank in range(2)]
+def test_two_ranks_each_serve_half(address, dtype, is_known):
+    known = specs(weights(0, dtype)) if is_known else ()
+    ranks = [publisher(address, rank, 2, model=known) for rank in range(2)]
     for step in (1, 2, 3):
         model = weights(step, dtype)
         for rank in ranks:
@@ -80,7 +86,7 @@ def test_the_snapshot_is_the_weights_as_they_were(address):
 
 
 def test_fp32_masters_are_cast_when_asked_to(address):
-    rank = publisher(address, dtype="bfloat16")
+    rank = publisher(address, dtype=torch.bfloat16)
     model = weights(1) | {"steps": torch.tensor([3], dtype=torch.int64)}
     rank.publish(1, iter(model.items()))
     tensors, _ = read(address, 1)
@@ -115,7 +121,7 @@ def test_the_same_step_twice(address):
     rank = publisher(address)
     rank.publish(1, iter(weights(1).items()))
     assert rank.publish(1, iter(weights(1).items())) == {}  # nothing changed
-    with pytest.raises(UsageError, match="other weights for a step that is already published"):
+    with pytest.raises(UsageError, match="other weights were given for a version that is already published"):
         rank.publish(1, iter(weights(2).items()))
     assert_equal(read(address, 1)[0], weights(1))
     rank.close()
@@ -131,47 +137,23 @@ def test_all_ranks_exhaust_the_generator(address):
         rank.close()
 
 
-def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
-    from tensorhub_plugins.verl import checkpoint_engine
+def test_a_tensor_that_does_not_come_is_an_error_that_names_it(address):
+    model = weights(1)
+    rank = publisher(address, model=specs(model))
+    gone = model.pop("layer.2")
+    with pytest.raises(UsageError, match="'layer.2'"):
+        rank.publish(1, iter(model.items()))
+    rank.publish(1, iter((model | {"layer.2": gone}).items()))
+    assert_equal(read(address, 1)[0], model | {"layer.2": gone})
+    rank.close()
 
-    real = checkpoint_engine.Client
-    monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_deadline_s=0.3))
-    with pytest.raises(UsageError) as refusal:
-        checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub="tcp://127.0.0.1:9", run="r")
-    assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in str(refusal.value)
-    with pytest.raises(UsageError, match="no option 'hup'"):
-        checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hup="tcp://127.0.0.1:9")
 
-
-def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
-    """The engine as verl's manager calls it, without verl's manager: two rollouts, the second may read the first."""
-    import asyncio
-
-    from tensorhub_plugins.verl import checkpoint_engine
-
-    names = iter(["rollout_standalone_0CheckpointEngineWorker_0:0", "rollout_standalone_1CheckpointEngineWorker_0:0"])
-    monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))
-    engine = checkpoint_engine.TensorHubCheckpointEngine
-    trainer = engine(1 << 20, is_master=True, hub=address, run="r")
-    rollouts = [engine(1 << 20, hub=address, run="r") for _ in range(2)]
-    metadata = [trainer.prepare(), *(rollout.prepare() for rollout in rollouts)]
-    to_trainer, to_rollouts = engine.build_topology(1, 2, metadata)
-    trainer.init_process_group(**{key: value[0] for key, value in to_trainer.items()})
-    for index, rollout in enumerate(rollouts):
-        rollout.init_process_group(**{key: value[index] for key, value in to_rollouts.items()})
-
-    async def receive(rollout, step):
-        return {name: tensor.clone() async for name, tensor in rollout.receive_weights(global_steps=step)}
-
-    async def update(step):
-        sent = trainer.send_weights(iter(weights(step).items()), global_steps=step)
-        return await asyncio.gather(sent, *(receive(rollout, step) for rollout in rollouts))
-
-    for step in range(3):  # verl's first step is 0
-        metrics, *received = asyncio.run(asyncio.wait_for(update(step), 30))
-        assert metrics["tensorhub/publish/bytes"] == sum(t.nbytes for t in weights(step).values())
-        for tensors in received:
-            assert_equal(tensors, weights(step))
-        trainer.finalize()
-    for made in (trainer, *rollouts):
-        made._client.close()
+@given(st.lists(st.integers(0, 1 << 30), max_size=200), st.integers(1, 9))
+def test_ranks_agree_and_none_is_the_funnel(sizes, ranks):
+    decisions = []
+    for _ in range(2):  # two ranks, each with its own copy of the rule
+        rule = Ownership(ranks)
+        decisions.append([rule.give(size) for size in sizes])
+    assert decisions[0] == decisions[1]
+    load = [sum(s for s, owner in zip(sizes, decisions[0], strict=True) if owner == r) for r in range(ranks)]
+    assert max(load) - min(load) <= max(sizes, default=0)  # never more apart than one tensor

@@ -1,8 +1,8 @@
-"""Trainer side: every rank keeps a snapshot of its part of each version and offers it to whoever wants to read.
+"""One trainer rank: keeps a snapshot of its share of each version and offers it to whoever wants to read.
 
-A version is written straight into an allocated slab while verl gathers it tensor by tensor, so the next optimizer step
-may change the weights at once. Old versions are withdrawn in the background: a slow reader holds up memory, never the
-training.
+A version is written straight into an allocated slab while the framework gathers it tensor by tensor, so the next
+optimizer step may change the weights at once. Old versions are withdrawn in the background: a slow reader holds up
+memory, never the training.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from tensorhub_plugins.core import TensorSpec, spec_of
+from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.events import enabled, record
-from tensorhub_plugins.core.values import CHECKPOINT
-from tensorhub_plugins.verl.config import WHERE, Options
-from tensorhub_plugins.verl.ownership import Ownership
+from tensorhub_plugins.core.ownership import Ownership
+from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.values import CHECKPOINT, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +30,32 @@ UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it i
 
 
 class Publisher:
-    """One rank. `client` is its core Client (shard = rank, shard_count = ranks)."""
+    """client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer. dtype: what floating-point
+    tensors are published as, None: as they come.
 
-    def __init__(self, client: Any, *, rank: int, ranks: int, options: Options, worker: str) -> None:
+    model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
+    is then no different from the others, and a tensor that does not come is a UsageError that names it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        rank: int,
+        ranks: int,
+        worker: str,
+        keep: int,
+        deadline_s: float,
+        dtype: torch.dtype | None = None,
+        model: Sequence[TensorSpec] = (),
+    ) -> None:
         self.client = client
-        self.rank, self.ranks = rank, ranks
-        self.options = options
-        self.worker = worker
-        self._specs: tuple[TensorSpec, ...] = ()  # of the last version: the next one almost always has the same
+        self.rank, self.ranks, self.worker = rank, ranks, worker
+        self.keep, self.deadline_s, self.dtype = keep, deadline_s, dtype
+        ownership = Ownership(ranks)
+        # This rank's, of the last version: the next one almost always has the same.
+        self._specs = tuple(spec for spec in model if ownership.give(spec.size_bytes) == rank)
+        self._is_fixed = bool(model)
         self._published: deque[int] = deque()
         self._root = b""  # of the last version
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -46,15 +63,15 @@ class Publisher:
         self._retiring.start()
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-        """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's part, publish it.
+        """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 
-        Returns verl metrics in seconds and bytes."""
+        Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
         started = time.monotonic()
         slab = self._snapshot(weights)
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab)
-        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.options.deadline_s)
+        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.deadline_s)
         ended = time.monotonic()
         record(
             "publish",
@@ -65,16 +82,11 @@ class Publisher:
             seconds=ended - started,
         )
         if enabled():  # the digests are in the manifest anyway
-            record(
-                "digests",
-                worker=self.worker,
-                version=version,
-                layout=CHECKPOINT,
-                digests={self._digest_key(): report.manifest.root().hex()},
-            )
+            digests = {self._digest_key(): report.manifest.root().hex()}
+            record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
         self._root = report.manifest.root()
-        while len(self._published) > self.options.keep:
+        while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
         return {
             "tensorhub/publish/seconds": ended - started,
@@ -82,44 +94,44 @@ class Publisher:
             "tensorhub/publish/bytes": float(slab.size_bytes),
         }
 
-    def _again(self, version: int, slab: Any) -> dict[str, float]:
-        """A step that was sent before. Fine if nothing changed; else the rollouts would keep the old weights."""
+    def _again(self, version: int, slab: Slab) -> dict[str, float]:
+        """A version that was sent before. Fine if nothing changed; else the readers would keep the old weights."""
         same = version == self._published[-1] and slab.manifest().root() == self._root
         slab.close()
         if same:
             return {}
         raise UsageError(
-            "verl sent other weights for a step that is already published (steps must grow): after a rollback start a "
-            f"new history with another {WHERE}.run",
+            "other weights were given for a version that is already published (versions must grow): after a rollback "
+            "start a new history under another run name",
             version=version,
         )
 
     def _digest_key(self) -> str:
         return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
 
-    def _snapshot(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-        """A slab with this rank's tensors. The first time their names are unknown until all have passed: they are
-        staged in ordinary memory and copied once more."""
+    def _snapshot(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Slab:
+        """A slab with this rank's tensors. While their names are unknown until all have passed, they are staged in
+        ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
         expected = {spec.name: (spec.dtype, spec.shape) for spec in self._specs}
-        slab = self.client.allocate(self._specs) if self._specs else None
+        slab = self.client.allocate(self._specs) if self._specs or self._is_fixed else None
         staged: dict[str, torch.Tensor] = {}
         written: set[str] = set()
         for name, tensor in weights:
             tensor = self._cast(tensor.detach())
-            if ownership.give(tensor.nbytes) != self.rank:
+            if not (name in expected if self._is_fixed else ownership.give(tensor.nbytes) == self.rank):
                 continue
             kind = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if slab is not None and expected.get(name) == kind:
+            if slab is not None and (self._is_fixed or expected.get(name) == kind):
                 slab.write(name, tensor)
                 written.add(name)
             else:
                 staged[name] = tensor.to("cpu", copy=True).contiguous()
-        if slab is not None and not staged and written == set(expected):
+        if slab is not None and (self._is_fixed or (not staged and written == set(expected))):
             return slab
         return self._reshape(slab, written, staged)
 
-    def _reshape(self, slab: Any, written: set[str], staged: dict[str, torch.Tensor]) -> Any:
+    def _reshape(self, slab: Slab | None, written: set[str], staged: dict[str, torch.Tensor]) -> Slab:
         """The names or shapes are new: put together a slab of what there is now."""
         tensors = dict(staged)
         if slab is not None:
@@ -134,9 +146,9 @@ class Publisher:
         return fresh
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.options.dtype is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+        if self.dtype is None or not tensor.is_floating_point() or tensor.element_size() == 1:
             return tensor  # a one-byte float is a quantized weight: a cast would lose its scale's meaning
-        return tensor.to(getattr(torch, self.options.dtype))
+        return tensor.to(self.dtype)
 
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:

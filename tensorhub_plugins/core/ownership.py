@@ -1,7 +1,7 @@
 """PURE: which trainer rank keeps which tensor.
 
-All ranks see the same tensors in the same order (every step of verl's generator is a collective), so all of them take
-the same decision without a word: the rank with the fewest bytes so far, the lowest of equals.
+All ranks see the same tensors in the same order (gathering each is a collective), so all of them take the same decision
+without a word: the rank with the fewest bytes so far, the lowest of equals.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""verl's checkpoint engine without verl's manager, against a real hub."""
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+
+from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
+
+
+@pytest.fixture
+def address():
+    with start_server() as server:
+        yield server.address
+
+
+def weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((64, 32), (7,), (128, 64), (), (3, 3, 3))
+    return {f"layer.{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+def assert_equal(a, b):
+    assert sorted(a) == sorted(b)
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
+
+
+def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
+    from tensorhub_plugins.verl import checkpoint_engine
+
+    real = checkpoint_engine.Client
+    monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_deadline_s=0.3))
+    with pytest.raises(UsageError) as refusal:
+        checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub="tcp://127.0.0.1:9", run="r")
+    assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in str(refusal.value)
+    with pytest.raises(UsageError, match="no option 'hup'"):
+        checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hup="tcp://127.0.0.1:9")
+
+
+def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
+    """The engine as verl's manager calls it, without verl's manager: two rollouts, the second may read the first."""
+    import asyncio
+
+    from tensorhub_plugins.verl import checkpoint_engine
+
+    names = iter(["rollout_standalone_0CheckpointEngineWorker_0:0", "rollout_standalone_1CheckpointEngineWorker_0:0"])
+    monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))
+    engine = checkpoint_engine.TensorHubCheckpointEngine
+    trainer = engine(1 << 20, is_master=True, hub=address, run="r")
+    rollouts = [engine(1 << 20, hub=address, run="r") for _ in range(2)]
+    metadata = [trainer.prepare(), *(rollout.prepare() for rollout in rollouts)]
+    to_trainer, to_rollouts = engine.build_topology(1, 2, metadata)
+    trainer.init_process_group(**{key: value[0] for key, value in to_trainer.items()})
+    for index, rollout in enumerate(rollouts):
+        rollout.init_process_group(**{key: value[index] for key, value in to_rollouts.items()})
+
+    async def receive(rollout, step):
+        return {name: tensor.clone() async for name, tensor in rollout.receive_weights(global_steps=step)}
+
+    async def update(step):
+        sent = trainer.send_weights(iter(weights(step).items()), global_steps=step)
+        return await asyncio.gather(sent, *(receive(rollout, step) for rollout in rollouts))
+
+    for step in range(3):  # verl's first step is 0
+        metrics, *received = asyncio.run(asyncio.wait_for(update(step), 30))
+        assert metrics["tensorhub/publish/bytes"] == sum(t.nbytes for t in weights(step).values())
+        for tensors in received:
+            assert_equal(tensors, weights(step))
+        trainer.finalize()
+    for made in (trainer, *rollouts):
+        made._client.close()
