@@ -10,7 +10,6 @@ hub's address, the run's name) back into it. Every refusal is a UsageError whose
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from tensorhub_plugins.core import DEFAULT_TRANSPORTS, UsageError
+from tensorhub_plugins.core import DEFAULT_TRANSPORTS, UsageError, options
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -58,63 +57,40 @@ def parse(backend: str) -> Options:
         raise UsageError(f"{FLAG} {backend!r}: {error}; write {example}") from error
     if parts.netloc and not (host and port):
         raise UsageError(f"{FLAG} {backend!r} lacks a host or a port: write {example}, as `tensorhub server` prints it")
-    given: dict[str, Any] = dict(parse_qsl(parts.query, keep_blank_values=True))
-    names = [field.name for field in msgspec.structs.fields(Options) if field.name != "hub"]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
-            raise UsageError(f"{FLAG} {backend!r} has no option {name!r}: {hint}")
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    # The hub is written as an address, never as an option.
+    given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub",))
     if parts.netloc:
-        given["hub"] = f"tcp://{parts.netloc}"
-    try:
-        options = msgspec.convert(given, Options, strict=False)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at ")
-        name = path.strip("`").removeprefix("$.")
-        raise UsageError(f"{FLAG}: option {name}: {text[:1].lower()}{text[1:]}") from error
-    _check(options)
-    return options
-
-
-def _check(options: Options) -> None:
+        given = msgspec.structs.replace(given, hub=f"tcp://{parts.netloc}")
     limits = {
         "keep": (1, 64),
         "restarts": (0, 1000),
         "deadline_s": (0.1, 86_400),
         "engine_timeout_s": (1, 86_400),
     }
-    for name, (low, high) in limits.items():
-        value = getattr(options, name)
-        if not low <= value <= high:
-            raise UsageError(f"{FLAG}: option {name} is {value}: choose a number from {low} to {high}")
-    for name in ("model", "run", "transports"):
-        if getattr(options, name) == "":
-            raise UsageError(f"{FLAG}: option {name} is empty: give a value, or leave it out")
+    options.check_limits(given, limits, where=FLAG)
+    options.check_given(given, ("model", "run", "transports"), where=FLAG)
+    return given
 
 
-def spell(options: Options) -> str:
+def spell(given: Options) -> str:
     """The value of --vllm.sync_backend that parses to these options."""
     default = Options()
-    given = {
+    query = {
         name: ("1" if value is True else "0" if value is False else value)
-        for name, value in msgspec.structs.asdict(options).items()
+        for name, value in msgspec.structs.asdict(given).items()
         if name != "hub" and value != getattr(default, name)
     }
-    address = (options.hub or "").removeprefix("tcp://")
-    return f"{NAME}:{'//' + address if address else ''}{'?' + urlencode(given) if given else ''}"
+    address = (given.hub or "").removeprefix("tcp://")
+    return f"{NAME}:{'//' + address if address else ''}{'?' + urlencode(query) if query else ''}"
 
 
-def check_versions(options: Options, *, openrlhf: str, vllm: str) -> None:
+def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
     """Refuse what was not tested."""
-    if options.allow_untested:
-        return
-    for package, version, tested in (("openrlhf", openrlhf, TESTED_OPENRLHF), ("vllm", vllm, TESTED_VLLM)):
-        if not any(version == t or version.startswith((f"{t}.", f"{t}+")) for t in tested):
-            raise UsageError(
-                f"{package} {version} was not tested with this adapter: install {package} {' or '.join(tested)}, or "
-                f"add allow_untested=1 to {FLAG} at your own risk"
-            )
+    if not given.allow_untested:
+        way_out = f"add allow_untested=1 to {FLAG}"
+        options.check_tested("openrlhf", openrlhf, TESTED_OPENRLHF, way_out=way_out)
+        options.check_tested("vllm", vllm, TESTED_VLLM, way_out=way_out)
 
 
 def installed_versions() -> Mapping[str, str]:

@@ -5,7 +5,6 @@ Every refusal is a UsageError whose sentence says what to change, raised before 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
 from importlib import metadata
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import omegaconf
 
-from tensorhub_plugins.core import DEFAULT_TRANSPORTS, Location, UsageError, here
+from tensorhub_plugins.core import DEFAULT_TRANSPORTS, Location, UsageError, here, options
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
 # Both adapters reach into parts of verl and vLLM that change without notice: only what was run counts as tested.
 TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = ("0.29",)
+WAY_OUT = f"set {WHERE}.allow_untested=true"
 
-SERVER_PID = "TENSORHUB_SERVER_PID"  # environment of a server actor, inherited by the processes of its engine
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -58,82 +57,49 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def parse(given: Mapping[str, Any] | None) -> Options:
     """Options from verl's configuration (a mapping, also omegaconf's), or UsageError naming the option."""
-    plain = _plain(given or {})
-    names = [field.name for field in msgspec.structs.fields(Options)]
-    for name in plain:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
-            raise UsageError(f"{WHERE} has no option {name!r}: {hint}")
-    try:
-        options = msgspec.convert(plain, Options, strict=False)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{WHERE}: {_readable(error)}") from error
-    _check(options)
-    return options
+    parsed = options.convert(_plain(given or {}), Options, where=WHERE)
+    _check(parsed)
+    return parsed
 
 
-def _check(options: Options) -> None:
+def _check(given: Options) -> None:
     limits = {
         "keep": (1, 64),
         "restarts": (0, 1000),
         "deadline_s": (0.1, 86_400),
         "replica_timeout_s": (1, 3600),
     }
-    for name, (low, high) in limits.items():
-        value = getattr(options, name)
-        if not low <= value <= high:
-            raise UsageError(f"{WHERE}.{name} is {value}: choose a number from {low} to {high}")
-    if options.hub is not None and not options.hub.startswith("tcp://"):
+    options.check_limits(given, limits, where=WHERE)
+    options.check_given(given, ("model", "run"), where=WHERE)
+    if given.hub is not None and not given.hub.startswith("tcp://"):
         raise UsageError(
-            f"{WHERE}.hub is {options.hub!r}: give the address `tensorhub server` prints, e.g. tcp://10.0.0.1:7070, "
+            f"{WHERE}.hub is {given.hub!r}: give the address `tensorhub server` prints, e.g. tcp://10.0.0.1:7070, "
             "or leave it out to run the hub on verl's head node"
         )
-    if not options.transports:
+    if not given.transports:
         raise UsageError(f"{WHERE}.transports is empty: name at least one, e.g. [tcp]")
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UsageError(f"{WHERE}.dtype is {options.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
-    for name in ("model", "run"):
-        if getattr(options, name) == "":
-            raise UsageError(f"{WHERE}.{name} is empty: give a name, or leave it out")
+    if given.dtype is not None and given.dtype not in DTYPES:
+        raise UsageError(f"{WHERE}.dtype is {given.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
 
 
-def check_versions(
-    *, allow_untested: bool, packages: Mapping[str, tuple[str, ...]], installed: Mapping[str, str]
-) -> None:
-    """Refuse versions outside the tested range. packages: name -> tested versions or prefixes of them."""
-    for package, tested in packages.items():
-        version = installed[package]
-        if allow_untested or any(version == t or version.startswith(f"{t}.") for t in tested):
-            continue
-        raise UsageError(
-            f"{package} {version} was not tested with this adapter: install {package} {' or '.join(tested)}, "
-            f"or set {WHERE}.allow_untested=true at your own risk"
-        )
+def check_verl(given: Options) -> None:
+    if not given.allow_untested:
+        options.check_tested("verl", metadata.version("verl"), TESTED_VERL, way_out=WAY_OUT)
 
 
-def check_verl(options: Options) -> None:
-    check_versions(
-        allow_untested=options.allow_untested,
-        packages={"verl": TESTED_VERL},
-        installed={"verl": metadata.version("verl")},
-    )
-
-
-def check_vllm(options: Options) -> None:
+def check_vllm(given: Options) -> None:
     import vllm
 
-    check_versions(
-        allow_untested=options.allow_untested, packages={"vllm": TESTED_VLLM}, installed={"vllm": vllm.__version__}
-    )
+    if not given.allow_untested:
+        options.check_tested("vllm", vllm.__version__, TESTED_VLLM, way_out=WAY_OUT)
 
 
-def location(options: Options) -> Location:
+def location(given: Options) -> Location:
     """Where this process is. Options are the same on every node, so what a node's own environment says comes first."""
     place = here()
     return Location(
-        data_center=place.data_center or options.location.get("data_center", ""),
-        rack=place.rack or options.location.get("rack", ""),
+        data_center=place.data_center or given.location.get("data_center", ""),
+        rack=place.rack or given.location.get("rack", ""),
         host=place.host,
         device=place.device,
     )
@@ -181,13 +147,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "__iter__"):
         return [_plain(inner) for inner in value]
     return value
-
-
-def _readable(error: msgspec.ValidationError) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.keep`" as "keep: expected `int`, got `str`"."""
-    text, _, path = str(error).partition(" - at ")
-    name = path.strip("`").removeprefix("$.")
-    return f"{name}: {text[:1].lower()}{text[1:]}" if name else text
 
 
 def refused(error: Exception, address: str) -> UsageError:
