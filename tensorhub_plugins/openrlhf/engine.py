@@ -23,8 +23,9 @@ from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, her
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf import config
-from tensorhub_plugins.openrlhf.follower import RETRY_S, Follower, Gate, UpdateFailed
-from tensorhub_plugins.openrlhf.worker import ACTOR_PID
+from tensorhub_plugins.openrlhf.follower import Follower, Gate
+from tensorhub_plugins.vllm.follower import RETRY_S, UpdateFailed
+from tensorhub_plugins.vllm.orphans import own_engines
 from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Engine(_Stock):
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
         kwargs["worker_extension_cls"] = EXTENSION
-        os.environ[ACTOR_PID] = str(os.getpid())
+        own_engines()
         await _Stock.__init__(self, *args, **kwargs)
         self.options = config.parse(tensorhub["backend"])
         self.worker = f"rollout-{tensorhub['engine']}/0"
@@ -181,6 +182,9 @@ class Engine(_Stock):
 
     def running(self) -> Mapping[str, int]:
         return {name: 0 for name in self.llm.output_processor.request_states}
+
+    def switch(self, version: int, running: Mapping[str, int]) -> None:
+        """Samples ask the follower for its version (`generate`)."""
 
     async def _probe(self) -> None:
         """The actor can be well while vLLM's processes are frozen: only their answer counts."""

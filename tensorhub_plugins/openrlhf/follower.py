@@ -1,54 +1,19 @@
-"""Rollout side: one engine follows the newest version by itself, at its own pace.
-
-The way of one version
-    wait for it -> the vLLM workers fetch it while the engine generates -> pause -> install -> resume
-Only the last three steps stop the engine, and no other. Weights, prefix cache and the version that samples carry
-change between pause and resume, as one. A version that fails to arrive costs this engine's freshness and nothing else.
-One that fails half way through its installation leaves the engine paused, because mixed weights must not answer, until
-an installation succeeds.
+"""Rollout side: what OpenRLHF asks of an engine that follows the newest version (../vllm/follower.py).
 
 Two kinds of training
     partial rollout     requests in flight are kept and go on with the new weights
     otherwise           the samples of a prompt must come from one version: the installation waits at a `Gate` until
                         the prompts inside have been answered, and new ones wait outside meanwhile
+An evaluation holds an engine at its version.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from tensorhub_plugins.core import LATEST, DeadlineExceeded, HubUnreachable, NotPublished, TensorHubError
-from tensorhub_plugins.core.events import record
-
-log = logging.getLogger(__name__)
-
-WAIT_S = 30.0  # one question to the hub; asked again for ever
-POLL_S = 0.02  # of the workers' fetch: it runs beside generation, and nobody waits for it
-POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
-RETRY_S = 1.0  # after a failed update
-RETRY_MAX_S = 30.0
-
-
-class Engine(Protocol):
-    """The actor that owns the vLLM engine."""
-
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every vLLM worker; their answers in rank order."""
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    def running(self) -> Mapping[str, int]:
-        """Requests that have not ended, with the tokens each has produced."""
-
-
-class UpdateFailed(TensorHubError):
-    """This engine does not have the version, and goes on with the one it had."""
+from tensorhub_plugins.vllm import follower
+from tensorhub_plugins.vllm.follower import UpdateFailed
 
 
 class Gate:
@@ -81,37 +46,15 @@ class Gate:
             self._changed.notify_all()
 
 
-class Follower:
-    """wait: `Client.wait` of a client that reads nothing itself; it blocks, so it is run in a thread. gate: None with
-    partial rollout. until: the last version to follow."""
+class Follower(follower.Follower):
+    """gate: None with partial rollout."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        wait: Callable[..., int],
-        *,
-        worker: str,
-        deadline_s: float,
-        gate: Gate | None = None,
-        until: int | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        self.engine = engine
-        self.wait = wait
-        self.worker = worker
-        self.deadline_s = deadline_s
+    def __init__(self, *args: Any, gate: Gate | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.gate = gate
-        self.until = until
-        self.sleep = sleep
-        self.version = 0  # installed; 0: what the engine was started with, the weights before training
-        self.is_broken = False  # an installation failed half way: nothing may be generated
-        self.is_paused = False
         self.is_held = False  # stay with this version, for evaluation
-        self.installing_since: float | None = None  # monotonic seconds
         self._one_update = asyncio.Lock()
         self._changed = asyncio.Condition()
-
-    # --- what the engine's actor asks for ---
 
     async def need(self, version: int) -> None:
         """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline."""
@@ -145,110 +88,21 @@ class Follower:
             self.is_held = False
             self._changed.notify_all()
 
-    # --- following ---
+    async def take(self, version: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.is_held)
+        async with self._one_update:
+            if not self.is_held and (version > self.version or self.is_broken):
+                await self.update(version)
 
-    async def follow(self) -> None:
-        """Runs as long as the engine."""
-        delay_s = RETRY_S
-        while self.until is None or self.version < self.until:
-            try:
-                version = await self.next_version()
-                if version is None:
-                    continue
-                async with self._changed:
-                    await self._changed.wait_for(lambda: not self.is_held)
-                async with self._one_update:
-                    if not self.is_held and (version > self.version or self.is_broken):
-                        await self.update(version)
-                delay_s = RETRY_S
-            except TensorHubError as error:
-                log.warning("%s: going on with version %d: %s", self.worker, self.version, error)
-                await self.sleep(delay_s)
-                delay_s = min(2 * delay_s, RETRY_MAX_S)
-
-    async def next_version(self) -> int | None:
-        """A visible version that is newer than the installed one, or None: ask again."""
-        after = self.version - 1 if self.is_broken else self.version  # the same version repairs, too
-        try:
-            newest = await asyncio.to_thread(self.wait, LATEST, newer_than=max(0, after), deadline_s=WAIT_S)
-        except (NotPublished, DeadlineExceeded):
-            return None
-        except HubUnreachable as error:
-            log.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
-            await self.sleep(RETRY_S)
-            return None
-        if self.until is not None and newest > self.until:
-            await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
-            return None
-        return newest
-
-    async def update(self, version: int) -> None:
-        """Bring this engine to `version`. One at a time."""
-        await self.fetch(version)
-        # Still generating: wait until no peer reads what the installation will overwrite.
-        await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
+    async def install(self, version: int) -> None:
         if self.gate is None:
-            await self.install(version)
+            await super().install(version)
         else:
             try:
                 await self.gate.close()
-                await self.install(version)
+                await super().install(version)
             finally:
                 await self.gate.open()
         async with self._changed:
             self._changed.notify_all()
-
-    async def fetch(self, version: int) -> None:
-        """Beside generation: every worker gets its bytes, verified."""
-        deadline = time.monotonic() + self.deadline_s + POLL_GRACE_S
-        await self.engine.rpc("tensorhub_begin_fetch", version, self.deadline_s)
-        while True:
-            workers = await self.engine.rpc("tensorhub_poll")
-            if all(worker["state"] == "ready" for worker in workers):
-                return
-            if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
-                await self.sleep(POLL_S)
-                continue
-            if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none
-                await self.engine.rpc("tensorhub_discard")
-            errors = [str(worker["error"]) for worker in workers if worker["error"]]
-            raise UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
-
-    async def install(self, version: int) -> None:
-        """The engine stands still from here to the end."""
-        started = time.monotonic()
-        self.installing_since = started
-        try:
-            if not self.is_paused:
-                await self.engine.pause()
-                self.is_paused = True
-            frozen = set(self.engine.running())
-            record(
-                "pause",
-                worker=self.worker,
-                version=self.version,
-                seconds=time.monotonic() - started,
-                in_flight=len(frozen),
-            )
-            self.is_broken = True  # until the workers say otherwise
-            results = await self.engine.rpc("tensorhub_install", version, self.deadline_s)
-            failed = [result for result in results if not result["installed"]]
-            self.is_broken = any(result["broken"] for result in results)
-            if not failed:
-                self.version = version
-            left = set(self.engine.running())
-            if not self.is_broken:
-                await self.engine.resume()
-                self.is_paused = False
-            if failed:
-                raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
-            record(
-                "resume",
-                worker=self.worker,
-                version=version,
-                seconds=time.monotonic() - started,
-                in_flight=len(frozen & left),
-                lost=len(frozen - left),
-            )
-        finally:
-            self.installing_since = None

@@ -25,9 +25,10 @@ from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.verl import config, hub
-from tensorhub_plugins.verl.follower import Follower, UpdateFailed
 from tensorhub_plugins.verl.router import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
+from tensorhub_plugins.vllm.follower import Follower, UpdateFailed
+from tensorhub_plugins.vllm.orphans import own_engines
 from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class TensorHubServer(vLLMHttpServer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        os.environ[config.SERVER_PID] = str(os.getpid())  # its engine ends with it, see processes.py
+        own_engines()
         self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
         self.worker = f"rollout-{self.replica_rank}/0"
         self.follower: Follower | None = None

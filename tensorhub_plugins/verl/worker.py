@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from tensorhub_plugins.verl.processes import end_with_server
+from tensorhub_plugins.vllm.orphans import end_with_owner
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
 
@@ -15,7 +15,7 @@ class TensorHubVerlWorkerExtension(TensorHubWorkerExtension, vLLMColocateWorkerE
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         worker = super().__new__(cls, *args, **kwargs)
-        end_with_server()
+        end_with_owner()
         return worker
 
     def tensorhub_ping(self) -> bool:

@@ -1,4 +1,4 @@
-"""The flag, who owns which tensor, the driver's decision, the gate and the follower: no framework is needed."""
+"""The flag, the driver's decision, the gate and the follower: no framework is needed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.core import NotPublished, TensorSpec, UsageError
+from tensorhub_plugins.core import NotPublished, UsageError
 from tensorhub_plugins.openrlhf import autoload, config, install
 from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
-from tensorhub_plugins.openrlhf.publisher import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -173,19 +172,6 @@ def test_the_sentence_is_found_in_what_ray_makes_of_an_error() -> None:
     assert install.sentence_in("ValueError: something else") == ""
 
 
-# --- who owns which tensor --------------------------------------------------------------------------------------------
-
-
-def test_every_tensor_has_one_owner_and_the_load_is_even() -> None:
-    specs = [TensorSpec(f"t{i}", "bfloat16", (size,), 2 * size) for i, size in enumerate((100, 1, 60, 50, 7, 90, 3))]
-    owners = shares(specs, 3)
-    held = [sum(s.size_bytes for s, owner in zip(specs, owners, strict=True) if owner == rank) for rank in range(3)]
-    assert sum(held) == sum(spec.size_bytes for spec in specs)
-    assert max(held) - min(held) <= max(spec.size_bytes for spec in specs)
-    assert owners == shares(specs, 3)
-    assert set(shares(specs, 1)) == {0}
-
-
 # --- the hook in torch ------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +255,9 @@ class FakeEngine:
 
     def running(self) -> dict[str, int]:
         return {}
+
+    def switch(self, version: int, running: object) -> None:
+        assert self.log[-1] == "install"
 
 
 def follower(engine: FakeEngine, *, gate: Gate | None = None, until: int | None = None, newest: int = 0) -> Follower:

@@ -4,11 +4,9 @@ import asyncio
 
 import pytest
 
-pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
-
-from tensorhub_plugins.core import HubUnreachable, NotPublished  # noqa: E402
-from tensorhub_plugins.verl import follower as module  # noqa: E402
-from tensorhub_plugins.verl.follower import Follower, UpdateFailed  # noqa: E402
+from tensorhub_plugins.core import HubUnreachable, NotPublished
+from tensorhub_plugins.vllm import follower as module
+from tensorhub_plugins.vllm.follower import Follower, UpdateFailed
 
 
 class Engine:

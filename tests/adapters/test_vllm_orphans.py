@@ -10,18 +10,16 @@ import sys
 
 import pytest
 
-from tensorhub_plugins.openrlhf.worker import ACTOR_PID
-
 WORKER = """
 import os, sys, time
-from tensorhub_plugins.openrlhf.worker import end_with_actor
-end_with_actor()
+from tensorhub_plugins.vllm.orphans import end_with_owner
+end_with_owner()
 print("watching", os.getpid(), flush=True)
 time.sleep(600)
 """
 START = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 CORE = START  # as vLLM's engine core: started by the actor, starts the worker, notices nothing
-ACTOR = f"import os; os.environ[{ACTOR_PID!r}] = str(os.getpid()); {START}"
+ACTOR = f"from tensorhub_plugins.vllm.orphans import own_engines; own_engines(); {START}"
 FORGETFUL = START  # an actor that has not said who it is
 
 

@@ -1,11 +1,11 @@
-"""Rollout side, pull mode: one replica follows the newest version by itself, at its own pace.
+"""Rollout side: one engine follows the newest version by itself, at its own pace. What the owner of an engine runs.
 
 The way of one version
     wait for it -> the vLLM workers fetch it while the engine generates -> pause -> install -> resume
-Only the last three steps stop the engine. Weights, KV of the old weights and the number that samples carry change
-between pause and resume, as one. A version that fails to arrive costs this replica's freshness and nothing else. One
-that fails half way through its installation leaves the engine paused, because mixed weights must not answer, until an
-installation succeeds.
+Only the last three steps stop the engine, and no other. Weights, KV of the old weights and the version that samples
+carry change between pause and resume, as one. A version that fails to arrive costs this engine's freshness and nothing
+else. One that fails half way through its installation leaves the engine paused, because mixed weights must not answer,
+until an installation succeeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RETRY_MAX_S = 30.0
 
 
 class Engine(Protocol):
-    """The server that owns the vLLM engine."""
+    """The actor that owns the vLLM engine."""
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every vLLM worker; their answers in rank order."""
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 
 class UpdateFailed(TensorHubError):
-    """This replica does not have the version, and goes on with the one it had."""
+    """This engine does not have the version, and goes on with the one it had."""
 
 
 class Follower:
@@ -68,20 +68,19 @@ class Follower:
         self.deadline_s = deadline_s
         self.until = until
         self.sleep = sleep
-        self.version = 0  # installed; 0: none yet
-        self.newest = 0  # that the hub has told of
+        self.version = 0  # installed; 0: what the engine was started with
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False
         self.installing_since: float | None = None  # monotonic seconds
 
     async def follow(self) -> None:
-        """Runs as long as the replica."""
+        """Runs as long as the engine."""
         delay_s = RETRY_S
         while self.until is None or self.version < self.until:
             try:
                 version = await self.next_version()
                 if version is not None:
-                    await self.update(version)
+                    await self.take(version)
                     delay_s = RETRY_S
             except TensorHubError as error:
                 log.warning("%s: going on with version %d: %s", self.worker, self.version, error)
@@ -99,14 +98,17 @@ class Follower:
             log.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
             await self.sleep(RETRY_S)
             return None
-        self.newest = newest
         if self.until is not None and newest > self.until:
             await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
             return None
         return newest
 
+    async def take(self, version: int) -> None:
+        """There is a newer version. Here a subclass may wait, or decide against it."""
+        await self.update(version)
+
     async def update(self, version: int) -> None:
-        """Bring this replica to `version`."""
+        """Bring this engine to `version`. One at a time."""
         await self.fetch(version)
         # Still generating: wait until no peer reads what the installation will overwrite.
         await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
