@@ -56,7 +56,7 @@ def test_compare_takes_medians_without_warm_up(tmp_path):
     write_run(tmp_path / "stock", [99, 4.0, 5.0, 6.0], [99, 2.0, 3.0, 4.0])
     write_run(tmp_path / "pull", [99, 0.5, 0.5, 0.6], [99, 0.1, 0.1, 0.1])
     rounds = [stalls.read_round(path, tmp_path / path, skip_steps=1) for path in ("stock", "pull")]
-    wait, closed, silent = stalls.compare(rounds)
+    wait, closed, silent = stalls.compare(rounds, "update_weights")
     assert (wait.stock_s, wait.ours_s, wait.ratio) == (5.0, 0.5, 10.0)
     assert closed.ratio == pytest.approx(30.0)
     assert (wait.counts, closed.counts, silent.counts) == (True, True, False)
@@ -68,4 +68,4 @@ def test_nothing_measured_is_an_error(tmp_path):
     write_run(tmp_path / "pull", [0.5], [])
     rounds = [stalls.read_round(path, tmp_path / path, skip_steps=0) for path in ("stock", "pull")]
     with pytest.raises(ValueError, match="pull: nothing measured"):
-        stalls.compare(rounds)
+        stalls.compare(rounds, "update_weights")

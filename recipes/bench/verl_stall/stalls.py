@@ -1,4 +1,4 @@
-"""PURE: from the probe's notes and verl's metrics to how long everybody stood still."""
+"""PURE: from the probe's notes and the trainer's metrics to how long everybody stood still."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-WAIT = "(a) the trainer waits in update_weights"
 CLOSED = "(b) a rollout cannot generate"
 # The engine is open again, and computes the answers in flight anew under the new weights, the same work on both paths:
 # on a CPU that takes longer than all the rest.
@@ -28,10 +27,10 @@ class Stall:
 
 @dataclass
 class Round:
-    """One verl run."""
+    """One run."""
 
     path: str  # "stock" or "pull"
-    waits_s: list[float] = field(default_factory=list)  # of the trainer in update_weights, one a step
+    waits_s: list[float] = field(default_factory=list)  # of the trainer for an update, one a step
     stalls: list[Stall] = field(default_factory=list)
     memcpy_s: float = 0.0  # one copy of the model's bytes, measured beside it
 
@@ -81,10 +80,11 @@ class Line:
         return self.stock_s / self.ours_s
 
 
-def compare(rounds: Sequence[Round]) -> list[Line]:
-    """Medians over all updates of all rounds. Raises ValueError when one side has nothing measured."""
+def compare(rounds: Sequence[Round], wait: str) -> list[Line]:
+    """Medians over all updates of all rounds. wait: what the trainer waits in. Raises ValueError when one side has
+    nothing measured."""
     measures = {
-        WAIT: lambda r: r.waits_s,
+        f"(a) the trainer waits in {wait}": lambda r: r.waits_s,
         CLOSED: lambda r: [stall.closed_s for stall in r.stalls],
         SILENT: lambda r: [stall.silent_s for stall in r.stalls],
     }
