@@ -27,10 +27,26 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(DEADLINE_S + 60)]
 )
 @pytest.mark.parametrize("module", ["tensorhub_plugins.openrlhf.train_ppo_ray", "openrlhf.cli.train_ppo_ray"])
 def test_a_wrong_flag_ends_the_run_with_one_sentence(module: str, flag: str, sentence: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'recipes/cpu/openrlhf'}", "DS_ACCELERATOR": "cpu"}
+    assert sentence in refused(module, flag)
+
+
+@pytest.mark.parametrize("package", ["openrlhf", "vllm"])
+def test_versions_that_were_not_tested_end_the_run_with_one_sentence(package: str, tmp_path: Path) -> None:
+    """Metadata of another version, found before the real ones."""
+    metadata = tmp_path / f"{package}-99.0.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 99.0\n")
+    said = refused("tensorhub_plugins.openrlhf.train_ppo_ray", "tensorhub", tmp_path)
+    assert f"{package} 99.0 was not tested with this adapter: install {package}" in said
+
+
+def refused(module: str, flag: str, *found_first: Path) -> str:
+    """The one sentence with which this command line ends."""
+    path = os.pathsep.join(map(str, [*found_first, ROOT, ROOT / "recipes/cpu/openrlhf"]))
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", module, "--vllm.sync_backend", flag]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     assert ended.returncode != 0
-    said = [line for line in ended.stderr.splitlines() if line.startswith("tensorhub: ")]
-    assert len(said) == 1 and sentence in said[0], ended.stderr[-2000:]
+    (said,) = [line for line in ended.stderr.splitlines() if line.startswith("tensorhub: ")]
     assert "Traceback" not in ended.stderr
+    return said

@@ -16,7 +16,9 @@ import pytest
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
 from recipes.demo.report import read_events, replica_of  # noqa: E402
+from recipes.openrlhf_grpo import make_data  # noqa: E402
 from recipes.openrlhf_grpo.metrics import read_metrics  # noqa: E402
+from tensorhub_plugins.core import start_server  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_DEADLINE_S = 900
@@ -29,7 +31,16 @@ pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_DEADLINE_S + 60)]
 class Run:
     """One recipe run. `recipe` is a folder of recipes/."""
 
-    def __init__(self, folder: Path, shared: Path, recipe: str, mode: str, store: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shared: Path,
+        recipe: str,
+        mode: str,
+        store: str,
+        *arguments: str,
+        hub: str = "tensorhub:?verify=1",
+    ) -> None:
         self.folder = folder
         environment = {
             **os.environ,
@@ -37,7 +48,7 @@ class Run:
             "OUT": str(shared),
             "RUN": str(folder),
             "SIZE": "tiny",
-            "HUB": os.environ.get("HUB", "tensorhub:?verify=1"),
+            "HUB": hub,
             "TENSORHUB_EVENTS": str(folder / "events"),
         }
         command = [str(ROOT / f"recipes/{recipe}/run.sh"), mode, store, *arguments]
@@ -133,14 +144,37 @@ def test_sync_grpo_is_on_policy(tmp_path: Path, shared: Path) -> None:
     assert any(source.startswith("rollout-") for source in sources), "no engine has read from a peer"
 
 
-def test_async_grpo_by_openrlhfs_own_command_line(tmp_path: Path, shared: Path) -> None:
-    with Run(tmp_path, shared, "openrlhf_grpo", "async", "hook", "--data.max_samples", str(8 * STEPS)) as run:
+def test_async_by_openrlhfs_own_command_line_and_an_evaluation_sees_one_version(tmp_path: Path, shared: Path) -> None:
+    """With another estimator, too: REINFORCE++-baseline."""
+    prompts, samples = 8 * STEPS, 4
+    make_data.main([str(tmp_path / "evaluation.jsonl"), "--count", str(prompts)])
+    arguments = ["--data.max_samples", str(prompts), "--algo.advantage.estimator", "reinforce_baseline"]
+    arguments += ["--eval.dataset", str(tmp_path / "evaluation.jsonl"), "--eval.steps", "2"]
+    arguments += ["--eval.n_samples_per_prompt", str(samples)]
+    with Run(tmp_path / "run", shared, "openrlhf_grpo", "async", "hook", *arguments) as run:
         run.end()
     check_versions(run, engines=2)
     rows = check_steps(run)
     assert all(row["tensorhub/samples_of_several_versions"] == 0 for row in rows)
     assert max(row["tensorhub/staleness_max"] for row in rows) > 0  # it is asynchronous
     assert {event["lost"] for event in run.events("resume")} == {0}
+    (evaluation,) = run.events("evaluate")
+    # Nothing else is generated meanwhile, so the next that end are the evaluation's.
+    answers = [event for event in run.events("request") if event["t"] > evaluation["t"]][: prompts * samples]
+    assert {tuple(event["versions"]) for event in answers} == {(evaluation["version"],) * 2}
+    assert {replica_of(event["worker"]) for event in answers} == {"rollout-0", "rollout-1"}
+
+
+def test_a_hub_that_goes_away_at_start_ends_the_run_with_one_sentence(tmp_path: Path, shared: Path) -> None:
+    with start_server() as server:
+        address = server.address
+        hub = f"tensorhub{address.removeprefix('tcp')}"
+        with Run(tmp_path, shared, "openrlhf_grpo", "sync", "tensorhub", hub=hub) as run:
+            run.wait_for(lambda: f"tensorhub: hub {address}" in run.log.read_text(errors="replace"))
+            server.close()
+            assert run.process.wait(RUN_DEADLINE_S) != 0
+    (said,) = [line for line in run.log.read_text(errors="replace").splitlines() if line.startswith("tensorhub: ")][1:]
+    assert address in said
 
 
 def test_partial_rollout_goes_on_when_an_engine_is_killed_in_the_middle(tmp_path: Path, shared: Path) -> None:
