@@ -44,6 +44,9 @@ export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 VLLM_CACHE_ROOT="$OUT/cache/vllm" VL
 export HF_HOME="$OUT/cache/huggingface" XDG_CACHE_HOME="$OUT/cache" TORCHINDUCTOR_CACHE_DIR="$OUT/cache/inductor"
 export TRITON_CACHE_DIR="$OUT/cache/triton"
 
+since="$(date +%s)" ray=
+trap '"$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; [[ -z $ray ]] || rm -rf "$ray"' EXIT
+
 arguments=("$here/common.args" "$algorithm")
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   [[ $store != stock ]] || export RECIPE_CPU_STOCK=1
@@ -51,7 +54,6 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
   arguments+=("$here/cpu.args")
   # Ray puts sockets under its folder, whose path may have 107 characters at most.
   ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
-  trap 'rm -rf "$ray"' EXIT
   export RECIPE_RAY_INIT="{\"num_gpus\": 8, \"num_cpus\": 16, \"include_dashboard\": false, \"_temp_dir\": \"$ray\",
     \"object_store_memory\": 300000000, \"log_to_driver\": true}"
 fi
