@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from recipes.demo import openrlhf as demo_openrlhf
 from recipes.demo import report as reports
 
 STEPS, CONTROL_STEPS, REPLICAS = 4, 4, 2
@@ -195,3 +196,44 @@ def test_picture_is_drawn(tmp_path):
 
     draw(make(), good_events(), tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+# --- OpenRLHF ---------------------------------------------------------------------------------------------------------
+
+
+def in_turns():
+    """As OpenRLHF has it: version N comes of step N, and an update meets no answer in flight."""
+    events = [e for e in good_events() if e["version"] <= STEPS or e["worker"] == "trainer/0"]
+    events = [{**e, "in_flight": 0} if "in_flight" in e else e for e in events]
+    late = {step: max(0, step - STEPS - 1) for step in range(1, STEPS + CONTROL_STEPS + 1)}
+    rows = [{"reward": 0.1 * step, "vllm_kl": 1e-3 + 2e-2 * late[step]} for step in late]
+    return events, [{"step": step, "data": row} for step, row in zip(late, rows, strict=True)]
+
+
+def test_a_framework_that_generates_and_trains_in_turns():
+    events, metrics = in_turns()
+    given = {"replicas": REPLICAS, "steps": STEPS, "control_steps": CONTROL_STEPS}
+    assert broken(reports.make_report(events, metrics, **given, trainer=reports.OPENRLHF_SYNC)) == []
+    metrics[STEPS]["data"]["vllm_kl"] = 0.02  # the first step after the last version pulled still trains on it
+    (claim,) = broken(reports.make_report(events, metrics, **given, trainer=reports.OPENRLHF_SYNC))
+    assert claim.startswith("trainer and rollout log-probabilities agree")
+    assert len(broken(reports.make_report(events, metrics, **given, trainer=reports.VERL))) > 1
+
+
+RISING = [0.1 + 0.1 * step for step in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "holds"),
+    [
+        (RISING, True),
+        ([0.02 + value for value in RISING] + [0.0], True),  # what comes after pulling is off does not count
+        ([0.1] * 8, False),  # learns nothing
+        ([0.4 * value for value in RISING], False),  # learns less
+        (RISING[:7], False),  # ended early
+    ],
+)
+def test_both_curves_must_rise_alike(ours, holds):
+    curves = {"stock": RISING, "tensorhub": ours}
+    assert demo_openrlhf.learns_alike(curves, 8).holds is holds
+    assert len(demo_openrlhf.both_curves(curves, 8).splitlines()) == 1 + max(8, len(ours))
