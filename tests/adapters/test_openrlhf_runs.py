@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -85,7 +86,7 @@ class Run:
             if found:
                 return found
             assert self.process.poll() is None, f"{self.tail()}\nthe run ended before what the test waits for"
-            time.sleep(0.05)
+            time.sleep(0.2)  # reading the logs takes time from what we wait for
         raise AssertionError(f"{self.tail()}\nnothing happened")
 
     def rows(self) -> list[dict[str, float]]:
@@ -190,6 +191,39 @@ def test_partial_rollout_goes_on_when_an_engine_is_killed_in_the_middle(tmp_path
     check_steps(run, steps=2 * STEPS)
     assert any(event["in_flight"] for event in run.events("resume"))
     assert any(event["versions"][0] < event["versions"][1] for event in run.events("request"))
+
+
+@pytest.mark.long
+def test_an_engine_whose_vllm_was_killed_comes_back_with_the_newest_version(tmp_path: Path, shared: Path) -> None:
+    """Then the other one is killed, and the training goes on with the one that came back."""
+    arguments = ["--data.max_samples", "4000", "--data.max_len", "256", "--rollout.max_new_tokens", "192"]
+    with Run(tmp_path, shared, "openrlhf_grpo", "partial", "tensorhub", *arguments) as run:
+        core, other = (run.wait_for(lambda name=name: pid_of(run, name)) for name in ("rollout-1", "rollout-0"))
+        os.kill(child_of(core), signal.SIGKILL)
+        run.wait_for(lambda: [e for e in run.events("replica_lost") if e["worker"] == "rollout-1/0"])
+        newest = max([event["version"] for event in run.events("publish")], default=0)
+        (back,) = run.wait_for(lambda: run.events("replica_back"))
+        assert back["worker"] == "rollout-1/0" and back["version"] >= newest
+        os.kill(other, signal.SIGKILL)
+        killed_at = time.time()
+        answered = run.wait_for(
+            lambda: [
+                e for e in run.events("request") if e["worker"] == "rollout-1/0" and e["t"] > max(killed_at, back["t"])
+            ]
+        )
+        assert answered[0]["versions"][0] >= newest  # never the weights that the engine was started with
+        run.wait_for(lambda: [e for e in run.events("publish") if e["t"] > answered[-1]["t"]])
+    assert {event["worker"] for event in run.events("replica_lost")} == {"rollout-0/0", "rollout-1/0"}
+
+
+def child_of(actor: int) -> int:
+    """vLLM's engine core, which the actor started."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            name, status = (process / "cmdline").read_bytes(), (process / "status").read_text()
+            if b"EngineCore" in name and f"\nPPid:\t{actor}\n" in status:
+                return int(process.name)
+    raise AssertionError(f"process {actor} has no engine core")
 
 
 def pid_of(run: Run, replica: str) -> int | None:
