@@ -47,6 +47,8 @@ class EngineLost(TensorHubError):
 class Engine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update}."""
 
+    _is_dying = False
+
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
         kwargs["worker_extension_cls"] = EXTENSION
         own_engines()
@@ -109,7 +111,9 @@ class Engine(_Stock):
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        """version, and for how long vLLM's processes have been silent."""
+        """version, and for how long vLLM's processes have been silent. EngineLost when this actor is about to end."""
+        if self._is_dying:
+            raise EngineLost(f"{self.worker}: its vLLM is dead")
         silent_s = time.monotonic() - self.heard_at
         if self.follower.installing_since is not None:
             # vLLM's loop is busy with the installation and answers nothing else; that has its own deadline.
@@ -195,6 +199,9 @@ class Engine(_Stock):
             await asyncio.sleep(PROBE_S)
 
     def _die(self, error: BaseException) -> None:
+        if self._is_dying:
+            return
+        self._is_dying = True
         log.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
         # A moment for answers on their way out; what is still here fails with the actor and is asked elsewhere.
         asyncio.get_running_loop().call_later(0.5, os._exit, 1)

@@ -98,8 +98,7 @@ class Fleet:
             if member.was_live and silent_s > self.timeout_s:
                 self._end(member, f"no answer for {silent_s:.0f} s")
             return
-        except RayActorError as error:
-            member.probe = None
+        except LOST as error:
             self.lost(member, error)
             member.was_live = False  # Ray is starting it again
             member.error = error
@@ -116,10 +115,11 @@ class Fleet:
 
     def _end(self, member: _Member, reason: str) -> None:
         ray.kill(member.handle, no_restart=False)
-        member.probe, member.was_live = None, False
+        member.was_live = False
         self.lost(member, RuntimeError(reason))
 
     def lost(self, member: _Member, error: Exception) -> None:
+        member.probe = None  # whatever is still answered was said before
         if member.is_live:
             log.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
             record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])

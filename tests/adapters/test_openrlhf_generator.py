@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError  # noq
 from tensorhub_plugins.core import VersionInfo  # noqa: E402
 from tensorhub_plugins.openrlhf import generator as module  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
-from tensorhub_plugins.openrlhf.engine import FIRST  # noqa: E402
+from tensorhub_plugins.openrlhf.engine import FIRST, EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -63,7 +63,8 @@ class FakeEngine:
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self.state = "well"  # "silent": answers nothing; "lost": every call fails
+        # "silent": answers nothing; "lost": every call fails; "ending": its vLLM is dead, the actor not yet
+        self.state = "well"
         self.asked: list[dict[str, Any]] = []
         self.working: list[Ref] = []
         self.is_held = False
@@ -78,6 +79,9 @@ class FakeEngine:
             return ref
         if name == "generate_responses":
             self.asked.append(kwargs)
+        if self.state == "ending" and name in ("generate_responses", "tensorhub_heartbeat"):
+            ref.answer = EngineLost("its vLLM is dead")
+            return ref
         if self.state == "silent":
             self.working.append(ref)
             return ref
@@ -222,6 +226,21 @@ def test_prompts_of_a_killed_engine_are_asked_elsewhere(ray: FakeRay, monkeypatc
     assert len(well.asked) == 6
     assert prompts_of(samples) == EVERY_PROMPT
     assert [member.is_live for member in generator.fleet.members] == [True, False]
+
+
+def test_an_engine_that_is_about_to_end_is_not_asked_again(ray: FakeRay) -> None:
+    well, other = FakeEngine(), FakeEngine()
+    generator = make([well, other])
+    generator.fleet.live()  # both have answered, and the next heartbeat comes later
+    other.state = "ending"
+    generator.fleet.check = lambda: None  # type: ignore[method-assign]
+    generator._dispatch_prompts_to_vllm(["p0", "p1"], ["", ""])
+    del generator.fleet.check
+    assert len(other.asked) == 1, "it was not asked while it seemed well"
+    (asked,) = [asked for ref, asked in generator._asked.items() if isinstance(ref.answer, EngineLost)]
+    generator._ask_again(asked, EngineLost("its vLLM is dead"))
+    assert (len(well.asked), len(other.asked)) == (2, 1)
+    assert not ray.killed  # it ends by itself, and Ray starts it again
 
 
 def test_a_silent_engine_is_ended_and_its_prompts_are_asked_elsewhere(
