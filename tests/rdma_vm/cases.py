@@ -373,7 +373,7 @@ def source_may_not_lock_memory(crew: Crew) -> None:
     source.kill()
     with start_server() as hub:
         source = crew.take()
-        source.ask(publish, hub.address, "trainer", 1, RDMA, 1 << 20)
+        source.ask(publish, hub.address, "trainer", 1, RDMA, 128 << 10)
         reader.ask(join, hub.address, "rollout-0", RDMA)
         report = reader.ask(replicate, 1, False)
         assert report["transports"] == {"tcp": SIZE_BYTES}, report
