@@ -30,12 +30,13 @@ env:  ## the environment alone (about 4 minutes the first time)
 demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
 	@$(IN_ENV); python -m recipes.demo
 
-test: lint ## lint, the quick tests, then those that start vLLM and verl; stops at the first failure
+test: lint ## lint, the quick tests, those that start vLLM and verl, RDMA in virtual machines; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -x -q -m "not heavy"
+	python -m pytest -x -q -n 2 -m "not heavy"
 	python -m pytest -x -v -m "heavy and not long"
+	python -m recipes.rdma_vm || [ $$? = 77 ]
 
-test-verl: ## whole verl runs in every mode, and kills in a real run (about 15 minutes on two quiet cores)
+test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -m long tests/adapters/test_verl_*.py
 
