@@ -1,4 +1,4 @@
-"""`tensorhub server` starts a hub; `tensorhub status` shows what one knows."""
+"""`tensorhub server` starts a hub, `tensorhub status` shows what one knows, `tensorhub doctor` tries an engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -34,8 +36,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     status.add_argument("--json", action="store_true", help="for machines")
     status.add_argument("--deadline", type=float, default=5.0, help="seconds to wait for the hub")
+    doctor = commands.add_parser("doctor", help="try whether this machine, engine and model work with the store")
+    checks = doctor.add_subparsers(dest="check", required=True)
+    sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
+    sync.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with *.safetensors")
+    sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
+    sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     options = parser.parse_args(arguments)
     try:
+        if options.command == "doctor":
+            return check_sync(options.model, options.tp, options.engine)
         if options.command == "server":
             return serve(options.address, verbose=options.verbose)
         if not options.hub:
@@ -70,6 +80,17 @@ def serve(address: str, *, verbose: bool = False) -> int:
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+
+
+def check_sync(model: Path, tensor_parallel: int, engine: dict[str, Any]) -> int:
+    """See vllm/doctor.py. The only place where the core names an adapter, and only when asked to."""
+    try:
+        doctor = import_module("tensorhub_plugins.vllm.doctor")
+    except ImportError as error:
+        raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
+    if not (model / "config.json").is_file():
+        raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
+    return int(doctor.run(model, tensor_parallel=tensor_parallel, options=engine))
 
 
 def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class Client:
         self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
         self._transfers: set[Transfer] = set()
         self._seen = 0
-        self._published: dict[str, int] = {}  # layout -> newest version published here first-hand
+        self._published: dict[str, tuple[int, bytes]] = {}  # layout -> newest version published here, its root
         self._closed = False
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
         self._transports = _usable(transports, advertise_host or _address_towards(address))
@@ -207,7 +207,8 @@ class Client:
 
         tensors: name -> tensor of any dtype and device; copied into host memory (copy=True) or adopted in place
         (copy=False: dense tensors of one device). A Slab is published as it is and belongs to the client from then on.
-        Versions only grow within a layout; the same version in another layout is welcome.
+        Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
+        back, with the same bytes.
 
         Raise UsageError for what can never be published, HubUnreachable when the hub stays away until the deadline:
         then nothing was published.
@@ -215,10 +216,10 @@ class Client:
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         self._check_open()
         with self._lock:
-            newest = self._published.get(layout, 0)
+            newest, root = self._published.get(layout, (0, b""))
             if key in self._offers:
                 raise UsageError("this version is published here already: unpublish it first", version=version)
-        if version <= newest:
+        if version < newest:
             raise UsageError(f"version {newest} of layout {layout} was published here before: versions only grow")
         began = time.monotonic()
         if isinstance(tensors, Slab):
@@ -239,6 +240,8 @@ class Client:
         copied = time.monotonic()
         try:
             manifest = slab.manifest()
+            if version == newest and manifest.root() != root:
+                raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()
             self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
         except BaseException:
@@ -246,7 +249,7 @@ class Client:
                 self._recycle(slab)
             raise
         with self._lock:
-            self._published[layout] = version
+            self._published[layout] = version, manifest.root()
             self._seen = max(self._seen, version)
         seconds = {"copy": copied - began, "digest": digested - copied, "announce": time.monotonic() - digested}
         return PublishReport(version, layout, manifest.size_bytes, seconds, manifest)

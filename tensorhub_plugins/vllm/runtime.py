@@ -395,9 +395,9 @@ def check_cpu_layers(model: torch.nn.Module, vllm_config: Any) -> None:
     for name, module in model.named_modules():
         if getattr(module, "cpu_linear", linear) is not linear:
             raise UsageError(
-                f"{name} computes with a packed copy of its weights: start this engine with "
-                "worker_extension_cls=tensorhub_plugins.vllm.TensorHubWorkerExtension (or a subclass), "
-                "which keeps them live"
+                f"{name} computes with a packed copy of its weights: start this engine with --load-format tensorhub or "
+                "worker_extension_cls=tensorhub_plugins.vllm.TensorHubWorkerExtension (or a subclass), which keep them "
+                "live"
             )
         if getattr(module, "w13_bias", None) is not None:
             raise UsageError(f"{name}: experts with a bias cannot be updated on the CPU build of vLLM")

@@ -29,10 +29,10 @@ import xxhash
 
 from tensorhub_plugins.core import events
 from tensorhub_plugins.core.client import Client, Fetched, ReplicateReport
-from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError, UsageError
+from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
-from tensorhub_plugins.core.values import CHECKPOINT, Location
+from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
 from tensorhub_plugins.vllm import runtime
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
@@ -103,7 +103,7 @@ class Updater:
         self, config: WorkerConfig, model: torch.nn.Module, vllm_config: Any, place: Place, gather: Gather
     ) -> None:
         self.config, self.place = config, place
-        self._model, self._vllm_config, self._gather = model, vllm_config, gather
+        self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{place.shard}"
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._staged: _Staged | None = None
@@ -113,7 +113,9 @@ class Updater:
         self._error: TensorHubError | None = None
         self._broken: str | None = None
         self._report: dict[str, Any] | None = None
+        self._fetched: Future[None] | None = None
         self._serving: Future[None] | None = None
+        self._asleep = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._client = Client(
             config.hub,
@@ -154,9 +156,16 @@ class Updater:
                 "report": self._report,
             }
 
-    def begin_fetch(self, version: int, deadline_s: float) -> None:
-        """Start to get this version, in the background; what was staged and not installed is dropped."""
+    def begin_fetch(self, version: int, deadline_s: float, *, in_place: bool | None = None) -> None:
+        """Start to get this version, in the background; what was staged and not installed is dropped.
+
+        in_place: read it into the live weights during the install, if somebody has this layout (None: as configured).
+        """
+        if in_place is None:
+            in_place = self.config.install == "direct"
         with self._lock:
+            if self._asleep:
+                raise UsageError("the engine sleeps and its weights are not there: wake it up first", version=version)
             if self._fetching is not None:
                 raise UsageError(f"version {self._fetching} is still being fetched: poll until it is ready")
             if version == self._version and self._broken is None:
@@ -165,7 +174,50 @@ class Updater:
             self._fetching, self._error, self._report = version, None, None
         if dropped is not None:
             self._thread.submit(self._drop, dropped)
-        self._thread.submit(self._fetch, version, time.monotonic() + deadline_s)
+        self._fetched = self._thread.submit(self._fetch, version, time.monotonic() + deadline_s, in_place)
+
+    def update(self, version: int, deadline_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
+        """Fetch and install at once, while the engine stands still. Never raises; returns what `install` does."""
+        deadline = time.monotonic() + deadline_s
+        try:
+            self.begin_fetch(version, deadline_s, in_place=in_place)
+            assert self._fetched is not None
+            self._fetched.result(timeout=_left(deadline))
+        except (TensorHubError, FutureTimeout) as error:
+            logger.warning("%s: version %d: %s", self._name, version, error)
+        # Whatever happened here: the other workers of this engine wait for this one's vote.
+        return self.install(version, _left(deadline))
+
+    def resolve(self, deadline_s: float) -> int:
+        """The newest version, the same for every worker of the engine; NotPublished if there is none in time."""
+        try:
+            newest, error = self._client.wait(deadline_s=deadline_s), None
+        except TensorHubError as failure:
+            newest, error = 0, failure
+        version = agreed(self.gather, newest)
+        if not version:
+            raise error or NotPublished("the engine's first worker found no version", deadline_s=deadline_s)
+        return version
+
+    def adopt(self, version: int) -> None:
+        """The live weights came from elsewhere and are this version: serve them as it."""
+        with self._lock:
+            self._version, self._broken = version, None
+            self._serving = self._thread.submit(self._serve, _Staged(version, None))
+
+    def fall_asleep(self) -> None:
+        """The live weights are about to leave their memory; nobody may read them there."""
+        self.before_foreign_change("sleep")
+        with self._lock:
+            self._asleep = True
+
+    def wake_up(self) -> None:
+        """They are back where they were: serve them again. Unless they are no version of the store any more."""
+        with self._lock:
+            was_asleep, self._asleep = self._asleep, False
+            whole = self._broken is None and self._version and self.config.source == "live"
+            if was_asleep and whole and self._served is None:
+                self._serving = self._thread.submit(self._serve, _Staged(self._version, None))
 
     def discard(self) -> None:
         """Give up what is staged, so that another worker may convert it and its memory is free."""
@@ -269,11 +321,11 @@ class Updater:
 
     # --- fetching, in the background thread ---
 
-    def _fetch(self, version: int, deadline: float) -> None:
+    def _fetch(self, version: int, deadline: float, in_place: bool) -> None:
         staged: _Staged | None = None
         error: TensorHubError | None = None
         try:
-            staged = self._acquire(version, deadline)
+            staged = self._acquire(version, deadline, in_place)
             # Here rather than in the install: it may take as long as the slowest reader, and the engine generates.
             self._withdraw_live(time.monotonic() + self.config.drain_deadline_s)
         except TensorHubError as failure:
@@ -291,8 +343,8 @@ class Updater:
         with self._lock:
             self._fetching, self._staged, self._error = None, staged, error
 
-    def _acquire(self, version: int, deadline: float) -> _Staged:
-        if self.config.install == "direct":
+    def _acquire(self, version: int, deadline: float, in_place: bool) -> _Staged:
+        if in_place:
             self._client.wait(version, deadline_s=_left(deadline))
             held = {info.version: info.layouts for info in self._client.versions()}
             if held.get(version, {}).get(self.place.layout):
@@ -323,7 +375,7 @@ class Updater:
         fetched = staged.fetched
         try:
             if fetched is None:
-                if staged.report is not None:  # read in place, and offered from there
+                if staged.report is not None:  # read in place, and perhaps offered from there
                     self._client.unpublish(staged.version, self.place.layout)
                 return
             if fetched.converts is not None:
@@ -341,7 +393,11 @@ class Updater:
         """What is to be installed, with nobody reading what will change; raises without having changed anything."""
         self._wait_until_served(deadline, deadline_s)
         with self._lock:
-            staged = self._staged
+            staged, error, asleep = self._staged, self._error, self._asleep
+        if asleep:
+            raise UsageError("the engine sleeps and its weights are not there: wake it up first", version=version)
+        if staged is None and error is not None:
+            raise error
         if staged is None or staged.version != version:
             has = "nothing" if staged is None else f"version {staged.version}"
             raise UsageError(f"{has} is ready: fetch version {version} first", version=version)
@@ -372,7 +428,10 @@ class Updater:
     def _replicate(self, version: int, deadline: float) -> _Staged:
         """Read into the live weights themselves, and serve from there."""
         live = runtime.tensors(self._model)
-        report = self._client.replicate(live, version, self.place.layout, deadline_s=_left(deadline))
+        in_host_memory = self.config.source == "host"  # then a snapshot is served, once the engine goes on
+        report = self._client.replicate(
+            live, version, self.place.layout, deadline_s=_left(deadline), serve=not in_host_memory
+        )
         runtime.refresh_scalars(self._model)
         staged = _Staged(version, None, report)
         with self._lock:
@@ -400,7 +459,7 @@ class Updater:
     def _agree(self, version: int, willing: bool) -> bool:
         """Whether every worker of the engine is willing, for the same version."""
         vote = version.to_bytes(8, "big") + bytes([willing])
-        votes = self._gather(vote.ljust(VOTE_SIZE_BYTES, b"\0"))
+        votes = self.gather(vote.ljust(VOTE_SIZE_BYTES, b"\0"))
         return willing and all(other == votes[0] for other in votes)
 
     def _result(self, version: int, began: float, error: Exception | None, layout: str | None = None) -> dict[str, Any]:
@@ -436,8 +495,10 @@ class Updater:
         version, layout, deadline_s = staged.version, self.place.layout, self.config.serve_deadline_s
         in_host_memory = self.config.source == "host"
         live = runtime.tensors(self._model)
-        # Otherwise it is offered already: staged bytes since they arrived, live ones since they were read in place.
-        if staged.fetched is not None and (staged.fetched.layout != layout or not in_host_memory):
+        # Staged bytes are offered since they arrived, live ones since they were read in place, and after a sleep a copy
+        # may be, because it was the last.
+        key = ShardKey(version, layout, self.place.shard, self.place.shard_count)
+        if key not in self._client.serving():
             self._client.publish(version, live, layout, copy=in_host_memory, deadline_s=deadline_s)
         size_bytes = sum(tensor.nbytes for tensor in live.values())
         events.record("serve", worker=self._name, version=version, layout=layout, bytes=size_bytes)
@@ -463,7 +524,8 @@ class Updater:
         version, layout = staged.version, self.place.layout
         root = Slab.adopt(runtime.tensors(self._model)).manifest().root().hex()
         events.record("digests", worker=self._name, version=version, layout=layout, digests={"root": root})
-        assert staged.report is not None
+        if staged.report is None:  # adopted: there is nothing to compare with
+            return
         if staged.report.layout == layout:
             if staged.report.roots != {self.place.shard: root}:
                 self.break_weights(f"the live weights are not those of version {version} any more")
@@ -508,6 +570,12 @@ def _plain(report: Any) -> dict[str, Any]:
     fields["losses"] = list(fields["losses"])
     fields["roots"] = {str(shard): root for shard, root in fields["roots"].items()}
     return fields
+
+
+def agreed(gather: Gather, number: int) -> int:
+    """What the engine's first worker says, for all of them."""
+    votes = gather(number.to_bytes(8, "big").ljust(VOTE_SIZE_BYTES, b"\0"))
+    return int.from_bytes(votes[0][:8], "big")
 
 
 def _left(deadline: float) -> float:

@@ -32,7 +32,10 @@ Never mixed bytes
 from __future__ import annotations
 
 import logging
-from functools import partial
+import os
+import socket
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -45,54 +48,33 @@ logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration onl
 
 DEADLINE_S = 60.0
 
-# What changes the weights or moves them away behind our back; nobody may be reading them then.
-FOREIGN_CHANGES = ("sleep", "reload_weights", "start_weight_update")
+HUB_ENVIRONMENT = "TENSORHUB_HUB"
+
+# What changes the weights behind our back; nobody may be reading them then.
+FOREIGN_CHANGES = ("reload_weights", "start_weight_update")
 
 
 class TensorHubWorkerExtension:
     """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked.
-
-        A mixin cannot override what the worker class defines, so the methods are wrapped on the instance, where
-        vLLM's executors look them up. Nothing outside this worker changes.
-        """
+        """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked."""
         following = super().__new__
         worker = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
-        worker.tensorhub_updater = None
+        hook(cls)
         worker.load_model = partial(_load_model, worker)
-        worker.execute_model = partial(_execute_model, worker)
-        worker.shutdown = partial(_shutdown, worker)
-        for name in FOREIGN_CHANGES:
-            if hasattr(cls, name):
-                setattr(worker, name, partial(_foreign_change, worker, name))
         return worker
 
     def tensorhub_connect(self, config: dict[str, Any]) -> dict[str, Any]:
         """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work."""
         import vllm
 
-        parsed = WorkerConfig.parse(config)
-        runtime.check_version(vllm.__version__)
-        if not hasattr(self, "tensorhub_updater"):
-            raise UsageError("this worker was made without TensorHubWorkerExtension.__new__: call super().__new__")
-        model, vllm_config = self.model_runner.get_model(), self.vllm_config
-        _check_supported(model, vllm_config)
-        ranks = runtime.parallel_ranks(vllm_config)
-        gather = _gather_over_engine(ranks)
-        # Every worker takes part before anything can fail on one of them alone.
-        prints = gather(runtime.fingerprint(model, vllm_config, ranks=ranks))
-        place = Place(ranks["pp"] * ranks["tp_size"] + ranks["tp"], len(prints), runtime.replica_layout(prints))
-        if self.tensorhub_updater is not None:
-            self.tensorhub_updater.close()
-        self.tensorhub_updater = Updater(parsed, model, vllm_config, place, gather)
-        size_bytes = sum(tensor.nbytes for tensor in runtime.tensors(model).values())
-        logger.info("%s/%d of %d: %s", parsed.replica, place.shard, place.shard_count, place.layout)
+        updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
+        size_bytes = sum(tensor.nbytes for tensor in runtime.tensors(self.model_runner.get_model()).values())
         return {
-            "layout": place.layout,
-            "shard": place.shard,
-            "shard_count": place.shard_count,
+            "layout": updater.place.layout,
+            "shard": updater.place.shard,
+            "shard_count": updater.place.shard_count,
             "size_bytes": size_bytes,
             "vllm": vllm.__version__,
         }
@@ -122,8 +104,9 @@ class TensorHubWorkerExtension:
 
     def tensorhub_guard(self) -> None:
         """Raise BrokenWeights if this worker's weights must not be used."""
-        if self.tensorhub_updater is not None:
-            self.tensorhub_updater.guard()
+        updater = attached(self)
+        if updater is not None:
+            updater.guard()
 
     def tensorhub_digests(self) -> dict[str, Any]:
         """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
@@ -131,12 +114,93 @@ class TensorHubWorkerExtension:
 
     def tensorhub_close(self) -> None:
         """Leave the store; the engine goes on with the weights it has."""
-        if self.tensorhub_updater is not None:
-            self.tensorhub_updater.close()
-            self.tensorhub_updater = None
+        leave(_model(self))
+
+
+# --- how a model gets its updater ---
+
+
+def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Updater:
+    """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
+
+    The updater belongs to the model from then on (see `attached`), in the place of one that did before.
+    """
+    import vllm
+
+    runtime.check_version(vllm.__version__)
+    _check_supported(model, vllm_config)
+    gather, shard = engine_gather(vllm_config)
+    # Every worker takes part before anything can fail on one of them alone.
+    prints = gather(runtime.fingerprint(model, vllm_config, ranks=runtime.parallel_ranks(vllm_config)))
+    place = Place(shard, len(prints), runtime.replica_layout(prints))
+    leave(model)
+    updater = Updater(config, model, vllm_config, place, gather)
+    vars(model)["tensorhub_updater"] = updater
+    logger.info("%s/%d of %d: %s", config.replica, place.shard, place.shard_count, place.layout)
+    return updater
+
+
+def leave(model: torch.nn.Module | None) -> None:
+    """Leave the store, if this model is in it."""
+    updater = None if model is None else vars(model).pop("tensorhub_updater", None)
+    if updater is not None:
+        updater.close()
+
+
+def attached(worker: Any) -> Updater | None:
+    """The updater of this worker's model."""
+    model = _model(worker)
+    return None if model is None else vars(model).get("tensorhub_updater")
+
+
+def configure(options: dict[str, Any], vllm_config: Any) -> WorkerConfig:
+    """What a person gives on vLLM's command line, with what can be known filled in; UsageError says what is wrong."""
+    filled = {"run": "default", "replica": f"{socket.gethostname()}-{vllm_config.instance_id}", **options}
+    if not filled.get("hub") and os.environ.get(HUB_ENVIRONMENT):
+        filled["hub"] = os.environ[HUB_ENVIRONMENT]
+    return WorkerConfig.parse(filled)
+
+
+def extend(vllm_config: Any) -> None:
+    """As `worker_extension_cls` does, for a worker that exists already."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    worker_class = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+    if not issubclass(worker_class, TensorHubWorkerExtension):
+        worker_class.__bases__ = (*worker_class.__bases__, TensorHubWorkerExtension)
+    hook(worker_class)
 
 
 # --- what is wrapped around the worker's own methods ---
+
+
+def hook(worker_class: type) -> None:
+    """Wrap, once, what vLLM asks of its workers. Those whose model has no updater do not notice.
+
+    A mixin cannot override what the worker class defines itself.
+    """
+    if "tensorhub_hooked" in vars(worker_class):
+        return
+    worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
+    wrappers: dict[str, Callable[..., Any]] = {
+        "execute_model": _execute_model,
+        "shutdown": _shutdown,
+        "sleep": _sleep,
+        "wake_up": _wake_up,
+        **{name: partial(_foreign_change, name) for name in FOREIGN_CHANGES},
+    }
+    for name, wrapper in wrappers.items():
+        original = getattr(worker_class, name, None)
+        if original is not None:
+            setattr(worker_class, name, _around(original, wrapper))
+
+
+def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(partial(original, worker), worker, *args, **kwargs)
+
+    return method
 
 
 def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,25 +208,42 @@ def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
         return type(worker).load_model(worker, *args, **kwargs)
 
 
-def _execute_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+def _execute_model(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     worker.tensorhub_guard()
-    return type(worker).execute_model(worker, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
-def _shutdown(worker: Any) -> None:
-    worker.tensorhub_close()
-    type(worker).shutdown(worker)
+def _shutdown(original: Any, worker: Any) -> None:
+    leave(_model(worker))
+    original()
 
 
-def _foreign_change(worker: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    updater = worker.tensorhub_updater
+def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    updater = attached(worker)
     if updater is not None:
-        updater.before_foreign_change(name)
-    result = getattr(type(worker), name)(worker, *args, **kwargs)
-    if updater is not None and name != "sleep":
-        updater.forget_version()
-    elif updater is not None and _loses_weights(*args, **kwargs):
+        updater.fall_asleep()
+    result = original(*args, **kwargs)
+    if updater is not None and _loses_weights(*args, **kwargs):
         updater.break_weights("sleep(level=2) threw the weights away")
+    return result
+
+
+def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
+    result = original(tags)
+    updater = attached(worker)
+    if updater is not None and (tags is None or "weights" in tags):
+        updater.wake_up()
+    return result
+
+
+def _foreign_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    updater = attached(worker)
+    ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
+    if updater is None or (ours and name == "start_weight_update"):
+        return original(*args, **kwargs)
+    updater.before_foreign_change(name)
+    result = original(*args, **kwargs)
+    updater.forget_version()
     return result
 
 
@@ -176,15 +257,26 @@ def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:
 
 
 def _updater(worker: Any) -> Updater:
-    updater = getattr(worker, "tensorhub_updater", None)
+    updater = attached(worker)
     if updater is None:
         raise UsageError("not connected: call tensorhub_connect(config) first")
     return updater
 
 
+def _model(worker: Any) -> torch.nn.Module | None:
+    runner = getattr(worker, "model_runner", None)
+    return None if getattr(runner, "model", None) is None else runner.get_model()
+
+
 def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
     """Refuse what would go wrong silently."""
     parallel = vllm_config.parallel_config
+    if getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+        # vLLM then ties them or not by the values of the first weights, and later ones would go astray.
+        raise UsageError(
+            "config.json says that the word embeddings are tied, and the checkpoint holds an lm_head of its own: set "
+            "tie_word_embeddings to false, or leave lm_head out of the checkpoint"
+        )
     if vllm_config.lora_config is not None:
         raise UsageError("tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer")
     if getattr(parallel, "enable_eplb", False):
@@ -196,10 +288,11 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
     runtime.check_cpu_layers(model, vllm_config)
 
 
-def _gather_over_engine(ranks: dict[str, int]) -> Gather:
-    """All-gather of one small message over the workers of this engine, in shard order."""
+def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
+    """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
+    ranks = runtime.parallel_ranks(vllm_config)
     if ranks["tp_size"] * ranks["pp_size"] == 1:
-        return lambda message: [message]
+        return lambda message: [message], 0
     from vllm.distributed import get_pp_group, get_tp_group
 
     def gather(message: bytes) -> list[bytes]:
@@ -209,7 +302,7 @@ def _gather_over_engine(ranks: dict[str, int]) -> Gather:
         everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
         return [bytes(row.numpy()) for stage in everyone for row in stage]
 
-    return gather
+    return gather, ranks["pp"] * ranks["tp_size"] + ranks["tp"]
 
 
 def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ CALL_DEADLINE_S = 60
 
 
 def make_model(kind: str, path: Path, seed: int) -> Path:
-    """Save a tiny model with random weights: "qwen2-tied", "qwen2-untied" or "mixtral"."""
+    """Save a tiny model with random weights; kind is one of KINDS."""
     import torch
-    from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
     shape = {
@@ -40,17 +40,45 @@ def make_model(kind: str, path: Path, seed: int) -> Path:
         "initializer_range": 0.2,  # large enough that other weights give other tokens
         "bos_token_id": 0,
         "eos_token_id": 1,
-        "tie_word_embeddings": kind == "qwen2-tied",
     }
-    if kind == "mixtral":
-        model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2))
-    else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    family, more = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**{**shape, **more})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms of ones and biases of zeros would hide a tensor that was not updated
             torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
     model.to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+UNTIED = {"tie_word_embeddings": False}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, **UNTIED}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transformers are called, and its own settings
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-untied": ("Qwen2", UNTIED),
+    "llama": ("Llama", UNTIED),
+    "qwen3": ("Qwen3", {"head_dim": 32, **UNTIED}),
+    "gemma": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **UNTIED}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "head_dim": 32, "decoder_sparse_step": 1, **EXPERTS}),
+    "deepseek-mla": (
+        "DeepseekV3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            **EXPERTS,
+        },
+    ),
+}
 
 
 def checkpoint(path: Path) -> dict[str, Any]:
@@ -70,12 +98,21 @@ class Engine:
         extension: str | None = EXTENSION,
         workers: int = 1,
         env: dict[str, str] | None = None,
+        own_core: bool = False,
+        **options: Any,
     ) -> None:
-        """extension None: vLLM as it is. workers: tensor parallel; more than one are processes of vLLM's own."""
+        """extension None: vLLM as it is. workers: tensor parallel; more than one are processes of vLLM's own.
+
+        own_core: the engine core is a process of its own and steps by itself, as in a server. options: more of LLM's.
+        """
+        env = {**(env or {}), **({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if own_core else {})}
+        self._own_core = own_core
         context = _context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(
-            target=_serve, args=(theirs, str(model), extension or "", workers, env or {}), daemon=workers == 1
+            target=_serve,
+            args=(theirs, str(model), extension or "", workers, env, options),
+            daemon=workers == 1 and not own_core,
         )
         self.process.start()
         theirs.close()
@@ -98,6 +135,9 @@ class Engine:
         self.process.join()
 
     def close(self) -> None:
+        if self._own_core and self.process.is_alive():
+            with suppress(EngineError, TimeoutError, OSError, EOFError):
+                self.ask("stop")
         self.kill()
         self._pipe.close()
 
@@ -149,10 +189,10 @@ def _context() -> Any:
 # --- in the engine's process ---
 
 
-def _serve(pipe: Any, model: str, extension: str, workers: int, env: dict[str, str]) -> None:
+def _serve(pipe: Any, model: str, extension: str, workers: int, env: dict[str, str], options: dict[str, Any]) -> None:
     os.environ.update(env)
     host = _Host(pipe)
-    host.reply(lambda: host.start(model, extension, workers))
+    host.reply(lambda: host.start(model, extension, workers, options))
     while True:
         if host.generating and not pipe.poll(0):
             host.step()
@@ -183,22 +223,33 @@ class _Host:
             answer = (False, traceback.format_exc())
         self.pipe.send(answer)
 
-    def start(self, model: str, extension: str, workers: int) -> None:
+    def start(self, model: str, extension: str, workers: int, options: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-        self.llm = LLM(
-            model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=64 << 20,
-            tensor_parallel_size=workers,
-            distributed_executor_backend=UniProcExecutor if workers == 1 else "mp",
-            worker_extension_cls=extension,
-            disable_log_stats=True,
-        )
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 64 << 20,
+            "tensor_parallel_size": workers,
+            "distributed_executor_backend": UniProcExecutor if workers == 1 else "mp",
+            "worker_extension_cls": extension,
+            "disable_log_stats": True,
+        }
+        self.llm = LLM(model, **{**settings, **options})
+
+    def stop(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def core(self, method: str, args: tuple[Any, ...]) -> Any:
+        """A method of the engine core in its own process, as the server calls it."""
+        return self.llm.llm_engine.engine_core.call_utility(method, *args)
+
+    def own(self, method: str, args: tuple[Any, ...]) -> Any:
+        """A method of vllm.LLM itself."""
+        return getattr(self.llm, method)(*args)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         return self.llm.collective_rpc(method, args=args)

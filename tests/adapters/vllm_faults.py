@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.doctor import Patient
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
 
@@ -21,7 +22,7 @@ class FaultyExtension(TensorHubWorkerExtension):
 
     def tensorhub_test_unguard(self) -> None:
         """execute_model as vLLM has it."""
-        del self.execute_model
+        type(self).execute_model = type(self).execute_model.__wrapped__
 
     def tensorhub_test_discard_on(self, rank: int) -> None:
         if self.rank == rank:
@@ -58,3 +59,11 @@ class LateExtension(TensorHubWorkerExtension):
         worker = super().__new__(cls, *args, **kwargs)
         del worker.load_model
         return worker
+
+
+class ForgetfulPatient(Patient):
+    """The doctor's, whose raw copies leave a tensor as it is."""
+
+    def tensorhub_update(self, version, deadline_s):
+        FaultyExtension.tensorhub_test_forget(self, "model.norm.weight")
+        return super().tensorhub_update(version, deadline_s)

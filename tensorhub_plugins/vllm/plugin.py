@@ -1,0 +1,114 @@
+"""Tells vLLM our names. Called in every vLLM process, also in those that never ask for the store.
+
+So it imports nothing of vLLM (what it adds to a module, it adds once that module is imported), raises nothing, and may
+be called twice. What it registers acts only where a configuration names it:
+    --load-format tensorhub                                    loader.py
+    --weight-transfer-config '{"backend": "tensorhub"}'        transfer.py
+    either of the two                                          engine.py
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+NAME = "tensorhub"
+
+
+def register() -> None:
+    """The entry point `vllm.general_plugins`."""
+    try:
+        waiting = {name: add for name, add in ADDITIONS.items() if not _add(name, add)}
+        if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _AfterImport(waiting))
+    except Exception as error:  # an engine that never asked for us must start all the same
+        logger.debug("tensorhub: not registered: %r", error)
+
+
+def _add_load_format(model_loader: Any) -> None:
+    # What vLLM's own decorator does, without importing our side (or logging) before somebody asks for it.
+    model_loader._LOAD_FORMAT_TO_MODEL_LOADER.setdefault(NAME, _make_loader)
+
+
+def _make_loader(load_config: Any) -> Any:
+    """vLLM calls this as it would a loader's class."""
+    from tensorhub_plugins.vllm.loader import TensorHubModelLoader
+
+    return TensorHubModelLoader(load_config)
+
+
+def _add_weight_transfer(factory: Any) -> None:
+    for registry, name in (
+        (factory.WeightTransferEngineFactory, "TensorHubWeightTransferEngine"),
+        (factory.WeightTransferTrainerFactory, "TensorHubTrainerEngine"),
+    ):
+        if NAME not in registry._registry:  # a second registration raises
+            registry.register_engine(NAME, "tensorhub_plugins.vllm.transfer", name)
+
+
+def _add_to_engine_core(core: Any) -> None:
+    """Workers cannot reach the scheduler and its caches; this is where engine.py gets hold of them, when asked for."""
+    original = core.EngineCore._initialize_kv_caches
+    if hasattr(original, NAME):
+        return
+
+    def initialize_kv_caches(engine_core: Any, vllm_config: Any) -> Any:
+        result = original(engine_core, vllm_config)
+        transfer = getattr(vllm_config, "weight_transfer_config", None)
+        if NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None)):
+            from tensorhub_plugins.vllm.engine import attach
+
+            attach(engine_core, vllm_config)
+        return result
+
+    setattr(initialize_kv_caches, NAME, True)
+    core.EngineCore._initialize_kv_caches = initialize_kv_caches
+
+
+ADDITIONS: dict[str, Callable[[Any], None]] = {
+    "vllm.model_executor.model_loader": _add_load_format,
+    "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
+    "vllm.v1.engine.core": _add_to_engine_core,
+}
+
+
+def _add(name: str, add: Callable[[Any], None]) -> bool:
+    """Whether that module is there, and has what we add."""
+    module = sys.modules.get(name)
+    if module is None:
+        return False
+    try:
+        add(module)
+    except Exception as error:
+        logger.debug("tensorhub: nothing added to %s: %r", name, error)
+    return True
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing itself, but notices when one of these modules has been imported."""
+
+    def __init__(self, waiting: dict[str, Callable[[Any], None]]) -> None:
+        self.waiting = waiting
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        add = self.waiting.pop(name, None)  # once, and not again by the search below
+        if add is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_add(module: ModuleType) -> None:
+            execute(module)
+            _add(name, add)
+
+        spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,68 @@
+"""What vLLM loads in every process, also for those who never ask for the store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(program: str) -> str:
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def test_registering_imports_nothing_and_may_be_repeated() -> None:
+    program = """
+import sys
+from tensorhub_plugins.vllm.plugin import register
+before = set(sys.modules)
+register(); register()
+print(sorted(m for m in sys.modules if m.split(".")[0] in ("vllm", "torch", "zmq", "msgspec")), len(sys.meta_path))
+register()
+print(len(set(sys.modules) - before), len(sys.meta_path))
+"""
+    first, second = run(program).splitlines()
+    assert first.startswith("[] ")
+    assert second == f"0 {first.split()[-1]}"
+
+
+def test_a_vllm_that_is_not_as_expected_starts_all_the_same(tmp_path: Path) -> None:
+    for name in ("model_executor", "distributed", "distributed/weight_transfer", "v1", "v1/engine"):
+        (tmp_path / "vllm" / name).mkdir(parents=True, exist_ok=True)
+    for folder in [tmp_path / "vllm", *(tmp_path / "vllm").rglob("*")]:
+        if folder.is_dir():
+            (folder / "__init__.py").touch()
+    (tmp_path / "vllm/model_executor/model_loader.py").write_text("_LOAD_FORMAT_TO_MODEL_LOADER = {}\n")
+    (tmp_path / "vllm/distributed/weight_transfer/factory.py").write_text("nothing = 1\n")
+    (tmp_path / "vllm/v1/engine/core.py").write_text("class EngineCore: pass\n")
+    program = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from tensorhub_plugins.vllm.plugin import register
+register()
+import vllm.distributed.weight_transfer.factory, vllm.v1.engine.core, vllm.model_executor.model_loader as loaders
+register()
+print(list(loaders._LOAD_FORMAT_TO_MODEL_LOADER), vllm.distributed.weight_transfer.factory.nothing)
+"""
+    assert run(program) == "['tensorhub'] 1"
+
+
+def test_vllm_knows_our_names() -> None:
+    pytest.importorskip("vllm")
+    program = """
+import vllm.plugins
+vllm.plugins.load_general_plugins()
+import vllm.model_executor.model_loader as loaders
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.v1.engine.core import EngineCore
+print("tensorhub" in loaders._LOAD_FORMAT_TO_MODEL_LOADER,
+      WeightTransferEngineFactory._registry["tensorhub"]().__name__,
+      WeightTransferTrainerFactory._registry["tensorhub"]().__name__,
+      EngineCore._initialize_kv_caches.tensorhub)
+"""
+    assert run(program).splitlines()[-1] == "True TensorHubWeightTransferEngine TensorHubTrainerEngine True"

@@ -1,0 +1,199 @@
+"""vLLM's own weight transfer drives our pulls; engines that follow by themselves. Weights and caches are one."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, make_model
+
+from tensorhub_plugins.core import Client, Server, start_server
+
+pytestmark = pytest.mark.heavy
+
+DEADLINE_S = 30.0
+KIND = "qwen2-tied"
+CACHED = [[(7 * k) % 400 + 10 for k in range(130)]]  # four blocks of the prefix cache, and a bit
+BLOCKS = {"block_size": 32, "enable_prefix_caching": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    made: dict[int, Path] = {}
+
+    def get(seed: int) -> Path:
+        if seed not in made:
+            made[seed] = make_model(KIND, tmp_path_factory.mktemp(f"{KIND}-{seed}"), seed)
+        return made[seed]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def bare(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bare")
+    for file in models(1).iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int]], dict[str, str]]]:
+    """What a fresh engine says to PROMPTS and CACHED with the weights of this seed, and its digests."""
+    known: dict[int, Any] = {}
+
+    def get(seed: int) -> Any:
+        if seed not in known:
+            extra = {"model_loader_extra_config": {"disk": "only"}, **BLOCKS}
+            with Engine(models(seed), extension=None, load_format="tensorhub", **extra) as fresh:
+                known[seed] = fresh.generate(), fresh.generate(CACHED)
+        return known[seed]
+
+    return get
+
+
+@pytest.fixture
+def hub() -> Iterator[Server]:
+    server = start_server()
+    yield server
+    server.close()
+
+
+def client(hub: Server, name: str) -> Client:
+    return Client(hub.address, run="default", model="actor", replica=name)
+
+
+def start(model: Path, hub: Server, extra: dict[str, Any], **options: Any) -> Engine:
+    config = {"hub": hub.address, "model": "actor", **extra}
+    settings = {**BLOCKS, "load_format": "tensorhub", "model_loader_extra_config": config, **options}
+    return Engine(model, extension=None, own_core=True, **settings)
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def engine(models: Any, hub: Server) -> Iterator[Engine]:
+    """It was started from disk, knows no hub, and takes weights by vLLM's own calls."""
+    options = {"load_format": "tensorhub", "model_loader_extra_config": {"disk": "only"}, **BLOCKS}
+    with Engine(
+        models(1), extension=None, own_core=True, weight_transfer_config={"backend": "tensorhub"}, **options
+    ) as started:
+        yield started
+
+
+def update(engine: Engine, version: int, **info: Any) -> None:
+    engine.ask("own", "start_weight_update", ())
+    engine.ask("own", "update_weights", ({"update_info": {"version": version, **info}},))
+    engine.ask("own", "finish_weight_update", (str(version),))
+
+
+def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: Any, hub: Server) -> None:
+    old, new = answers(1), answers(2)
+    assert engine.generate() == old[0] and engine.generate(CACHED) == old[1] != new[1]
+    with pytest.raises(EngineError, match="call init_weight_transfer_engine first"):
+        engine.ask("own", "start_weight_update", ())
+    init = {"init_info": {"hub": hub.address, "model": "actor"}}
+    with pytest.raises(EngineError, match="unknown field `modell`"):
+        engine.ask("own", "init_weight_transfer_engine", ({"init_info": {"modell": "actor"}},))
+    engine.ask("own", "init_weight_transfer_engine", (init,))
+    engine.ask("own", "init_weight_transfer_engine", (init,))  # again, as a trainer that was started anew does
+    with client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(models(2)))
+        # Nobody has paused it and nobody resets its prefix cache, which holds the whole prompt.
+        update(engine, 1)
+        assert engine.ask("own", "get_weight_version", ()) == "1"
+        assert engine.generate(CACHED) == new[1]
+        assert engine.generate() == new[0]
+
+        # A failed update ends the round, and the old version goes on.
+        with pytest.raises(EngineError, match="version=7"):
+            update(engine, 7, deadline_s=0.2)
+        assert engine.ask("own", "get_weight_version", ()) == "1" and engine.generate() == new[0]
+
+        # Requests that are running are kept, and end under the new weights.
+        trainer.publish(2, checkpoint(models(1)))
+        engine.ask("submit", "long", PROMPTS, 100)
+        for _ in range(20):
+            engine.ask("step")
+        update(engine, 2)
+        while max(engine.ask("progress").values()) < 100:
+            engine.ask("step")
+        assert set(engine.ask("progress").values()) == {100}
+        assert engine.generate() == old[0] and engine.generate(CACHED) == old[1]
+
+
+def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare: Path, hub: Server) -> None:
+    """The negative control of the test above: the same weights, swapped behind the scheduler's back."""
+    with client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(models(1)))
+        with start(bare, hub, {}) as engine:
+            assert engine.generate(CACHED) == answers(1)[1]
+            trainer.publish(2, checkpoint(models(2)))
+            engine.call("tensorhub_begin_fetch", 2, DEADLINE_S)
+            wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "ready")
+            assert engine.call("tensorhub_install", 2, DEADLINE_S)["installed"]
+            assert engine.generate() == answers(2)[0]
+            assert engine.generate(CACHED) != answers(2)[1]
+
+
+def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any, hub: Server, bare: Path) -> None:
+    with client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(models(1)))
+        options = {
+            "worker_extension_cls": "vllm_faults.FaultyExtension",
+            "weight_transfer_config": {"backend": "tensorhub"},
+        }
+        with start(bare, hub, {}, **options) as engine:
+            trainer.publish(2, checkpoint(models(2)))
+            engine.ask("core", "pause_scheduler", ("keep",))
+            engine.call("tensorhub_test_fail_reload_on", 0)
+            with pytest.raises(EngineError, match="injected"):
+                update(engine, 2)
+            with pytest.raises(EngineError, match="install a version before resuming"):
+                engine.ask("core", "resume_scheduler", ())
+            update(engine, 2)
+            engine.ask("core", "resume_scheduler", ())
+            assert engine.generate() == answers(2)[0]
+
+
+@pytest.mark.parametrize("when", ["now", "idle"])
+def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare: Path, hub: Server) -> None:
+    with client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(models(1)))
+        with start(bare, hub, {"follow": when}) as engine:
+            assert engine.generate(CACHED) == answers(1)[1]
+            # Busy with requests that nobody steps: their tokens pile up in the core, which steps by itself.
+            engine.ask("submit", "long", PROMPTS, 200)
+            trainer.publish(2, checkpoint(models(2)))
+
+            def version() -> int:
+                return int(engine.call("tensorhub_poll")["version"])
+
+            wait_until(lambda: version() == 2, "switched")
+            while max(engine.ask("progress").values()) < 200:
+                engine.ask("step")
+            assert set(engine.ask("progress").values()) == {200}
+            assert engine.generate(CACHED) == answers(2)[1]
+            assert engine.ask("own", "get_weight_version", ()) == "2"
+            # Paused by somebody else, it stays as it is, and switches once it is resumed.
+            engine.ask("core", "pause_scheduler", ("keep",))
+            trainer.publish(3, checkpoint(models(1)))
+            with pytest.raises(AssertionError, match="switched"):
+                wait_until(lambda: version() == 3, "switched", 2.5)
+            engine.ask("core", "resume_scheduler", ())
+            wait_until(lambda: version() == 3, "switched")
+            assert engine.generate(CACHED) == answers(1)[1]
