@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-verl test-openrlhf test-rdma lint bench-verl-stall clean distclean python
+.PHONY: help env demo test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start bench-verl-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -20,6 +20,7 @@ IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it
 # One of recipes/environments. OpenRLHF needs its own: it pins a transformers that verl refuses.
 ENVIRONMENT = verl-cpu
 test-openrlhf: ENVIRONMENT = openrlhf-cpu
+test-vllm-next: ENVIRONMENT = vllm-next-cpu
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -40,6 +41,14 @@ test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -m long tests/adapters/test_verl_*.py
 
+test-vllm: ## vLLM alone: every kind of model, two workers, `vllm serve`, the recipe (about 8 minutes)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v -m long tests/adapters/test_vllm_*.py
+
+test-vllm-next: ## all tests of vLLM alone with a newer vLLM, in its own environment
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v tests/adapters/test_vllm_*.py
+
 test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
 	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
@@ -50,6 +59,9 @@ test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there ca
 
 lint: ## ruff, and mypy (strict on the core)
 	@$(IN_ENV); ruff check .; ruff format --check .; mypy
+
+bench-vllm-start: ## how long a starting engine waits for its weights: from a peer against from disk
+	@$(IN_ENV); python -m recipes.bench.vllm_start
 
 bench-verl-stall: ## how long trainer and rollouts stand still: verl's own path against the store's, in one run
 	@$(IN_ENV); python -m recipes.bench.verl_stall

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import wraps
 from typing import Any
 
@@ -115,7 +116,7 @@ class Core:
         self._core.input_queue.put_nowait((self._wake_up, run))
         try:
             return done.result(timeout=deadline_s)
-        except TimeoutError:
+        except FutureTimeout:
             done.cancel()
             raise
 

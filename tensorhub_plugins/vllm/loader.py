@@ -89,6 +89,7 @@ class TensorHubModelLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), runtime.live_cpu_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            _check_made(model)
             on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
             if on_disk:
                 self.load_weights(model, model_config)
@@ -113,6 +114,14 @@ class TensorHubModelLoader(BaseModelLoader):
     def _from_disk(self) -> DefaultModelLoader:
         plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
         return DefaultModelLoader(plain)
+
+
+def _check_made(model: torch.nn.Module) -> None:
+    if any(getattr(getattr(m, "quant_method", None), "uses_meta_device", False) for m in model.modules()):
+        raise UsageError(
+            "weights that vLLM quantizes while it loads them cannot come from the store: start without --quantization, "
+            "or publish a checkpoint that is quantized already"
+        )
 
 
 def _fill_with_zeros(model: torch.nn.Module) -> None:

@@ -182,7 +182,8 @@ class Updater:
         try:
             self.begin_fetch(version, deadline_s, in_place=in_place)
             assert self._fetched is not None
-            self._fetched.result(timeout=_left(deadline))
+            # It ends at its own deadline, and after its readers have been drained.
+            self._fetched.result(timeout=deadline_s + self.config.drain_deadline_s)
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
         # Whatever happened here: the other workers of this engine wait for this one's vote.

@@ -187,6 +187,7 @@ def hook(worker_class: type) -> None:
         "shutdown": _shutdown,
         "sleep": _sleep,
         "wake_up": _wake_up,
+        "discard": _discard,
         **{name: partial(_foreign_change, name) for name in FOREIGN_CHANGES},
     }
     for name, wrapper in wrappers.items():
@@ -234,6 +235,15 @@ def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
     if updater is not None and (tags is None or "weights" in tags):
         updater.wake_up()
     return result
+
+
+def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
+    """Since vLLM 0.32: throw away some memory without sleeping."""
+    updater = attached(worker) if "weights" in tags else None
+    if updater is not None:
+        updater.before_foreign_change("discard")
+        updater.break_weights("discard threw the weights away")
+    return original(tags)
 
 
 def _foreign_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:

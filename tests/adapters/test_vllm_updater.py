@@ -339,3 +339,60 @@ def test_an_install_does_not_wait_for_ever_for_a_snapshot(engines: Engines, monk
         gate.set()
         updater.prepare_install(DEADLINE_S)
         assert updater.poll()["served_version"] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"serve_from": "live"}], ids=str)
+def test_an_update_at_once_reads_in_place_and_is_served(options: dict[str, Any], engines: Engines) -> None:
+    """As an engine that starts does: nothing generates meanwhile."""
+    first, second = engines("first", **options), engines("second", **options)
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        assert first.resolve(DEADLINE_S) == 1
+        assert first.update(1, DEADLINE_S, in_place=True)["layout"] == CHECKPOINT
+        result = second.update(1, DEADLINE_S, in_place=True)
+        assert (result["layout"], value(second)) == (LAYOUT, 1.0)
+        assert list(result["report"]["sources"]) == ["first/0"]
+        for updater in (first, second):
+            wait_until(lambda updater=updater: not updater.poll()["serving"])
+        held = trainer.versions()[-1].layouts[LAYOUT]
+        assert set(held) == {"first/0", "second/0"}
+        failed = second.update(9, 0.2)
+        assert not failed["installed"] and failed["broken"] is None
+        assert failed["error"].startswith("NotPublished")  # why it could not, not only that it could not
+
+
+def test_what_came_from_elsewhere_is_served_as_a_version(engines: Engines) -> None:
+    first, second = engines("first", serve_from="live"), engines("second")
+    with torch.no_grad():
+        first._model.fused.fill_(5.0)
+    first.adopt(3)
+    wait_until(lambda: not first.poll()["serving"])
+    assert first.poll()["version"] == 3
+    assert update(second, 3)["layout"] == LAYOUT and value(second) == 5.0
+
+
+def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:
+    sleeper, other = engines("sleeper", serve_from="live"), engines("other", serve_from="live")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(sleeper, 1)
+        update(other, 1)
+
+        def held() -> set[str]:
+            return set(trainer.versions()[-1].layouts[LAYOUT])
+
+        assert held() == {"sleeper/0", "other/0"}
+        sleeper.fall_asleep()
+        assert held() == {"other/0"}
+        with pytest.raises(UsageError, match="wake it up first"):
+            sleeper.begin_fetch(1, DEADLINE_S)
+        assert "wake it up first" in sleeper.install(1, DEADLINE_S)["error"]
+        sleeper.wake_up()
+        wait_until(lambda: not sleeper.poll()["serving"])
+        assert held() == {"sleeper/0", "other/0"} and value(sleeper) == 1.0
+        # Weights that were lost do not come back.
+        sleeper.fall_asleep()
+        sleeper.break_weights("lost")
+        sleeper.wake_up()
+        assert held() == {"other/0"}
+        assert update(sleeper, 1)["installed"] and held() == {"sleeper/0", "other/0"}

@@ -348,6 +348,19 @@ def test_versions_only_grow(stage):
         trainer.publish(2, tensors_of(1))
 
 
+def test_a_version_taken_back_may_return_with_the_same_bytes(stage):
+    """As an engine's does, whose weights leave their memory while it sleeps."""
+    engine, other = stage.client("engine"), stage.client("other")
+    other.publish(2, tensors_of(1))  # so that the engine's is not the last copy, which would be kept
+    engine.publish(2, tensors_of(1))
+    engine.unpublish(2)
+    with pytest.raises(UsageError, match="version 2 of layout checkpoint was published here before with other bytes"):
+        engine.publish(2, tensors_of(2))
+    assert holders(other, 2) == ("other/0",)
+    engine.publish(2, tensors_of(1))
+    assert holders(other, 2) == ("engine/0", "other/0")
+
+
 @pytest.mark.parametrize(
     ("name", "mine", "words"),
     [
