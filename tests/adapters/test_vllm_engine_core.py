@@ -1,0 +1,184 @@
+"""Following, with the real store, a toy model and an engine core made of one thread: no engine, so it is cheap."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Client, Server, start_server
+from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.follower import Follower
+from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
+
+DEADLINE_S = 20.0
+
+
+class Toy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 1000))
+
+
+class Core:
+    """As engine.Core: what is asked of it runs in its loop."""
+
+    def __init__(self, updater: Updater) -> None:
+        self.updater = updater
+        self.idle = self.available = True
+        self.log: list[Any] = []
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._loop = threading.Thread(target=self._run)
+        self._loop.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def call(self, action: Callable[[], Any], deadline_s: float) -> Any:
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(action())
+            except Exception as error:
+                done.set_exception(error)
+
+        self._tasks.put(run)
+        return done.result(timeout=deadline_s)
+
+    def workers(self, method: str, *args: Any) -> list[Any]:
+        assert threading.current_thread() is self._loop
+        if method != "tensorhub_poll":
+            self.log.append((method.removeprefix("tensorhub_"), *args[:1]))
+        return [getattr(self.updater, method.removeprefix("tensorhub_"))(*args)]
+
+    def paused(self) -> Future[None]:
+        assert threading.current_thread() is self._loop
+        self.log.append("pause")
+        done: Future[None] = Future()
+        self._tasks.put(lambda: done.set_result(None))  # what is running ends first
+        return done
+
+    def resume(self, version: int) -> None:
+        assert threading.current_thread() is self._loop
+        self.log.append(("resume", version))
+
+    def close(self) -> None:
+        self._tasks.put(None)
+        self._loop.join()
+
+
+@pytest.fixture
+def hub() -> Iterator[Server]:
+    server = start_server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
+    monkeypatch.setattr(runtime, "reload_checkpoint", lambda model, config, named: _fill(model, named))
+    ends: list[Callable[[], Any]] = []
+
+    def start(when: str, **options: Any) -> Core:
+        config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
+        updater = Updater(config, Toy(), SimpleNamespace(), Place(0, 1, "runtime:toy"), lambda vote: [vote])
+        core = Core(updater)
+        follower = Follower(core, config, when=when, **{"patience_s": DEADLINE_S, **options})
+        follower.start()
+        ends.extend([follower.close, follower._thread.join, core.close, updater.close])
+        return core
+
+    yield start
+    for end in ends:
+        end()
+
+
+def _fill(model: Toy, named: Any) -> None:
+    with torch.no_grad():
+        model.weight.copy_(dict(named)["weight"])
+
+
+def publish(hub: Server, *versions: int) -> None:
+    with Client(hub.address, run="r", model="m", replica=f"trainer-{versions[0]}") as trainer:
+        for version in versions:
+            trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
+        wait_until(lambda: len(trainer.versions()[-1].layouts) == 2, "somebody has converted it")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.002)
+
+
+def switches(version: int) -> list[Any]:
+    return ["pause", ("install", version), ("resume", version)]
+
+
+def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -> None:
+    core = following("now")
+    core.idle = False
+    publish(hub, 1)
+    wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+    assert core.log == [("begin_fetch", 1), *switches(1)]
+    assert core.updater._model.weight.unique().tolist() == [1.0]
+
+
+def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any, hub: Server) -> None:
+    core = following("idle")
+    core.idle = False
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        for version in (1, 2):
+            trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
+            wait_until(lambda version=version: ("begin_fetch", version) in core.log, "fetched")
+        assert core.log == [("begin_fetch", 1), ("begin_fetch", 2)]
+        core.idle = True
+        wait_until(lambda: core.log[-1:] == [("resume", 2)], "switched")
+        assert core.log == [("begin_fetch", 1), ("begin_fetch", 2), *switches(2)]
+
+
+def test_patience_ends(following: Any, hub: Server) -> None:
+    core = following("idle", patience_s=0.1)
+    core.idle = False
+    publish(hub, 1)
+    wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+
+
+def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Server) -> None:
+    core = following("now", patience_s=0.0)
+    core.available = False
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        asked = core.call(lambda: None, DEADLINE_S)  # its loop has come round
+        assert asked is None and core.log == []
+        core.available = True
+        wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+
+
+def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [RuntimeError("injected"), RuntimeError("injected")]
+
+    def reload(model: Toy, config: Any, named: Any) -> None:
+        if failures:
+            raise failures.pop()
+        _fill(model, named)
+
+    core = following("idle")
+    monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    core.idle = True
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+    assert core.log == [*[("begin_fetch", 1), "pause", ("install", 1)] * 3, ("resume", 1)]
