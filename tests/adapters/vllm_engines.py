@@ -75,6 +75,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 1,
+            "topk_method": "noaux_tc",
             **EXPERTS,
         },
     ),

@@ -8,8 +8,7 @@ Sides, in turn in every round, each round in another order:
     disk, cold      vLLM's own loader; the page cache has just been told to drop the file
     disk, warm      the same, with the file in the page cache
     disk, live      as warm, with linear layers that stay updatable, as every engine of the store has them on a CPU
-    peer            read from the live weights of an engine on this host, over TCP
-    peer, shm       read from that engine's copy in shared memory
+    peer            read in place from the live weights of an engine on this host, over TCP
 Limits, measured in the same rounds: memcpy of the same bytes into touched memory, and reading the file (cold) without
 doing anything with it.
 """
@@ -31,7 +30,7 @@ from typing import Any
 
 from tensorhub_plugins.core import Server, start_server
 
-SIDES = ("disk, cold", "disk, warm", "disk, live", "peer", "peer, shm")
+SIDES = ("disk, cold", "disk, warm", "disk, live", "peer")
 LIMITS = ("memcpy", "read, cold")
 START_DEADLINE_S = 300.0
 CHUNK_SIZE_BYTES = 16 << 20
@@ -53,8 +52,7 @@ def main() -> None:
         size_bytes = in_process(context, make_model, model, options.layers)
         shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
         seconds: dict[str, list[float]] = {name: [] for name in (*SIDES, *LIMITS)}
-        # The peer of both: one engine that serves its live weights, one that serves a copy in shared memory.
-        peers = [Peer(context, model, hub, name) for name in ("live", "host")]
+        peer = Peer(context, model, hub)
         try:
             for round_number in range(options.rounds + 1):
                 order = [*SIDES, *LIMITS]
@@ -65,8 +63,7 @@ def main() -> None:
                         seconds[name].append(took)
                     print(f"round {round_number}: {name:12} {took:7.3f} s", file=sys.stderr, flush=True)
         finally:
-            for peer in peers:
-                peer.close()
+            peer.close()
     if options.json:
         options.json.write_text(json.dumps({"bytes": size_bytes, "seconds": seconds}, indent=1))
     print(table(seconds, size_bytes))
@@ -114,9 +111,9 @@ def _answer(pipe: Any, function: Any, arguments: Any) -> None:
 class Peer:
     """An engine that has the model and serves it."""
 
-    def __init__(self, context: Any, model: Path, hub: Server, serve_from: str) -> None:
+    def __init__(self, context: Any, model: Path, hub: Server) -> None:
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_peer, args=(theirs, model, hub.address, serve_from))
+        self._process = context.Process(target=_peer, args=(theirs, model, hub.address))
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_DEADLINE_S) or self._pipe.recv() != "serving":
@@ -127,9 +124,9 @@ class Peer:
         self._process.join()
 
 
-def _peer(pipe: Any, model: Path, hub: str, serve_from: str) -> None:
-    extra = {"hub": hub, "model": serve_from, "replica": "peer", "serve_from": serve_from}
-    engine = start(model, "tensorhub", {**extra, "disk": "fallback", "disk_version": 1})
+def _peer(pipe: Any, model: Path, hub: str) -> None:
+    extra = {"hub": hub, "model": "actor", "replica": "peer", "disk": "fallback", "disk_version": 1}
+    engine = start(model, "tensorhub", extra)
     while engine.collective_rpc("tensorhub_poll")[0]["serving"]:
         time.sleep(0.05)
     pipe.send("serving")
@@ -147,10 +144,8 @@ def side(name: str, model: Path, bare: Path, hub: str, size_bytes: int) -> float
         read(file)
     if name.startswith("read"):
         return read(file)
-    if name.startswith("peer"):
-        served = "host" if name.endswith("shm") else "live"
-        extra = {"hub": hub, "model": served, "replica": f"reader-{os.getpid()}"}
-        return timed_start(bare, "tensorhub", extra)
+    if name == "peer":
+        return timed_start(bare, "tensorhub", {"hub": hub, "model": "actor", "replica": f"reader-{os.getpid()}"})
     if name == "disk, live":
         return timed_start(model, "tensorhub", {"disk": "only"})
     return timed_start(model, "auto", {})
