@@ -12,16 +12,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.client import Client
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.values import LATEST
+from tensorhub_plugins.vllm.follower import POLL_S, RETRY_S, Follower
+from tensorhub_plugins.vllm.updater import WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
+DEADLINE_S = 600.0  # for a version to arrive, and for an install
+LOOP_DEADLINE_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
 
 
 def attach(core: Any, vllm_config: Any) -> None:
@@ -60,7 +71,6 @@ def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 def _follow(core: Any, vllm_config: Any) -> None:
-    from tensorhub_plugins.vllm.follower import Follower
     from tensorhub_plugins.vllm.loader import parse
 
     start, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
@@ -72,7 +82,7 @@ def _follow(core: Any, vllm_config: Any) -> None:
             'this engine runs in the process of its caller and steps only when told to, so it cannot "follow": '
             "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_begin_fetch and tensorhub_install"
         )
-    follower = Follower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
+    follower = CoreFollower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
     original = core.shutdown
 
     @wraps(original)
@@ -84,8 +94,92 @@ def _follow(core: Any, vllm_config: Any) -> None:
     follower.start()
 
 
+class _ClosedError(Exception):
+    """The engine is being shut down: ends the thread."""
+
+
+class CoreFollower(Follower):
+    """An engine core that follows by itself, in a thread of its own beside the core's loop.
+
+    when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
+    "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
+    instead. While somebody else has paused the engine, or put it to sleep, nothing is switched.
+    """
+
+    def __init__(self, core: Core, joining: WorkerConfig, *, when: Literal["idle", "now"], patience_s: float) -> None:
+        super().__init__(core, self._ask_hub, worker=joining.replica, deadline_s=DEADLINE_S)
+        self._core, self._joining, self._when, self._patience_s = core, joining, when, patience_s
+        self._client: Client | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Called in the core's loop, so what is under way there is not waited for."""
+        self._closed = True
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    asyncio.run(self._follow_on())
+                except Exception as error:  # whatever it is, the next version may succeed
+                    if not self._closed:
+                        logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
+                        time.sleep(RETRY_S)
+        finally:
+            if self._client is not None:
+                self._client.close()
+
+    async def _follow_on(self) -> None:
+        workers = await self.engine.rpc("tensorhub_poll")
+        self.version = min(worker["version"] for worker in workers)
+        self.is_broken = any(worker["broken"] for worker in workers)
+        await self.follow()
+
+    def _ask_hub(self, version: str, *, newer_than: int, deadline_s: float) -> int:
+        """`Client.wait`, in short turns: an engine that is shut down does not wait for a version."""
+        if self._closed:
+            raise _ClosedError
+        if self._client is None:
+            config = self._joining
+            self._client = Client(
+                config.hub,
+                run=config.run,
+                model=config.model,
+                replica=f"{config.replica}-follow",
+                location=config.location,
+                transports=("tcp",),
+                connect_deadline_s=config.connect_deadline_s,
+            )
+        return self._client.wait(version, newer_than=newer_than, deadline_s=min(deadline_s, WAIT_S))
+
+    async def update(self, version: int) -> None:
+        newer: int | None = version
+        while newer is not None:
+            version = newer
+            while not (self.is_paused or await self._core.ask(lambda: self._core.available)):
+                await self.sleep(POLL_S)
+            await self.fetch(version)
+            newer = None if self._when == "now" else await self._idle_moment(version)
+        await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
+        await self.install(version)
+
+    async def _idle_moment(self, version: int) -> int | None:
+        """Return when there is one, or a newer version that has appeared first."""
+        patient_until = time.monotonic() + self._patience_s
+        while not (self.is_paused or time.monotonic() > patient_until):
+            if await self._core.ask(lambda: self._core.idle):
+                return None
+            with suppress(TensorHubError):
+                return await asyncio.to_thread(self._ask_hub, LATEST, newer_than=version, deadline_s=POLL_S)
+        return None
+
+
 class Core:
-    """An engine core, as a thread beside it may use it: every call runs in the core's own loop, between two steps."""
+    """An engine core, as a thread beside it may use it: what is asked of it runs in its own loop, between two steps."""
 
     def __init__(self, core: Any) -> None:
         from vllm.v1.engine import EngineCoreRequestType
@@ -102,50 +196,54 @@ class Core:
 
         core._handle_client_request = handle_client_request
 
-    def call(self, action: Callable[[], Any], deadline_s: float) -> Any:
-        """Run this in the loop and return what it returns."""
+    async def ask(self, action: Callable[[], Any]) -> Any:
+        """Run this in the loop and return what it returns; of a future, when it is done."""
         done: Future[Any] = Future()
 
         def run() -> None:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(action())
-                except Exception as error:
-                    done.set_exception(error)
+            try:
+                result = action()
+            except Exception as error:
+                done.set_exception(error)
+                return
+            if isinstance(result, Future):
+                result.add_done_callback(lambda ended: done.set_result(None))
+            else:
+                done.set_result(result)
 
         self._core.input_queue.put_nowait((self._wake_up, run))
-        try:
-            return done.result(timeout=deadline_s)
-        except FutureTimeout:
-            done.cancel()
-            raise
+        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_DEADLINE_S)
 
-    def workers(self, method: str, *args: Any) -> list[Any]:
-        """In the loop: what all workers answer."""
-        return list(self._core.model_executor.collective_rpc(method, args=args))
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))
+
+    async def pause(self) -> None:
+        """Keep all requests and forget all caches; returns when nothing runs any more."""
+
+        def pause() -> Any:
+            if not self.available:
+                raise UsageError("somebody else has paused this engine, or put it to sleep")
+            return self._core.pause_scheduler("keep", True)
+
+        await self.ask(pause)
+
+    async def resume(self) -> None:
+        await self.ask(self._core.resume_scheduler)
+
+    def running(self) -> dict[str, int]:
+        requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
+        return {name: request.num_output_tokens for name, request in requests}
+
+    def switch(self, version: int, running: Any) -> None:
+        if hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(str(version))
 
     @property
     def available(self) -> bool:
-        """In the loop: nobody else has paused it or put it to sleep."""
+        """In the loop: nobody has paused it or put it to sleep."""
         return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
 
     @property
     def idle(self) -> bool:
         """In the loop: no request is waiting or running."""
         return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
-
-    def paused(self) -> Future[None]:
-        """In the loop: keep all requests and forget all caches; done, in the loop, when nothing runs any more."""
-        done: Future[None] = Future()
-        pausing = self._core.pause_scheduler("keep", True)
-        if pausing is None:
-            done.set_result(None)
-        else:
-            pausing.add_done_callback(lambda _: done.set_result(None))
-        return done
-
-    def resume(self, version: int) -> None:
-        """In the loop: go on, as this version."""
-        if hasattr(self._core, "set_weight_version"):
-            self._core.set_weight_version(str(version))
-        self._core.resume_scheduler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 
 from tensorhub_plugins.core import Client, Server, start_server
 from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.follower import Follower
+from tensorhub_plugins.vllm.engine import CoreFollower
 from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
 
 DEADLINE_S = 20.0
@@ -32,7 +33,7 @@ class Core:
 
     def __init__(self, updater: Updater) -> None:
         self.updater = updater
-        self.idle = self.available = True
+        self.idle, self._available, self.asked = True, True, 0
         self.log: list[Any] = []
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -42,7 +43,16 @@ class Core:
         while (task := self._tasks.get()) is not None:
             task()
 
-    def call(self, action: Callable[[], Any], deadline_s: float) -> Any:
+    @property
+    def available(self) -> bool:
+        self.asked += not self._available
+        return self._available
+
+    @available.setter
+    def available(self, available: bool) -> None:
+        self._available = available
+
+    async def ask(self, action: Callable[[], Any]) -> Any:
         done: Future[Any] = Future()
 
         def run() -> None:
@@ -52,24 +62,25 @@ class Core:
                 done.set_exception(error)
 
         self._tasks.put(run)
-        return done.result(timeout=deadline_s)
+        return await asyncio.wrap_future(done)
 
-    def workers(self, method: str, *args: Any) -> list[Any]:
-        assert threading.current_thread() is self._loop
-        if method != "tensorhub_poll":
-            self.log.append((method.removeprefix("tensorhub_"), *args[:1]))
-        return [getattr(self.updater, method.removeprefix("tensorhub_"))(*args)]
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        name = method.removeprefix("tensorhub_")
+        if name not in ("poll", "prepare_install"):
+            self.log.append((name, *args[:1]))
+        return [await self.ask(lambda: getattr(self.updater, name)(*args))]
 
-    def paused(self) -> Future[None]:
-        assert threading.current_thread() is self._loop
+    async def pause(self) -> None:
         self.log.append("pause")
-        done: Future[None] = Future()
-        self._tasks.put(lambda: done.set_result(None))  # what is running ends first
-        return done
 
-    def resume(self, version: int) -> None:
-        assert threading.current_thread() is self._loop
-        self.log.append(("resume", version))
+    async def resume(self) -> None:
+        self.log.append("resume")
+
+    def running(self) -> dict[str, int]:
+        return {}
+
+    def switch(self, version: int, running: Any) -> None:
+        self.log.append(("switch", version))
 
     def close(self) -> None:
         self._tasks.put(None)
@@ -92,7 +103,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
         updater = Updater(config, Toy(), SimpleNamespace(), Place(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
-        follower = Follower(core, config, when=when, **{"patience_s": DEADLINE_S, **options})
+        follower = CoreFollower(core, config, when=when, **{"patience_s": DEADLINE_S, **options})
         follower.start()
         ends.extend([follower.close, follower._thread.join, core.close, updater.close])
         return core
@@ -122,14 +133,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def switches(version: int) -> list[Any]:
-    return ["pause", ("install", version), ("resume", version)]
+    return ["pause", ("install", version), ("switch", version), "resume"]
 
 
 def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -> None:
     core = following("now")
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+    wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
     assert core.log == [("begin_fetch", 1), *switches(1)]
     assert core.updater._model.weight.unique().tolist() == [1.0]
 
@@ -143,7 +154,7 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
             wait_until(lambda version=version: ("begin_fetch", version) in core.log, "fetched")
         assert core.log == [("begin_fetch", 1), ("begin_fetch", 2)]
         core.idle = True
-        wait_until(lambda: core.log[-1:] == [("resume", 2)], "switched")
+        wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
         assert core.log == [("begin_fetch", 1), ("begin_fetch", 2), *switches(2)]
 
 
@@ -151,7 +162,7 @@ def test_patience_ends(following: Any, hub: Server) -> None:
     core = following("idle", patience_s=0.1)
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+    wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
 
 
 def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Server) -> None:
@@ -159,10 +170,11 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
     core.available = False
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        asked = core.call(lambda: None, DEADLINE_S)  # its loop has come round
-        assert asked is None and core.log == []
+        trainer.wait(1, deadline_s=DEADLINE_S)
+        wait_until(lambda: core.asked > 3, "it has asked whether it may")
+        assert core.log == []
         core.available = True
-        wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
+        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
 
 
 def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(
@@ -180,5 +192,6 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-1:] == [("resume", 1)], "switched")
-    assert core.log == [*[("begin_fetch", 1), "pause", ("install", 1)] * 3, ("resume", 1)]
+        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+    attempt = [("begin_fetch", 1), ("install", 1)]  # paused once, and then until one succeeds
+    assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, ("switch", 1), "resume"]
