@@ -30,6 +30,7 @@ from tensorhub_plugins.vllm.updater import WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
+NEEDED = ("_reset_caches", "collective_rpc", "resume_scheduler", "pause_scheduler", "is_scheduler_paused", "shutdown")
 WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
 DEADLINE_S = 600.0  # for a version to arrive, and for an install
 LOOP_DEADLINE_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
@@ -39,6 +40,11 @@ def attach(core: Any, vllm_config: Any) -> None:
     """Add what this engine's configuration asks for; UsageError if it cannot have it."""
     from tensorhub_plugins.vllm.plugin import NAME
 
+    missing = [name for name in NEEDED if not hasattr(core, name)]
+    if missing:
+        raise UsageError(
+            f"vLLM's engine core has no {', '.join(missing)}: use a version that the store was tested with"
+        )
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     if getattr(transfer, "backend", None) == NAME:
         core.collective_rpc = _forget_after_updates(core, core.collective_rpc)

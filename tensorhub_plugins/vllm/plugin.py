@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -39,18 +40,36 @@ def _add_load_format(model_loader: Any) -> None:
 
 def _make_loader(load_config: Any) -> Any:
     """vLLM calls this as it would a loader's class."""
+    _check_version()
     from tensorhub_plugins.vllm.loader import TensorHubModelLoader
 
     return TensorHubModelLoader(load_config)
 
 
 def _add_weight_transfer(factory: Any) -> None:
+    # What register_engine does, which raises when it is called again. Older versions have no trainer's side.
     for registry, name in (
-        (factory.WeightTransferEngineFactory, "TensorHubWeightTransferEngine"),
-        (factory.WeightTransferTrainerFactory, "TensorHubTrainerEngine"),
+        ("WeightTransferEngineFactory", "TensorHubWeightTransferEngine"),
+        ("WeightTransferTrainerFactory", "TensorHubTrainerEngine"),
     ):
-        if NAME not in registry._registry:  # a second registration raises
-            registry.register_engine(NAME, "tensorhub_plugins.vllm.transfer", name)
+        if hasattr(factory, registry):
+            getattr(factory, registry)._registry.setdefault(NAME, partial(_transfer_class, name))
+
+
+def _transfer_class(name: str) -> Any:
+    _check_version()
+    from tensorhub_plugins.vllm import transfer
+
+    return getattr(transfer, name)
+
+
+def _check_version() -> None:
+    """Before anything of ours is imported that needs what other versions lack."""
+    import vllm
+
+    from tensorhub_plugins.vllm import runtime
+
+    runtime.check_version(vllm.__version__)
 
 
 def _add_to_engine_core(core: Any) -> None:
