@@ -45,7 +45,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
     start_deadline_s: float = 600.0  # for the first version to appear and arrive
-    follow: Literal["idle", "now"] | None = None  # switch to every new version, see follower.py
+    follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine.py
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
 
 

@@ -18,7 +18,7 @@ The trainer's side publishes what its source gives, and drives the round:
         TensorHubTrainerInitInfo(hub="tcp://hub:7070", model="actor", rank=0),
         client=HTTPVLLMWeightSyncClient("http://server:8000"), source=ModuleSource(model))
     engine.send_weights()
-For servers that follow by themselves (follower.py), client=FollowingEngines(): nobody is called.
+For servers that follow by themselves (engine.py), client=FollowingEngines(): nobody is called.
 """
 
 from __future__ import annotations
