@@ -4,7 +4,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start bench-verl-stall clean distclean python
+.PHONY: help env demo demo-openrlhf test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start \
+	bench-verl-stall bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -19,7 +20,7 @@ IN_ENV = [ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: install it
 
 # One of recipes/environments. OpenRLHF needs its own: it pins a transformers that verl refuses.
 ENVIRONMENT = verl-cpu
-test-openrlhf: ENVIRONMENT = openrlhf-cpu
+demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
 test-vllm-next: ENVIRONMENT = vllm-next-cpu
 
 help:  ## this list
@@ -30,6 +31,9 @@ env:  ## the environment alone (about 4 minutes the first time)
 
 demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
 	@$(IN_ENV); python -m recipes.demo
+
+demo-openrlhf: ## OpenRLHF GRPO on the CPU, the store beside OpenRLHF's own path: every version, both reward curves
+	@$(IN_ENV); python -m recipes.demo.openrlhf
 
 test: lint ## lint, the quick tests, those that start vLLM and verl, RDMA in virtual machines; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -65,6 +69,9 @@ bench-vllm-start: ## how long a starting engine waits for its weights: from a pe
 
 bench-verl-stall: ## how long trainer and rollouts stand still: verl's own path against the store's, in one run
 	@$(IN_ENV); python -m recipes.bench.verl_stall
+
+bench-openrlhf-stall: ## the same for OpenRLHF
+	@$(IN_ENV); python -m recipes.bench.openrlhf_stall
 
 clean: ## results and caches
 	@rm -rf out .pytest_cache .mypy_cache .ruff_cache .hypothesis
