@@ -26,16 +26,24 @@ ReadRound = Callable[[str, Path], stalls.Round]
 
 
 def measure(
-    name: str, description: str, command: Command, read_round: ReadRound, *, wait: str, model: str = "{size}"
+    name: str,
+    description: str,
+    command: Command,
+    read_round: ReadRound,
+    *,
+    wait: str,
+    model: str = "{size}",
+    size: str = "small",
 ) -> int:
     """name: of the module in recipes/bench. command: of one run, given the path and the arguments. read_round: from the
-    path and the folder of a run. wait: what the trainer waits in. model: folder of the model below OUT/models.
+    path and the folder of a run. wait: what the trainer waits in. model: its folder below OUT/models. size: of the
+    model, unless the command line says another.
 
     Returns the exit status: 1 when a ratio is below --target."""
     parser = argparse.ArgumentParser(prog=f"python -m recipes.bench.{name}", description=description.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of training in each run")
-    parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model")
+    parser.add_argument("--size", choices=("tiny", "small", "deep"), default=size, help="of the model")
     parser.add_argument("--target", type=float, default=6.7, help="ratio that is asked for (the paper's figure)")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "bench" / name)
     parser.add_argument("overrides", nargs="*", help="for the framework, on both paths")

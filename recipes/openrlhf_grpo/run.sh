@@ -2,7 +2,7 @@
 # run.sh MODE STORE [OpenRLHF's arguments...]
 #   MODE   sync | async | partial
 #   STORE  tensorhub (our launcher) | hook (OpenRLHF's own command line) | stock (OpenRLHF's own way of moving weights)
-# Environment: PYTHON (default python), OUT (default <repository>/out), SIZE (tiny | small, default small),
+# Environment: PYTHON (default python), OUT (default <repository>/out), SIZE (tiny | small | deep, default small),
 #   MODEL (a folder) and DATA (a .jsonl file; both made under OUT when not given), RUN (folder of this run's logs),
 #   ALGORITHM (an args file), ENGINES (default 2), HUB (tensorhub, or tensorhub://host:port?option=value).
 set -euo pipefail

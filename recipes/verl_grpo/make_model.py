@@ -1,7 +1,8 @@
-"""Make a Qwen2 model with random weights, and its tokenizer, without a network: make_model.py FOLDER --size tiny|small.
+"""Make a Qwen2 model with random weights, and its tokenizer, without a network: make_model.py FOLDER --size SIZE.
 
 tiny   about 0.1 million parameters, for tests
 small  about 35 million parameters, 69 MB in bfloat16: big enough that moving the weights costs something
+deep   about 6 million parameters in 24 layers and 291 tensors, as Qwen2-0.5B has them: moving each costs something
 
 One token a character: with so few tokens a random model learns to answer digits within a handful of steps.
 """
@@ -31,6 +32,13 @@ SIZES = {
         "num_hidden_layers": 4,
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
+    },
+    "deep": {
+        "hidden_size": 128,
+        "intermediate_size": 512,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
     },
 }
 CONTEXT_MAX = 2048

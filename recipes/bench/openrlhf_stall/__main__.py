@@ -1,6 +1,6 @@
 """How long trainer and engines stand still for a new policy: OpenRLHF's own path against the store's, same job, one go.
 
-    python -m recipes.bench.openrlhf_stall [--rounds 3] [--steps 8] [--size small] [--out FOLDER]
+    python -m recipes.bench.openrlhf_stall [--rounds 3] [--steps 8] [--size deep] [--out FOLDER]
 
 Each round runs the job once with OpenRLHF's own path and once with the store. The stopwatch is that of verl_stall, on
 both sides. Prints medians and ratios; FOLDER/report.json has every number. Returns 1 when a ratio is below --target.
@@ -19,18 +19,18 @@ from recipes.openrlhf_grpo.metrics import read_metrics
 
 STORES = {"stock": "stock", "pull": "tensorhub"}  # run.sh's
 WARM_UP_STEPS = 2
-# Partial rollout, the mode in which OpenRLHF itself stops engines in the middle of answers. Long answers, twice as many
-# as are trained on at once: whenever an update comes, every engine is in the middle of some.
+# Partial rollout, the mode in which OpenRLHF itself stops engines in the middle of answers. Generating takes longer
+# than training, and begins anew before it: whenever an update comes, most engines are in the middle of some answers.
 JOB = (
-    *("--rollout.batch_size", "4", "--rollout.vllm_generate_batch_size", "8", "--rollout.n_samples_per_prompt", "4"),
-    *("--train.batch_size", "16", "--data.max_len", "288", "--rollout.max_new_tokens", "256"),
+    *("--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "4", "--train.batch_size", "16"),
+    *("--data.max_len", "288", "--rollout.max_new_tokens", "256"),
 )
 PROMPTS_A_STEP = 4
 
 
 def main() -> int:
     return stall.measure(
-        "openrlhf_stall", __doc__, command, read_round, wait="broadcast_to_vllm", model="{size}-openrlhf"
+        "openrlhf_stall", __doc__, command, read_round, wait="broadcast_to_vllm", model="{size}-openrlhf", size="deep"
     )
 
 
