@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 2
 TICK_S = 0.5
 QUIET_S = 20.0  # without news, say that it still runs
-STOP_S = 30.0  # what verl and Ray get to end by themselves
+STOP_S = 60.0  # what verl and Ray get to end by themselves, and run.sh to sweep up after them
 # The job, where it differs from the recipe's. Samples are one step old when they are trained on, so the policy must
 # move little in a step for the log-probabilities of trainer and rollout to agree. A replica generates one answer at a
 # time, so that generating takes longer than training and updates meet answers in flight.

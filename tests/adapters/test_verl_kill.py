@@ -29,7 +29,7 @@ STORY_S = 120
 REPLICAS = 3
 RANKS = 2  # of the trainer (FSDP2): each serves its half
 
-pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1500)]
 
 
 class Run:
@@ -122,7 +122,7 @@ class Run:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
                 try:
-                    self.process.wait(30)
+                    self.process.wait(60)  # it sweeps up after itself
                 except subprocess.TimeoutExpired:
                     continue
 
@@ -250,22 +250,25 @@ def test_4_the_peer_that_is_read_from_dies(run):
     assert sum(fetch["sources"].values()) == fetch["bytes"]
     everybody = others(run, source.split("/")[0])
     run.until("versions for the others", lambda: run.has_all(version + 2, everybody, killed_at))
-    run.until("return of the source", lambda: run.find("resume", since=killed_at, worker=source), START_S)
+    run.until("loss of the source", lambda: run.find("replica_lost", since=killed_at - 1))
+    run.coming_back = source.split("/")[0]  # a minute of imports, which the next story does not wait for
 
 
 def test_5_a_frozen_replica_delays_nobody_and_gets_no_requests(run):
-    run.until("all in rotation", lambda: len(run.find("replica_back")) >= len(run.find("replica_lost")), START_S)
-    victim = "rollout-1/0"
+    replica, *rest = others(run, run.coming_back)
+    victim = f"{replica}/0"
     pid = run.pid("install", victim)
     stop(run, pid)
     frozen_at = time.time()
     lost = run.until("loss of the frozen replica", lambda: run.find("replica_lost", since=frozen_at))[0]
     version = run.version()
-    run.until("versions for the others", lambda: run.has_all(version + 3, others(run, "rollout-1"), lost["t"]))
+    run.until("versions for the others", lambda: run.has_all(version + 3, rest, lost["t"]))
     assert not run.find("request", since=lost["t"] + 1, worker=victim)
     thawed_at = time.time()  # before: this process may be kept waiting, and the replica is back within seconds
     resume(run, pid)
-    back = run.until("return of the frozen replica", lambda: run.find("replica_back", since=thawed_at))[0]
+    back = run.until(
+        "return of the frozen replica", lambda: run.find("replica_back", since=thawed_at, worker=lost["worker"])
+    )[0]
     assert back["version"] >= version + 3  # not before it had caught up
     run.until("requests for it", lambda: run.find("request", since=back["t"], worker=victim))
 

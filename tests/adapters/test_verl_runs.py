@@ -1,4 +1,4 @@
-"""Whole verl runs over the store, a few steps each: drop-in in every trainer that is supported; pull mode with PPO.
+"""Whole verl runs over the store, a few steps each: both ways in every trainer that is supported, and PPO.
 
 Two minutes each, most of it imports. Pull mode with GRPO, and what kills and freezes do to it: test_verl_kill.py.
 """
@@ -26,6 +26,8 @@ CASES = {
     "drop-in, separate_async": ("separate_async", "dropin", "verl_grpo/grpo.args", STEPS, 4),
     "drop-in, one_step_off": ("one_step_off", "dropin", "verl_grpo/grpo.args", STEPS, 4),
     "drop-in, fully_async": ("fully_async", "dropin", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
+    "pull, one_step_off": ("one_step_off", "pull", "verl_grpo/grpo.args", STEPS, 4),
+    "pull, fully_async": ("fully_async", "pull", "verl_grpo/grpo.args", ["rollout.total_rollout_steps=32"], 4),
     "pull, separate_async, PPO with critic, two FSDP1 ranks in bf16": (
         "separate_async",
         "pull",
