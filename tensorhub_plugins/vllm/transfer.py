@@ -39,6 +39,7 @@ from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.values import LATEST, TensorSpec
 from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.updater import Updater, WorkerConfig
 from tensorhub_plugins.vllm.worker import configure, extend, join, leave
 
@@ -112,6 +113,9 @@ class TensorHubTrainerInitInfo(TrainerInitInfo):
     run: str = "default"
     replica: str = "trainer"
     engine: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        register()  # vLLM loads no plug-ins in a process that only trains, and its factory is asked next
 
 
 class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInfo]):

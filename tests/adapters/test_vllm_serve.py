@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [10, 11, 12, 13, 14, 15]
 SHORT, LONG = 64, 1500  # tokens; a long request is still running when the engine is paused
+ALIKE = 16  # tokens that are the same, compiled or not
 CONTEXT = {"max_model_len": 2048}
 
 
@@ -99,7 +100,7 @@ def serving(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         command += ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
         command += [*SERVER_OPTIONS, "--max-model-len", str(CONTEXT["max_model_len"])]
         command += ["--weight-transfer-config", '{"backend": "tensorhub"}', "--served-model-name", "actor"]
-        environment = {**environment_for(out), "VLLM_SERVER_DEV_MODE": "1"}
+        environment = {**as_a_person(environment_for(out)), "VLLM_SERVER_DEV_MODE": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, process_group=0)
         stack.callback(stop, process)
         server = Server(f"http://127.0.0.1:{port}")
@@ -152,7 +153,8 @@ def test_a_failed_update_is_an_error_and_the_server_lives(
 
 def test_the_recipe_trains_and_both_servers_follow(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.vllm_serve", "--steps", "4", "--out", str(tmp_path / "out")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT)
+    environment = as_a_person(dict(os.environ))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=ROOT, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("ok   ") == 4
 
@@ -166,7 +168,7 @@ def test_the_readme_works_as_typed(models: list[Path], expected: list[list[int]]
     assert typed.count("tcp://127.0.0.1:7070") == 2 and typed.count("vllm serve MODEL") == 1
     typed = typed.replace("tcp://127.0.0.1:7070", hub)
     typed = typed.replace("vllm serve MODEL", f"vllm serve {models[0]} --port {ports[1]} --served-model-name actor")
-    environment = environment_for(tmp_path)
+    environment = as_a_person(environment_for(tmp_path))
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     server = Server(f"http://127.0.0.1:{ports[1]}")
@@ -176,12 +178,19 @@ def test_the_readme_works_as_typed(models: list[Path], expected: list[list[int]]
         )
         try:
             until(lambda: _answers(server), f"vllm serve answers ({tmp_path / 'log'})", shell)
-            assert server.request()["token_ids"] == expected[0]
+            # Compiled, as typed: its answers part from those of an engine that is not compiled at some token.
+            assert server.request()["token_ids"][:ALIKE] == expected[0][:ALIKE] != expected[1][:ALIKE]
             with Client(hub, run="default", model="actor", replica="trainer") as trainer:
                 trainer.publish(2, checkpoint(models[1]))
-                until(lambda: server.request()["token_ids"] == expected[1], "it follows", shell)
+                until(lambda: server.request()["token_ids"][:ALIKE] == expected[1][:ALIKE], "it follows", shell)
         finally:
             stop(shell)
+
+
+def as_a_person(environment: dict[str, str]) -> dict[str, str]:
+    """Without what the other engines of the tests are told."""
+    told = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+    return {name: value for name, value in environment.items() if name not in told}
 
 
 def _answers(server: Server) -> bool:
