@@ -163,7 +163,9 @@ def timed_start(model: Path, load_format: str, extra: dict[str, Any]) -> float:
         took.append(time.perf_counter() - began)
 
     Worker.load_model = load_model
-    start(model, load_format, extra)
+    engine = start(model, load_format, extra)
+    if extra.get("hub"):
+        engine.collective_rpc("tensorhub_close")  # or the next one might read from this one, which is killed
     return took[0]
 
 
