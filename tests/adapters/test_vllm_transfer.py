@@ -95,6 +95,11 @@ def engine(models: Any, hub: Server) -> Iterator[Engine]:
         yield started
 
 
+def progress(engine: Engine) -> set[int]:
+    """Tokens of the requests that were submitted; the engine steps by itself."""
+    return set(engine.ask("progress").values())
+
+
 def update(engine: Engine, version: int, **info: Any) -> None:
     engine.ask("own", "start_weight_update", ())
     engine.ask("own", "update_weights", ({"update_info": {"version": version, **info}},))
@@ -126,13 +131,10 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
 
         # Requests that are running are kept, and end under the new weights.
         trainer.publish(2, checkpoint(models(1)))
-        engine.ask("submit", "long", PROMPTS, 100)
-        for _ in range(20):
-            engine.ask("step")
+        engine.ask("submit", "long", PROMPTS, 200)
+        wait_until(lambda: min(progress(engine)) >= 20, "they run")
         update(engine, 2)
-        while max(engine.ask("progress").values()) < 100:
-            engine.ask("step")
-        assert set(engine.ask("progress").values()) == {100}
+        wait_until(lambda: progress(engine) == {200}, "they end")
         assert engine.generate() == old[0] and engine.generate(CACHED) == old[1]
 
 
@@ -176,17 +178,15 @@ def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare:
         trainer.publish(1, checkpoint(models(1)))
         with start(bare, hub, {"follow": when}) as engine:
             assert engine.generate(CACHED) == answers(1)[1]
-            # Busy with requests that nobody steps: their tokens pile up in the core, which steps by itself.
             engine.ask("submit", "long", PROMPTS, 200)
+            wait_until(lambda: min(progress(engine)) >= 20, "they run")
             trainer.publish(2, checkpoint(models(2)))
 
             def version() -> int:
                 return int(engine.call("tensorhub_poll")["version"])
 
             wait_until(lambda: version() == 2, "switched")
-            while max(engine.ask("progress").values()) < 200:
-                engine.ask("step")
-            assert set(engine.ask("progress").values()) == {200}
+            wait_until(lambda: progress(engine) == {200}, "they end")
             assert engine.generate(CACHED) == answers(2)[1]
             assert engine.ask("own", "get_weight_version", ()) == "2"
             # Paused by somebody else, it stays as it is, and switches once it is resumed.

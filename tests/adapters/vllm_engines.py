@@ -66,9 +66,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
         {
             "num_key_value_heads": 4,
             "q_lora_rank": 64,
-            "kv_lora_rank": 64,
+            "kv_lora_rank": 512,  # with rope 64 the 576 that every MLA back end takes
             "qk_nope_head_dim": 32,
-            "qk_rope_head_dim": 32,
+            "qk_rope_head_dim": 64,
             "v_head_dim": 32,
             "n_routed_experts": 4,
             "n_shared_experts": 1,

@@ -23,17 +23,15 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import Any
 
+from recipes.bench.vllm_start import engines
 from tensorhub_plugins.core import Server, start_server
 
 SIDES = ("disk, cold", "disk, warm", "disk, live", "peer")
 LIMITS = ("memcpy", "read, cold")
 START_DEADLINE_S = 300.0
-CHUNK_SIZE_BYTES = 16 << 20
 
 
 def main() -> None:
@@ -49,7 +47,7 @@ def main() -> None:
     context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder, start_server() as hub:
         model, bare = Path(folder) / "model", Path(folder) / "bare"
-        size_bytes = in_process(context, make_model, model, options.layers)
+        size_bytes = in_process(context, engines.make_model, model, options.layers)
         shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
         seconds: dict[str, list[float]] = {name: [] for name in (*SIDES, *LIMITS)}
         peer = Peer(context, model, hub)
@@ -58,7 +56,7 @@ def main() -> None:
                 order = [*SIDES, *LIMITS]
                 order = order[round_number % len(order) :] + order[: round_number % len(order)]
                 for name in order:
-                    took = in_process(context, side, name, model, bare, hub.address, size_bytes)
+                    took = in_process(context, engines.side, name, model, bare, hub.address, size_bytes)
                     if round_number:  # the first is a rehearsal
                         seconds[name].append(took)
                     print(f"round {round_number}: {name:12} {took:7.3f} s", file=sys.stderr, flush=True)
@@ -81,12 +79,12 @@ def table(seconds: dict[str, list[float]], size_bytes: int) -> str:
     return "\n".join(lines)
 
 
-# --- in processes of their own ---
+# --- in processes of their own, see engines.py ---
 
 
 def in_process(context: Any, function: Any, *arguments: Any) -> Any:
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_answer, args=(theirs, function, arguments))
+    process = context.Process(target=engines.answer, args=(theirs, function, arguments))
     process.start()
     theirs.close()
     try:
@@ -101,19 +99,12 @@ def in_process(context: Any, function: Any, *arguments: Any) -> Any:
         process.join()
 
 
-def _answer(pipe: Any, function: Any, arguments: Any) -> None:
-    try:
-        pipe.send((True, function(*arguments)))
-    except Exception:
-        pipe.send((False, traceback.format_exc()))
-
-
 class Peer:
     """An engine that has the model and serves it."""
 
     def __init__(self, context: Any, model: Path, hub: Server) -> None:
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_peer, args=(theirs, model, hub.address))
+        self._process = context.Process(target=engines.peer, args=(theirs, model, hub.address))
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_DEADLINE_S) or self._pipe.recv() != "serving":
@@ -122,120 +113,6 @@ class Peer:
     def close(self) -> None:
         self._process.kill()
         self._process.join()
-
-
-def _peer(pipe: Any, model: Path, hub: str) -> None:
-    extra = {"hub": hub, "model": "actor", "replica": "peer", "disk": "fallback", "disk_version": 1}
-    engine = start(model, "tensorhub", extra)
-    while engine.collective_rpc("tensorhub_poll")[0]["serving"]:
-        time.sleep(0.05)
-    pipe.send("serving")
-    pipe.poll(None)  # it serves from threads, until it is killed
-
-
-def side(name: str, model: Path, bare: Path, hub: str, size_bytes: int) -> float:
-    """Seconds."""
-    file = model / "model.safetensors"
-    if name == "memcpy":
-        return memcpy(size_bytes)
-    if name.endswith("cold"):
-        forget(file)
-    else:
-        read(file)
-    if name.startswith("read"):
-        return read(file)
-    if name == "peer":
-        return timed_start(bare, "tensorhub", {"hub": hub, "model": "actor", "replica": f"reader-{os.getpid()}"})
-    if name == "disk, live":
-        return timed_start(model, "tensorhub", {"disk": "only"})
-    return timed_start(model, "auto", {})
-
-
-def timed_start(model: Path, load_format: str, extra: dict[str, Any]) -> float:
-    from vllm.v1.worker.gpu_worker import Worker
-
-    took = []
-    original = Worker.load_model
-
-    def load_model(self: Any, **kwargs: Any) -> None:
-        began = time.perf_counter()
-        original(self, **kwargs)
-        took.append(time.perf_counter() - began)
-
-    Worker.load_model = load_model
-    engine = start(model, load_format, extra)
-    if extra.get("hub"):
-        engine.collective_rpc("tensorhub_close")  # or the next one might read from this one, which is killed
-    return took[0]
-
-
-def start(model: Path, load_format: str, extra: dict[str, Any]) -> Any:
-    from vllm import LLM
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    return LLM(
-        str(model),
-        load_format=load_format,
-        model_loader_extra_config=extra,
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=1,
-        kv_cache_memory_bytes=16 << 20,
-        distributed_executor_backend=UniProcExecutor,
-        disable_log_stats=True,
-    )
-
-
-def make_model(folder: Path, layers: int) -> int:
-    """Bytes of its weights."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=layers,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder, max_shard_size="100GB")
-    with open(folder / "model.safetensors", "rb+") as file:
-        os.fsync(file.fileno())
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def memcpy(size_bytes: int) -> float:
-    import torch
-
-    source = torch.ones(size_bytes, dtype=torch.uint8)
-    target = torch.ones(size_bytes, dtype=torch.uint8)
-    began = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - began
-
-
-def forget(file: Path) -> None:
-    """Drop the file from the page cache."""
-    with open(file, "rb") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read(file: Path) -> float:
-    """Seconds to read it, which also puts it into the page cache."""
-    buffer = bytearray(CHUNK_SIZE_BYTES)
-    began = time.perf_counter()
-    with open(file, "rb", buffering=0) as opened:
-        while opened.readinto(buffer):
-            pass
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":
