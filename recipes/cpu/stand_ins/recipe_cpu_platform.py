@@ -6,6 +6,7 @@ rollout servers and the checkpoint engines run unchanged on gloo.
 
 from __future__ import annotations
 
+import random
 import types
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ import torch.distributed.fsdp._init_utils as fsdp_init
 import verl.utils.distributed as verl_distributed
 from transformers import AutoModelForTokenClassification
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.single_controller.ray.base import RayWorkerGroup
 
 
 class _CpuModule(types.ModuleType):
@@ -147,7 +149,7 @@ class PlatformCPU(PlatformBase):
         return None
 
 
-# Three patches. verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
+# Four patches. verl builds the backend "cpu:gloo,<device>:<backend>", which for the device "cpu" names cpu twice, and
 # torch refuses that. Its callers import the name from the module after this plug-in ran.
 _initialize = verl_distributed.initialize_global_process_group_ray
 
@@ -170,3 +172,17 @@ def _load_critic_on_cpu(*args, **kwargs):
 
 
 AutoModelForTokenClassification.from_pretrained = _load_critic_on_cpu
+
+# verl picks the port where a group of workers meets long before one of them listens there (on two cores: 20 s), and
+# from the range of which the system gives every socket without a port: now and then another has it by then. Below that
+# range, and above Ray's own, nothing takes a port by itself.
+_PORTS = (20_000, 32_768)
+_choose_port = RayWorkerGroup._get_master_addr_port
+
+
+def _choose_quiet_port(self, pg, bundle_index=0, master_port_range=None):
+    first = random.SystemRandom().randrange(_PORTS[0], _PORTS[1] - 1_000)  # groups choose at the same time
+    return _choose_port(self, pg, bundle_index, master_port_range or [first, _PORTS[1]])
+
+
+RayWorkerGroup._get_master_addr_port = _choose_quiet_port
