@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from recipes.sweep import ancestors, processes, read
+
 MARK = "TENSORHUB_CI_RUN"
 GRACE_S = 20.0  # Ray's own processes end some seconds after their driver
 
@@ -54,32 +56,12 @@ def of_a_stranger(file: str) -> bool:
 
 
 def our_processes() -> list[str]:
-    found = [process for process in processes() if ours(process) and int(process.name) not in ancestors()]
+    found = [process for process in processes() if ours(process) and process not in ancestors()]
     return [f"{process.name} {read(process / 'cmdline').replace(chr(0), ' ')[:200]}" for process in found]
 
 
 def ours(process: Path) -> bool:
     return f"{MARK}={os.environ[MARK]}" in read(process / "environ").split("\0")
-
-
-def ancestors() -> set[int]:
-    """This process and those above it: the script that asks is no leftover."""
-    found, pid = set(), os.getpid()
-    while pid > 1:
-        found.add(pid)
-        pid = int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
-    return found
-
-
-def processes() -> list[Path]:
-    return [path for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:  # ended meanwhile, or another user's
-        return ""
 
 
 if __name__ == "__main__":

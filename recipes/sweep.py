@@ -22,11 +22,11 @@ WAIT_S = 30.0  # Ray's own processes end some seconds after their driver
 def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
     """What was removed. since: as time.time() tells it."""
     deadline = time.monotonic() + WAIT_S
-    ours = _ancestors()  # the script that runs this one is of the run too
-    while any(_is_of(process, run) for process in _processes() if process not in ours) and time.monotonic() < deadline:
+    ours = ancestors()  # the script that runs this one is of the run too
+    while any(_is_of(process, run) for process in processes() if process not in ours) and time.monotonic() < deadline:
         time.sleep(0.2)
     made = [file for pattern in NAMES for file in shared.glob(pattern) if _made_since(file, since)]
-    maps = "\n".join(_read(process / "maps") for process in _processes()) if made else ""
+    maps = "\n".join(read(process / "maps") for process in processes()) if made else ""
     removed = [file for file in made if str(file) not in maps]
     for file in removed:
         file.unlink(missing_ok=True)
@@ -42,23 +42,23 @@ def _made_since(file: Path, since: float) -> bool:
 
 
 def _is_of(process: Path, run: str) -> bool:
-    return f"RUN={run}" in _read(process / "environ").split("\0")
+    return f"RUN={run}" in read(process / "environ").split("\0")
 
 
-def _ancestors() -> set[Path]:
+def ancestors() -> set[Path]:
     """And this process itself."""
     found, pid = set(), os.getpid()
     while pid > 0:
         found.add(Path(f"/proc/{pid}"))
-        pid = int(_read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
+        pid = int(read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
     return found
 
 
-def _processes() -> Iterator[Path]:
+def processes() -> Iterator[Path]:
     return (path for path in Path("/proc").iterdir() if path.name.isdigit())
 
 
-def _read(file: Path) -> str:
+def read(file: Path) -> str:
     try:
         return file.read_bytes().decode(errors="replace")
     except OSError:  # ended meanwhile, or another user's

@@ -35,7 +35,7 @@ from tensorhub_plugins.core.errors import (
 from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.reads import check_cover
 from tensorhub_plugins.core.server import check_address
-from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core.slab import Slab, contiguous_spec
 from tensorhub_plugins.core.transfer import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
 from tensorhub_plugins.core.values import (
@@ -503,7 +503,7 @@ class Client:
 
     def _snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Slab:
         """A copy of these tensors in host memory of this client's."""
-        slab = self.allocate(_specs(tensors))
+        slab = self.allocate(contiguous_spec(name, t.dtype, t.shape) for name, t in tensors.items())
         try:
             for name, tensor in tensors.items():
                 slab.write(name, tensor)
@@ -724,14 +724,6 @@ def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports
-
-
-def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
-    """What a contiguous copy of these tensors looks like."""
-    return [
-        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), t.numel() * t.element_size())
-        for name, t in tensors.items()
-    ]
 
 
 def _share_memory(slab: Slab, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -407,6 +407,12 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, size_bytes, stride)
 
 
+def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorSpec:
+    """Describe a contiguous tensor that need not be there yet."""
+    shape = tuple(shape)
+    return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
+
+
 def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     """Where each tensor of an allocated block begins, in bytes, and how long the block is. Part of the shm protocol."""
     ends = accumulate((_aligned(spec.size_bytes) for spec in specs), initial=0)

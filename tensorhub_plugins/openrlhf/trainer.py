@@ -22,6 +22,7 @@ from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Client, TensorSpec, here
 from tensorhub_plugins.core.publisher import Publisher
+from tensorhub_plugins.core.slab import contiguous_spec
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.generator import SamplesGenerator
@@ -85,11 +86,7 @@ class PolicyModelActor(_Policy):
         yield from self.actor.model.module.named_parameters()
 
     def _spec(self, name: str, parameter: Any) -> TensorSpec:
-        shape = tuple(parameter.ds_shape if self._is_sharded else parameter.shape)
-        size_bytes = parameter.element_size()
-        for length in shape:
-            size_bytes *= length
-        return TensorSpec(name, str(parameter.dtype).removeprefix("torch."), shape, size_bytes)
+        return contiguous_spec(name, parameter.dtype, parameter.ds_shape if self._is_sharded else parameter.shape)
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole parameters. With ZeRO-3 each step is a collective of all ranks."""

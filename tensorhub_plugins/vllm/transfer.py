@@ -37,7 +37,8 @@ from vllm.distributed.weight_transfer.base import (
 
 from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.values import LATEST, TensorSpec
+from tensorhub_plugins.core.slab import contiguous_spec
+from tensorhub_plugins.core.values import LATEST
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.updater import Updater, WorkerConfig
@@ -147,7 +148,9 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             for _ in self.source:  # the ranks that hold parts of a tensor gather it together
                 pass
             return
-        slab = self._store.allocate(_spec(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata())
+        slab = self._store.allocate(
+            contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()
+        )
         for name, tensor in self.source:
             slab.write(name, tensor.detach())
         self._store.publish(self._version, slab)
@@ -176,8 +179,3 @@ class FollowingEngines:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
-
-
-def _spec(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
-    size_bytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-    return TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), size_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,46 +12,13 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from vllm_engines import Engine, EngineError, checkpoint, make_model
+from vllm_engines import Engine, EngineError, checkpoint
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Server, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, Server
 
 pytestmark = pytest.mark.heavy
 
 DEADLINE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    made: dict[tuple[str, int], Path] = {}
-
-    def get(kind: str, seed: int) -> Path:
-        if (kind, seed) not in made:
-            made[kind, seed] = make_model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}"), seed)
-        return made[kind, seed]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def bare(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A model's folder without its weights: what an engine needs to start from the store."""
-
-    def get(kind: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"{kind}-bare")
-        for file in models(kind, 1).iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, folder)
-        return folder
-
-    return get
-
-
-@pytest.fixture
-def hub() -> Iterator[Server]:
-    server = start_server()
-    yield server
-    server.close()
 
 
 def client(hub: Server, name: str) -> Client:

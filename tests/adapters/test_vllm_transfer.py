@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, make_model
+from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, wait_until
 
-from tensorhub_plugins.core import Client, Server, start_server
+from tensorhub_plugins.core import Client, Server
 
 pytestmark = pytest.mark.heavy
 
@@ -26,27 +24,6 @@ BLOCKS = {"block_size": 32, "enable_prefix_caching": True}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    made: dict[int, Path] = {}
-
-    def get(seed: int) -> Path:
-        if seed not in made:
-            made[seed] = make_model(KIND, tmp_path_factory.mktemp(f"{KIND}-{seed}"), seed)
-        return made[seed]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def bare(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bare")
-    for file in models(1).iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int]], dict[str, str]]]:
     """What a fresh engine says to PROMPTS and CACHED with the weights of this seed, and its digests."""
     known: dict[int, Any] = {}
@@ -54,18 +31,11 @@ def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int
     def get(seed: int) -> Any:
         if seed not in known:
             extra = {"model_loader_extra_config": {"disk": "only"}, **BLOCKS}
-            with Engine(models(seed), extension=None, load_format="tensorhub", **extra) as fresh:
+            with Engine(models(KIND, seed), extension=None, load_format="tensorhub", **extra) as fresh:
                 known[seed] = fresh.generate(), fresh.generate(CACHED)
         return known[seed]
 
     return get
-
-
-@pytest.fixture
-def hub() -> Iterator[Server]:
-    server = start_server()
-    yield server
-    server.close()
 
 
 def client(hub: Server, name: str) -> Client:
@@ -78,19 +48,12 @@ def start(model: Path, hub: Server, extra: dict[str, Any], **options: Any) -> En
     return Engine(model, extension=None, own_core=True, **settings)
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def engine(models: Any, hub: Server) -> Iterator[Engine]:
     """It was started from disk, knows no hub, and takes weights by vLLM's own calls."""
     options = {"load_format": "tensorhub", "model_loader_extra_config": {"disk": "only"}, **BLOCKS}
     with Engine(
-        models(1), extension=None, own_core=True, weight_transfer_config={"backend": "tensorhub"}, **options
+        models(KIND, 1), extension=None, own_core=True, weight_transfer_config={"backend": "tensorhub"}, **options
     ) as started:
         yield started
 
@@ -117,7 +80,7 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
     engine.ask("own", "init_weight_transfer_engine", (init,))
     engine.ask("own", "init_weight_transfer_engine", (init,))  # again, as a trainer that was started anew does
     with client(hub, "trainer") as trainer:
-        trainer.publish(1, checkpoint(models(2)))
+        trainer.publish(1, checkpoint(models(KIND, 2)))
         # Nobody has paused it and nobody resets its prefix cache, which holds the whole prompt.
         update(engine, 1)
         assert engine.ask("own", "get_weight_version", ()) == "1"
@@ -130,7 +93,7 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
         assert engine.ask("own", "get_weight_version", ()) == "1" and engine.generate() == new[0]
 
         # Requests that are running are kept, and end under the new weights.
-        trainer.publish(2, checkpoint(models(1)))
+        trainer.publish(2, checkpoint(models(KIND, 1)))
         engine.ask("submit", "long", PROMPTS, 200)
         wait_until(lambda: min(progress(engine)) >= 20, "they run")
         update(engine, 2)
@@ -138,13 +101,13 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
         assert engine.generate() == old[0] and engine.generate(CACHED) == old[1]
 
 
-def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare: Path, hub: Server) -> None:
+def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare: Any, hub: Server) -> None:
     """The negative control of the test above: the same weights, swapped behind the scheduler's back."""
     with client(hub, "trainer") as trainer:
-        trainer.publish(1, checkpoint(models(1)))
-        with start(bare, hub, {}) as engine:
+        trainer.publish(1, checkpoint(models(KIND, 1)))
+        with start(bare(KIND), hub, {}) as engine:
             assert engine.generate(CACHED) == answers(1)[1]
-            trainer.publish(2, checkpoint(models(2)))
+            trainer.publish(2, checkpoint(models(KIND, 2)))
             engine.call("tensorhub_begin_fetch", 2, DEADLINE_S)
             wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "ready")
             assert engine.call("tensorhub_install", 2, DEADLINE_S)["installed"]
@@ -152,15 +115,15 @@ def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare
             assert engine.generate(CACHED) != answers(2)[1]
 
 
-def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any, hub: Server, bare: Path) -> None:
+def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any, hub: Server, bare: Any) -> None:
     with client(hub, "trainer") as trainer:
-        trainer.publish(1, checkpoint(models(1)))
+        trainer.publish(1, checkpoint(models(KIND, 1)))
         options = {
             "worker_extension_cls": "vllm_faults.FaultyExtension",
             "weight_transfer_config": {"backend": "tensorhub"},
         }
-        with start(bare, hub, {}, **options) as engine:
-            trainer.publish(2, checkpoint(models(2)))
+        with start(bare(KIND), hub, {}, **options) as engine:
+            trainer.publish(2, checkpoint(models(KIND, 2)))
             engine.ask("core", "pause_scheduler", ("keep",))
             engine.call("tensorhub_test_fail_reload_on", 0)
             with pytest.raises(EngineError, match="injected"):
@@ -173,14 +136,14 @@ def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any,
 
 
 @pytest.mark.parametrize("when", ["now", "idle"])
-def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare: Path, hub: Server) -> None:
+def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare: Any, hub: Server) -> None:
     with client(hub, "trainer") as trainer:
-        trainer.publish(1, checkpoint(models(1)))
-        with start(bare, hub, {"follow": when}) as engine:
+        trainer.publish(1, checkpoint(models(KIND, 1)))
+        with start(bare(KIND), hub, {"follow": when}) as engine:
             assert engine.generate(CACHED) == answers(1)[1]
             engine.ask("submit", "long", PROMPTS, 200)
             wait_until(lambda: min(progress(engine)) >= 20, "they run")
-            trainer.publish(2, checkpoint(models(2)))
+            trainer.publish(2, checkpoint(models(KIND, 2)))
 
             def version() -> int:
                 return int(engine.call("tensorhub_poll")["version"])
@@ -191,7 +154,7 @@ def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare:
             assert engine.ask("own", "get_weight_version", ()) == "2"
             # Paused by somebody else, it stays as it is, and switches once it is resumed.
             engine.ask("core", "pause_scheduler", ("keep",))
-            trainer.publish(3, checkpoint(models(1)))
+            trainer.publish(3, checkpoint(models(KIND, 1)))
             with pytest.raises(AssertionError, match="switched"):
                 wait_until(lambda: version() == 3, "switched", 2.5)
             engine.ask("core", "resume_scheduler", ())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,13 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, make_model
+from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, wait_until
 
-from tensorhub_plugins.core import Client, Server, start_server
+from tensorhub_plugins.core import Client, Server
 
 pytestmark = pytest.mark.heavy
 
 DEADLINE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    made: dict[tuple[str, int], Path] = {}
-
-    def get(kind: str, seed: int) -> Path:
-        if (kind, seed) not in made:
-            made[kind, seed] = make_model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}"), seed)
-        return made[kind, seed]
-
-    return get
-
-
-@pytest.fixture
-def hub() -> Iterator[Server]:
-    server = start_server()
-    yield server
-    server.close()
 
 
 def trainer(hub: Server, name: str = "trainer") -> Client:
@@ -53,13 +33,6 @@ def trainer(hub: Server, name: str = "trainer") -> Client:
 def connect(engine: Engine, hub: Server, replica: str, **options: Any) -> dict[str, Any]:
     config = {"hub": hub.address, "run": "test", "model": "actor", "replica": replica, **options}
     return engine.call("tensorhub_connect", config)
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
 
 
 def fetch(engine: Engine, version: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,14 @@ PROMPTS = [[5, 6, 7, 8, 9], [100, 101], [300, 7, 21, 44]]
 TOKENS = 16
 START_DEADLINE_S = 100
 CALL_DEADLINE_S = 60
+WAIT_DEADLINE_S = 30.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = WAIT_DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
 
 
 def make_model(kind: str, path: Path, seed: int) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from broken_hubs import DropsLastCopies, ForgetsLeases
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -235,16 +236,6 @@ TestHubBesideModel.settings = settings(max_examples=100, stateful_step_count=40,
 
 
 # --- negative controls ---
-
-
-class ForgetsLeases(Hub):
-    def _lease(self, *lease: Any) -> None:
-        pass
-
-
-class DropsLastCopies(Hub):
-    def _is_last_copy(self, *holding: Any) -> bool:
-        return False
 
 
 class LendsWhatIsLeaving(Hub):

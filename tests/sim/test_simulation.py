@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
+from broken_hubs import DropsLastCopies, ForgetsLeases
 from simulator import Faults, Violation, World, simulate
 
 from tensorhub_plugins.core.hub import Hub
@@ -66,16 +67,6 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
 
 
 # --- negative controls: a rule is broken on purpose, and it must be that rule that is reported ---
-
-
-class ForgetsLeases(Hub):
-    def _lease(self, *lease: Any) -> None:
-        pass
-
-
-class DropsLastCopies(Hub):
-    def _is_last_copy(self, *holding: Any) -> bool:
-        return False
 
 
 class LetsReadersWaitInCircles(Hub):

@@ -1,0 +1,48 @@
+"""Fixtures of the tests that start vLLM engines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tensorhub_plugins.core import Server, start_server
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The folder of a tiny model of this kind whose random weights come from this seed."""
+    from vllm_engines import make_model
+
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(kind: str, seed: int) -> Path:
+        if (kind, seed) not in made:
+            made[kind, seed] = make_model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}"), seed)
+        return made[kind, seed]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def bare(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A model's folder without its weights: what an engine needs to start from the store."""
+
+    def get(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"{kind}-bare")
+        for file in models(kind, 1).iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, folder)
+        return folder
+
+    return get
+
+
+@pytest.fixture
+def hub() -> Iterator[Server]:
+    server = start_server()
+    yield server
+    server.close()
