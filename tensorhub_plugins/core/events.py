@@ -15,7 +15,8 @@ fetch          a rollout worker has a version's bytes, verified (if staged: noth
 pause          a replica's engine stands still.
                version: the one it had; seconds: to come to a stop; in_flight: requests frozen
 install        a rollout worker's bytes are in its live parameters.
-               version, layout ("checkpoint": converted here; "runtime:...": copied raw), seconds
+               version, layout ("checkpoint": converted here; "runtime:...": copied raw), seconds,
+               by ("reload" or "copy": how it was converted)
 resume         a replica generates again.
                version: the new one; seconds: since the pause was asked for (it could not generate);
                in_flight: requests that go on; lost: requests frozen by the pause and not there after it

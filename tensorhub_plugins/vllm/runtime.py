@@ -87,7 +87,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     What such bytes mean is the fingerprint's business.
     """
     found = dict(_all_tensors(model))
-    return _without_aliases({name: _in_memory_order(tensor) for name, tensor in found.items()})
+    return without_aliases({name: _in_memory_order(tensor) for name, tensor in found.items()})
 
 
 def _all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,7 +116,7 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(tensor, (span,), (1,))
 
 
-def _without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Drop what another entry's memory already contains; of equals, the first found stays."""
     kept: list[str] = []
     end_by_storage: dict[tuple[torch.device, int], int] = {}
@@ -237,7 +237,12 @@ def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Te
     with torch.no_grad():
         for name, tensor in live.items():
             flat_bytes(tensor).copy_(flat_bytes(source[name]), non_blocking=True)
-    for device in {t.device for t in live.values() if t.device.type == "cuda"}:
+    wait_for_devices(tensor.device for tensor in live.values())
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Until what was queued on them is done."""
+    for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
 
 
@@ -275,8 +280,7 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, weights: Iterabl
             missing = _not_loaded(model, loaded)
         finally:  # puts the live tensors back into the model, whatever happened
             finalize_layerwise_reload(model, vllm_config.model_config)
-    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    wait_for_devices(p.device for p in model.parameters())
     if missing:
         raise UsageError(
             f"the checkpoint did not fill {len(missing)} layers of the model, first {missing[:5]}: "
@@ -421,8 +425,9 @@ def _forget_cpu_expert_kernels(model: torch.nn.Module) -> None:
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
     """The live weights under their Hugging Face names, as views; None where they cannot be told apart.
 
-    For unquantized dense models on one worker, whose fused tensors are plain concatenations. A tied head
-    appears under its own name too. So an engine can be compared with what the trainer published.
+    For unquantized dense models on one worker, whose fused tensors are plain concatenations. A tied head appears
+    under its own name too, after what it is tied to. So an engine can be compared with what the trainer published,
+    and `conversion` knows where to copy.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
@@ -437,7 +442,7 @@ def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch
             if parts is None:
                 return None
             view.update(parts)
-    return dict(sorted(view.items()))
+    return view
 
 
 def _renames_weights(model: torch.nn.Module) -> bool:

@@ -34,6 +34,7 @@ from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
 from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.conversion import Conversion
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
@@ -105,6 +106,8 @@ class Updater:
         self.config, self.place = config, place
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{place.shard}"
+        self._conversion = Conversion(model, vllm_config)
+        self._converted_by: str | None = None  # in the last install
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._staged: _Staged | None = None
         self._fetching: int | None = None
@@ -274,7 +277,8 @@ class Updater:
             return self._result(version, began, failure)
         layout = self.place.layout if staged.fetched is None else staged.fetched.layout
         seconds = time.monotonic() - began
-        events.record("install", worker=self._name, version=version, layout=layout, seconds=seconds)
+        by = self._converted_by
+        events.record("install", worker=self._name, version=version, layout=layout, seconds=seconds, by=by)
         with self._lock:
             self._serving = self._thread.submit(self._serve, staged)
         return self._result(version, began, None, layout)
@@ -407,6 +411,7 @@ class Updater:
 
     def _change(self, staged: _Staged, deadline: float) -> _Staged:
         """Write the model, and return what it was written with; `_staged` is what must be let go of on failure."""
+        self._converted_by = None
         if staged.fetched is None:
             try:
                 # Half of the time, so that there is some left for the other way.
@@ -423,7 +428,7 @@ class Updater:
             runtime.copy_tensors(runtime.tensors(self._model), tensors)
             runtime.refresh_scalars(self._model)
         else:
-            runtime.reload_checkpoint(self._model, self._vllm_config, tensors.items())
+            self._converted_by = self._conversion.install(tensors)
         return staged
 
     def _replicate(self, version: int, deadline: float) -> _Staged:
