@@ -16,7 +16,7 @@ class Replica:
     ready: bool = False
     version: int = 0
     lost: bool = False  # out of rotation since it fell silent or failed
-    catch_up_to: int = 0
+    catch_up_to: int | None = None  # None: not heard since it was lost
     epoch: int = 0  # counts losses: a request of an earlier epoch is gone
 
 
@@ -38,11 +38,11 @@ class Watch:
         replica = self.replicas.get(name)
         if replica is None:
             return False
-        if replica.lost and replica.heard_at < now - self.timeout_s:
-            replica.catch_up_to = self.newest()  # the first answer after the silence
+        if replica.lost and (replica.catch_up_to is None or replica.heard_at < now - self.timeout_s):
+            replica.catch_up_to = self.newest()  # the first answer after the loss, or after a silence
         replica.heard_at = now
         replica.ready, replica.version = ready, version
-        if replica.lost and ready and version >= replica.catch_up_to:
+        if replica.lost and ready and version >= (replica.catch_up_to or 0):
             replica.lost = False
             return True
         return False
@@ -52,10 +52,9 @@ class Watch:
         replica = self.replicas.get(name)
         if replica is None or replica.lost:
             return False
-        replica.lost, replica.ready = True, False
-        replica.epoch += 1
-        replica.catch_up_to = self.newest()
+        replica.ready = False
         replica.heard_at = now
+        self._lose(replica)
         return True
 
     def silent(self, now: float) -> list[str]:
@@ -66,11 +65,12 @@ class Watch:
         late = [n for n, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
         gone = late if any(self.in_rotation(name) for name in self.replicas if name not in late) else []
         for name in gone:
-            replica = self.replicas[name]
-            replica.lost = True
-            replica.epoch += 1
-            replica.catch_up_to = self.newest()
+            self._lose(self.replicas[name])
         return gone
+
+    def _lose(self, replica: Replica) -> None:
+        replica.lost, replica.catch_up_to = True, None
+        replica.epoch += 1
 
     def in_rotation(self, name: str) -> bool:
         replica = self.replicas.get(name)

@@ -47,6 +47,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         del config  # the replicas tell what they are configured with
         self._watch = Watch(TIMEOUT_S)
         self._silence: asyncio.Task[None] | None = None
+        self._workers: dict[str, str] = {}  # what a server calls itself in the event log
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._losses = 0
@@ -159,13 +160,14 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
         now = time.monotonic()
+        self._workers[server_id] = answer["worker"]
         self._watch.timeout_s = answer.get("timeout_s", self._watch.timeout_s)
         if answer["silent_s"] > self._watch.timeout_s:
             return  # the server is well, its engine is not: no sign of life
         back = self._watch.heard(server_id, now, ready=answer["ready"], version=answer["version"])
         if back:
             log.warning("router: %s is back with version %d", server_id, answer["version"])
-            record("replica_back", worker=server_id, version=answer["version"])
+            record("replica_back", worker=answer["worker"], version=answer["version"])
         if self._watch.in_rotation(server_id):
             if server_id not in self._inflight_requests:
                 super().add_servers({server_id: handle})
@@ -182,7 +184,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     def _take_out(self, server_id: str, reason: str) -> None:
         requests = self._inflight_requests.get(server_id, 0)
         log.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
-        record("replica_lost", worker=server_id, reason=reason, in_flight=requests)
+        worker = self._workers.get(server_id, server_id)
+        record("replica_lost", worker=worker, reason=reason, in_flight=requests)
         super().remove_servers([server_id])
         self._losses += 1
         self._lost.set()

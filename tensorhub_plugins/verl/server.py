@@ -202,6 +202,7 @@ class TensorHubServer(vLLMHttpServer):
 
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
         return {
+            "worker": self.worker,
             "ready": ready,
             "version": 0 if self.global_steps is None else version_of_step(self.global_steps),
             "silent_s": silent_s,

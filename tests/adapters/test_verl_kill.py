@@ -226,11 +226,11 @@ def test_3_a_replica_dies_while_it_pulls(run):
     resume(run, published["pid"])
     assert not run.find("fetch", worker=reader, version=version), "it had finished before the kill"
     run.until("versions for the others", lambda: run.has_all(version + 2, others(run, victim), killed_at))
-    run.until("loss of the replica", lambda: run.find("replica_lost", since=killed_at - 1))
+    run.until("loss of the replica", lambda: run.find("replica_lost", since=killed_at - 1, worker=reader))
     # It comes back by itself, in new processes, with a newer version.
     back = run.until("return of the replica", lambda: run.find("resume", since=killed_at, worker=reader), START_S)[0]
     assert back["version"] > version
-    run.until("its place in the rotation", lambda: run.find("replica_back", since=killed_at))
+    run.until("its place in the rotation", lambda: run.find("replica_back", since=killed_at, worker=reader))
     run.until("requests for it", lambda: run.find("request", since=back["t"], worker=reader))
     assert run.pid("install", reader) != pid
 
@@ -250,7 +250,7 @@ def test_4_the_peer_that_is_read_from_dies(run):
     assert sum(fetch["sources"].values()) == fetch["bytes"]
     everybody = others(run, source.split("/")[0])
     run.until("versions for the others", lambda: run.has_all(version + 2, everybody, killed_at))
-    run.until("loss of the source", lambda: run.find("replica_lost", since=killed_at - 1))
+    run.until("loss of the source", lambda: run.find("replica_lost", since=killed_at - 1, worker=source))
     run.coming_back = source.split("/")[0]  # a minute of imports, which the next story does not wait for
 
 
@@ -260,15 +260,15 @@ def test_5_a_frozen_replica_delays_nobody_and_gets_no_requests(run):
     pid = run.pid("install", victim)
     stop(run, pid)
     frozen_at = time.time()
-    lost = run.until("loss of the frozen replica", lambda: run.find("replica_lost", since=frozen_at))[0]
+    lost = run.until("loss of the frozen replica", lambda: run.find("replica_lost", since=frozen_at, worker=victim))[0]
     version = run.version()
     run.until("versions for the others", lambda: run.has_all(version + 3, rest, lost["t"]))
     assert not run.find("request", since=lost["t"] + 1, worker=victim)
     thawed_at = time.time()  # before: this process may be kept waiting, and the replica is back within seconds
     resume(run, pid)
-    back = run.until(
-        "return of the frozen replica", lambda: run.find("replica_back", since=thawed_at, worker=lost["worker"])
-    )[0]
+    back = run.until("return of the frozen replica", lambda: run.find("replica_back", since=thawed_at, worker=victim))[
+        0
+    ]
     assert back["version"] >= version + 3  # not before it had caught up
     run.until("requests for it", lambda: run.find("request", since=back["t"], worker=victim))
 

@@ -188,6 +188,14 @@ def test_a_failed_replica_comes_back_ready():
     assert watch.in_rotation("a")
 
 
+def test_a_failed_replica_catches_up_with_what_the_others_have_when_it_answers_again():
+    watch = _watch()
+    assert watch.failed("a", 2)
+    watch.heard("b", 5, ready=True, version=9)
+    assert not watch.heard("a", 6, ready=True, version=5)  # within the timeout, and stale all the same
+    assert watch.heard("a", 7, ready=True, version=9)
+
+
 def test_the_last_one_standing_is_never_kept_out():
     watch = _watch()
     assert watch.silent(20) == []  # both at once: it was the machine that stood still

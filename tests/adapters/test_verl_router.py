@@ -46,7 +46,13 @@ class Server(Actor):
         await self.frozen.wait()
         if self.dead:
             raise self.dead
-        return {"ready": self.version > 0, "version": self.version, "silent_s": 0.0, "timeout_s": 0.2}
+        return {
+            "worker": f"{self.name}/0",
+            "ready": self.version > 0,
+            "version": self.version,
+            "silent_s": 0.0,
+            "timeout_s": 0.2,
+        }
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
         self.asked += 1
