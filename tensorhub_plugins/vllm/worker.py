@@ -12,7 +12,8 @@ into its worker. The way of one update; each step is one `collective_rpc` to all
 
 What goes in
     The runtime layout when a peer has it or is making it (a plain copy); else the checkpoint, which this worker
-    converts by vLLM's layerwise reload and publishes in the runtime layout for its peers.
+    converts (conversion.py: by vLLM's layerwise reload, or by copies shown to be the same) and publishes in the
+    runtime layout for its peers.
 
 What it serves afterwards, while the engine generates (`serve_from`)
     "host"   an immutable copy in shared host memory: the staged bytes themselves, or a snapshot after a conversion.
