@@ -1,8 +1,7 @@
 """OpenRLHF's vLLM actor that follows the store by itself.
 
-One failure path: whatever breaks this engine for good (its vLLM process died, the actor was killed), the actor ends
-and Ray starts it again at the same place. The new one loads the model as at the beginning, fetches the newest version,
-and only then answers. Prompts it was working on are asked elsewhere meanwhile (generator.py).
+One that was started again fetches the newest version, and only then answers. Prompts it was working on are asked
+elsewhere meanwhile (generator.py).
 """
 
 from __future__ import annotations
@@ -20,19 +19,17 @@ from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, here
-from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.vllm.follower import RETRY_S, UpdateFailed
-from tensorhub_plugins.vllm.orphans import own_engines
+from tensorhub_plugins.vllm.lifeline import EngineLost, Lifeline, exit_on_error, own_engines
 from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
 
-EXTENSION = "tensorhub_plugins.openrlhf.worker.TensorHubOpenRLHFWorkerExtension"
+EXTENSION = "tensorhub_plugins.vllm.lifeline.OwnedWorkerExtension"
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
-PROBE_S = 1.0  # how often vLLM is asked whether it lives
 
 # The class that OpenRLHF decorated. Ray sends it by its name here, so that each process has one copy of it.
 _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
@@ -40,14 +37,8 @@ _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_
 _versions: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
 
 
-class EngineLost(TensorHubError):
-    """This engine cannot answer any more: ask another one."""
-
-
 class Engine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update}."""
-
-    _is_dying = False
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
         kwargs["worker_extension_cls"] = EXTENSION
@@ -56,7 +47,7 @@ class Engine(_Stock):
         self.options = config.parse(tensorhub["backend"])
         self.worker = f"rollout-{tensorhub['engine']}/0"
         self.executor = _Versioned(self.executor)
-        self.heard_at = time.monotonic()
+        self.lifeline = Lifeline(self.llm, self.worker)
         self.gate = None if tensorhub["partial"] else Gate()
         replica = f"rollout-{tensorhub['engine']}"
         client = await asyncio.to_thread(self._connect, f"server-{tensorhub['engine']}")
@@ -71,9 +62,9 @@ class Engine(_Stock):
         )
         await self._catch_up(client)
         self._tasks = []
-        for work in (self.follower.follow(), self._probe()):
+        for work in (self.follower.follow(), self.lifeline.probe()):
             task = asyncio.create_task(work)
-            task.add_done_callback(_exit_on_error)  # an engine that stopped following must not pass for one
+            task.add_done_callback(exit_on_error)
             self._tasks.append(task)
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
@@ -92,7 +83,7 @@ class Engine(_Stock):
             output = await _Stock.generate(self, *args, **kwargs)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
-            self._die(error)
+            self.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
         last = self.follower.version
         versions = _versions.get(None)
@@ -112,13 +103,9 @@ class Engine(_Stock):
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
         """version, and for how long vLLM's processes have been silent. EngineLost when this actor is about to end."""
-        if self._is_dying:
+        if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
-        silent_s = time.monotonic() - self.heard_at
-        if self.follower.installing_since is not None:
-            # vLLM's loop is busy with the installation and answers nothing else; that has its own deadline.
-            busy_s = time.monotonic() - self.follower.installing_since
-            silent_s = silent_s if busy_s > self.options.deadline_s else 0.0
+        silent_s = self.lifeline.silent_s(self.follower)
         return {"version": self.follower.version, "silent_s": silent_s, "pid": os.getpid()}
 
     async def tensorhub_hold(self, version: int) -> int:
@@ -168,15 +155,7 @@ class Engine(_Stock):
                 await asyncio.sleep(RETRY_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            answers = list(await self.llm.collective_rpc(method, args=args))
-        except EngineDeadError as error:
-            self._die(error)
-            raise EngineLost(f"{self.worker}: {error}") from error
-        except Exception as error:  # vLLM hands on what a worker raised as text in an error of its own
-            raise UpdateFailed(f"{method}: {error}") from error
-        self.heard_at = time.monotonic()
-        return answers
+        return await self.lifeline.rpc(method, *args)
 
     async def pause(self) -> None:
         await pause(self.llm, mode="keep", clear_cache=True)
@@ -189,22 +168,6 @@ class Engine(_Stock):
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         """Samples ask the follower for its version (`generate`)."""
-
-    async def _probe(self) -> None:
-        """The actor can be well while vLLM's processes are frozen: only their answer counts."""
-        while True:
-            if self.llm.errored:
-                self._die(self.llm.dead_error)
-            await self.rpc("tensorhub_poll")
-            await asyncio.sleep(PROBE_S)
-
-    def _die(self, error: BaseException) -> None:
-        if self._is_dying:
-            return
-        self._is_dying = True
-        log.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
-        # A moment for answers on their way out; what is still here fails with the actor and is asked elsewhere.
-        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
 
 
 class _Versioned:
@@ -221,9 +184,3 @@ class _Versioned:
             logs = response.get("extra_logs") or {}
             response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
         return response
-
-
-def _exit_on_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
-        os._exit(1)

@@ -1,16 +1,12 @@
 """The server actor of one pull-mode replica: verl's vLLM server plus a Follower, and a heartbeat for the router.
 
-One failure path: whatever breaks this replica for good (its engine's process died, its server was killed), the actor
-ends and Ray starts it again at the same place. The new one loads the model as at the beginning, fetches the newest
-version, and only then says that it is ready.
+One that was started again fetches the newest version, and only then says that it is ready.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -27,13 +23,11 @@ from tensorhub_plugins.core.events import record
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.router import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
-from tensorhub_plugins.vllm.follower import Follower, UpdateFailed
-from tensorhub_plugins.vllm.orphans import own_engines
+from tensorhub_plugins.vllm.follower import Follower
+from tensorhub_plugins.vllm.lifeline import Lifeline, exit_on_error, own_engines
 from tensorhub_plugins.vllm.pause import pause
 
 log = logging.getLogger(__name__)
-
-PROBE_S = 1.0  # how often the engine is asked whether it lives
 
 
 class TensorHubServer(vLLMHttpServer):
@@ -47,9 +41,8 @@ class TensorHubServer(vLLMHttpServer):
         self.follower: Follower | None = None
         self._client: Client | None = None
         self._ledger = Ledger()
-        self._engine_heard_at = time.monotonic()
+        self._lifeline: Lifeline | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
-        self._is_dying = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -59,9 +52,10 @@ class TensorHubServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         await super().launch_server(*args, **kwargs)
         if self.follows and self.node_rank == 0:
-            for work in (self._start_following(), self._probe_engine()):
+            self._lifeline = Lifeline(self.engine, self.worker)
+            for work in (self._start_following(), self._lifeline.probe()):
                 task = asyncio.create_task(work)
-                task.add_done_callback(_exit_on_error)  # a replica that stopped following must not pass for one
+                task.add_done_callback(exit_on_error)
                 self._tasks.append(task)
 
     def _get_worker_extension_cls(self) -> str:
@@ -119,15 +113,8 @@ class TensorHubServer(vLLMHttpServer):
         }
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        try:
-            return list(await self.engine.collective_rpc(method, args=args))
-        except EngineDeadError as error:
-            self._die(error)
-            raise
-        except Exception as error:  # vLLM hands on what a worker raised as text in an error of its own
-            if self.engine.errored:
-                self._die(error)
-            raise UpdateFailed(f"{method}: {error}") from error
+        assert self._lifeline is not None
+        return await self._lifeline.rpc(method, *args)
 
     async def pause(self) -> None:
         await pause(self.engine, mode=self.options.pause_mode, clear_cache=self.options.recompute)
@@ -159,7 +146,8 @@ class TensorHubServer(vLLMHttpServer):
             output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
-            self._die(error)
+            if self._lifeline is not None:
+                self._lifeline.die(error)
             raise ReplicaLost(f"{self.worker}: {error}") from error
         except BaseException:
             self._ledger.forget(request_id)
@@ -187,18 +175,15 @@ class TensorHubServer(vLLMHttpServer):
             if self._launch is None:
                 log.warning("%s was started again: launching its engine", self.worker)
                 self._launch = asyncio.create_task(self.launch_server())
-                self._launch.add_done_callback(_exit_on_error)
+                self._launch.add_done_callback(exit_on_error)
             return self._heartbeat(ready=False, silent_s=0.0)
         if not self.follows:  # verl itself puts hybrid replicas in and out of rotation
             return self._heartbeat(ready=True, silent_s=0.0)
-        follower = self.follower
-        silent_s = time.monotonic() - self._engine_heard_at
-        if follower is not None and follower.installing_since is not None:
-            # The engine's loop is busy with the installation and answers nothing else; that has its own deadline.
-            busy_s = time.monotonic() - follower.installing_since
-            silent_s = silent_s if busy_s > self.options.deadline_s else 0.0
-        ready = follower is not None and follower.version > 0 and not follower.is_broken and not self._is_dying
-        return self._heartbeat(ready=ready, silent_s=silent_s)
+        follower, lifeline = self.follower, self._lifeline
+        if lifeline is None:
+            return self._heartbeat(ready=False, silent_s=0.0)
+        ready = follower is not None and follower.version > 0 and not follower.is_broken and not lifeline.is_dying
+        return self._heartbeat(ready=ready, silent_s=lifeline.silent_s(follower))
 
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
         return {
@@ -208,24 +193,6 @@ class TensorHubServer(vLLMHttpServer):
             "silent_s": silent_s,
             "timeout_s": self.options.replica_timeout_s,
         }
-
-    async def _probe_engine(self) -> None:
-        """A server can be well while its engine's processes are frozen: only their answer counts."""
-        while True:
-            if self.engine.errored:
-                self._die(self.engine.dead_error)
-            with contextlib.suppress(UpdateFailed):  # no answer, no sign of life: the router will notice
-                await self.rpc("tensorhub_ping")
-                self._engine_heard_at = time.monotonic()
-            await asyncio.sleep(PROBE_S)
-
-    def _die(self, error: BaseException) -> None:
-        if self._is_dying:
-            return
-        self._is_dying = True
-        log.error("%s: the engine is dead, leaving so that Ray starts this replica again: %s", self.worker, error)
-        # A moment for answers that are on their way out; requests still here fail with the actor and are retried.
-        asyncio.get_running_loop().call_later(0.5, os._exit, 1)
 
     # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
 
@@ -237,9 +204,3 @@ class TensorHubServer(vLLMHttpServer):
 def _tokens(state: Any) -> int:
     detokenizer = state.detokenizer
     return detokenizer.num_output_tokens() if detokenizer is not None else 0
-
-
-def _exit_on_error(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("this replica cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
-        os._exit(1)

@@ -7,8 +7,8 @@ model may rename, permute and scale what it loads and derive more from it, so th
     reload the checkpoint    copy noise    digest of all weights
                              reload noise  digest of all weights
 
-and if the digests are equal, copies it is from then on. What a copy leaves out, puts elsewhere or does not derive still
-has the checkpoint's bytes in the first digest and the noise's in the second.
+and if the digests are equal, copies. What a copy leaves out, puts elsewhere or does not derive still has the bytes of
+the checkpoint in the first digest and those of the noise in the second.
 """
 
 from __future__ import annotations
@@ -43,17 +43,14 @@ class Conversion:
         Raises UsageError as `runtime.reload_checkpoint` does; the model is mixed then.
         """
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
-        if self._tried == shapes and self._copies_are_right:
+        if self._tried != shapes:
+            self._tried, self._copies_are_right = shapes, self._can_copy(shapes) and self._try(shapes, weights)
+            how = "plain copies" if self._copies_are_right else "vLLM's reload"
+            logger.info("checkpoints become live weights by %s", how)
+        if self._copies_are_right:
             self._copy(weights.items())
             return "copy"
         self._reload(weights.items())
-        if self._tried != shapes:
-            self._tried, self._copies_are_right = shapes, False
-            if self._can_copy(shapes):
-                self._copies_are_right = self._try(shapes)
-                self._reload(weights.items())
-                how = "plain copies" if self._copies_are_right else "vLLM's reload, plain copies are not the same"
-                logger.info("checkpoints become live weights by %s", how)
         return "reload"
 
     def _can_copy(self, shapes: Shapes) -> bool:
@@ -62,14 +59,15 @@ class Conversion:
             target.shape == shapes[name][1] and shapes[name][0].is_floating_point for name, target in targets.items()
         )
 
-    def _try(self, shapes: Shapes) -> bool:
+    def _try(self, shapes: Shapes, weights: Mapping[str, torch.Tensor]) -> bool:
         """Leaves noise in the model."""
+        self._reload(weights.items())
         try:
             self._copy(noise(shapes))
             copied = self._digest()
             self._reload(noise(shapes))
             return self._digest() == copied
-        except Exception:  # the weights themselves went in, and will again
+        except Exception:
             logger.exception("copies were not put to the test")
             return False
 
@@ -97,9 +95,8 @@ class Conversion:
 def noise(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other."""
     block = torch.randn(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
-    endless = torch.cat([block, block])
+    endless = {dtype: torch.cat([block, block]).to(dtype) for dtype, _ in shapes.values()}
     for number, (name, (dtype, shape)) in enumerate(shapes.items()):
         first = number * NOISE_STEP % NOISE_LENGTH
-        repeats = -(-shape.numel() // NOISE_LENGTH)
-        values = endless[first : first + NOISE_LENGTH].repeat(repeats)[: shape.numel()]
-        yield name, values.to(dtype).reshape(shape)
+        values = endless[dtype][first : first + NOISE_LENGTH]
+        yield name, values.repeat(-(-shape.numel() // NOISE_LENGTH))[: shape.numel()].reshape(shape)

@@ -18,6 +18,7 @@ from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
+from tensorhub_plugins.vllm.lifeline import Lifeline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -61,7 +62,8 @@ class TwoTurns:
 def make_engine(*, is_partial: bool) -> Any:
     """An engine whose __init__, which needs vLLM, is left out."""
     one = engines.Engine.__new__(engines.Engine)
-    one.llm, one.worker, one.heard_at, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", 0.0, None
+    one.llm, one.worker, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", None
+    one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", deadline_s=5)
     one.executor = engines._Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()

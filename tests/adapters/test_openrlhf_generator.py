@@ -15,7 +15,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError  # noq
 from tensorhub_plugins.core import VersionInfo  # noqa: E402
 from tensorhub_plugins.openrlhf import generator as module  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
-from tensorhub_plugins.openrlhf.engine import FIRST, EngineLost  # noqa: E402
+from tensorhub_plugins.openrlhf.engine import FIRST  # noqa: E402
+from tensorhub_plugins.vllm.lifeline import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 

@@ -108,25 +108,20 @@ def state(model: Model) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_after_the_first_time_a_checkpoint_is_copied(dtype: torch.dtype) -> None:
+def test_after_one_trial_checkpoints_are_copied(dtype: torch.dtype) -> None:
     model = Model()
     conversion = Conversion(model, SimpleNamespace())
-    assert conversion.install(checkpoint(1, dtype)) == "reload"
-    assert state(model) == fresh(Model, checkpoint(1, dtype))
-    reloads = model.reloads
-    for seed in (2, 3):
+    for seed in (1, 2, 3):
         assert conversion.install(checkpoint(seed, dtype)) == "copy"
         assert state(model) == fresh(Model, checkpoint(seed, dtype))
-    assert model.reloads == reloads
+    assert model.reloads == 2  # both for the trial
 
 
 def test_a_tied_head_is_not_copied_over_the_embedding() -> None:
     head = {"lm_head.weight": lambda: torch.full((10, 4), 7.0)}  # loaders skip it
     model = Model()
-    conversion = Conversion(model, SimpleNamespace())
-    assert conversion.install(checkpoint(1, **head)) == "reload"
-    assert conversion.install(checkpoint(2, **head)) == "copy"
-    assert state(model) == fresh(Model, checkpoint(2))
+    assert Conversion(model, SimpleNamespace()).install(checkpoint(1, **head)) == "copy"
+    assert state(model) == fresh(Model, checkpoint(1))
 
 
 @pytest.mark.parametrize("kind", [Scales, Permutes, Swaps, Derives, HidesOne, CannotTell])
@@ -140,10 +135,9 @@ def test_what_is_more_than_a_copy_is_always_reloaded(kind: type[Model]) -> None:
 
 @pytest.mark.parametrize("kind", [Scales, Permutes, Derives, HidesOne])
 def test_copied_without_a_trial_it_would_be_wrong(kind: type[Model], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Conversion, "_try", lambda self, shapes: True)
+    monkeypatch.setattr(Conversion, "_try", lambda self, shapes, weights: True)
     model = kind()
     conversion = Conversion(model, SimpleNamespace())
-    conversion.install(checkpoint(1))
     assert conversion.install(checkpoint(2)) == "copy"
     assert state(model) != fresh(kind, checkpoint(2))
 
@@ -151,10 +145,10 @@ def test_copied_without_a_trial_it_would_be_wrong(kind: type[Model], monkeypatch
 def test_another_checkpoint_is_put_to_the_test_anew() -> None:
     model = Model()
     conversion = Conversion(model, SimpleNamespace())
-    conversion.install(checkpoint(1))
-    assert conversion.install(checkpoint(2, torch.bfloat16)) == "reload"
-    assert state(model) == fresh(Model, checkpoint(2, torch.bfloat16))
-    assert conversion.install(checkpoint(3, torch.bfloat16)) == "copy"
+    for tried, dtype in enumerate((torch.float32, torch.bfloat16), 1):
+        assert conversion.install(checkpoint(tried, dtype)) == "copy"
+        assert state(model) == fresh(Model, checkpoint(tried, dtype))
+        assert model.reloads == 2 * tried
 
 
 def test_a_trial_that_fails_leaves_no_noise() -> None:

@@ -1,0 +1,147 @@
+"""vLLM's processes end when the actor that started them is killed, and the actor when they are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensorhub_plugins.vllm import lifeline
+from tensorhub_plugins.vllm.follower import UpdateFailed
+from tensorhub_plugins.vllm.lifeline import EngineLost, Lifeline
+
+WORKER = """
+import os, sys, time
+from tensorhub_plugins.vllm.lifeline import end_with_owner
+end_with_owner()
+print("watching", os.getpid(), flush=True)
+time.sleep(600)
+"""
+START = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+CORE = START  # as vLLM's engine core: started by the actor, starts the worker, notices nothing
+ACTOR = f"from tensorhub_plugins.vllm.lifeline import own_engines; own_engines(); {START}"
+FORGETFUL = START  # an actor that has not said who it is
+
+
+def start(*command: str) -> subprocess.Popen[str]:
+    """A chain of processes, each started by the one before; the last is a worker that watches."""
+    process = subprocess.Popen([sys.executable, "-c", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said, process.worker = process.stdout.readline().split()  # type: ignore[attr-defined]
+    assert said == "watching"
+    return process
+
+
+def is_silent_within(process: subprocess.Popen[str], deadline_s: float) -> bool:
+    """Whether the last process that could write to the pipe has ended."""
+    assert process.stdout is not None
+    return bool(select.select([process.stdout], [], [], deadline_s)[0]) and process.stdout.read() == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
+@pytest.mark.parametrize("chain", [(ACTOR, WORKER), (ACTOR, CORE, WORKER)], ids=["one process", "core and worker"])
+def test_they_end_with_the_actor(chain: tuple[str, ...]) -> None:
+    actor = start(*chain)
+    assert not is_silent_within(actor, 0.2)
+    actor.kill()
+    actor.wait()
+    assert is_silent_within(actor, 60)
+
+
+def test_the_check_above_sees_those_who_stay() -> None:
+    actor = start(FORGETFUL, WORKER)
+    assert actor.stdout is not None
+    actor.kill()
+    actor.wait()
+    assert not is_silent_within(actor, 0.5)
+    os.kill(int(actor.worker), signal.SIGKILL)  # type: ignore[attr-defined]
+    assert is_silent_within(actor, 60)
+
+
+class PlayedVLLM:
+    """AsyncLLM. answers: what the next calls come to, an error or a value; the last one for ever."""
+
+    errored = False
+    dead_error = RuntimeError("dead")
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(lifeline, "LAST_WORDS_S", 0.0)
+    return codes
+
+
+def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = ended(monkeypatch)
+
+    async def story() -> None:
+        line = Lifeline(PlayedVLLM(ValueError("no such version"), "fine"), "rollout-0/0")
+        with pytest.raises(UpdateFailed, match="begin_fetch: no such version"):
+            await line.rpc("begin_fetch")
+        assert await line.rpc("begin_fetch") == ["fine"]
+        await asyncio.sleep(0.01)
+        assert not line.is_dying and codes == []
+
+    asyncio.run(story())
+
+
+def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = ended(monkeypatch)
+
+    async def story() -> None:
+        engine = PlayedVLLM(ValueError("the process is gone"))
+        engine.errored = True
+        line = Lifeline(engine, "rollout-0/0")
+        with pytest.raises(EngineLost, match="the process is gone"):
+            await line.rpc("begin_fetch")
+        assert line.is_dying
+        probe = asyncio.create_task(line.probe())  # finds it too; it ends once
+        await asyncio.sleep(0.01)
+        assert codes == [1] and not probe.done()
+        probe.cancel()
+
+    asyncio.run(story())
+
+
+def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "PROBE_S", 0.0)
+    now = 0.0
+    monkeypatch.setattr(lifeline.time, "monotonic", lambda: now)
+
+    async def story() -> None:
+        nonlocal now
+        engine = PlayedVLLM(TimeoutError(), TimeoutError(), "fine")
+        line = Lifeline(engine, "rollout-0/0")
+        now = 5.0
+        probe = asyncio.create_task(line.probe())
+        while len(engine.answers) > 1:
+            await asyncio.sleep(0)
+            assert line.silent_s(None) in (0.0, 5.0)
+        while line.silent_s(None):
+            await asyncio.sleep(0)
+        probe.cancel()
+        now = 9.0
+        assert line.silent_s(None) == 4.0
+        busy = SimpleNamespace(installing_since=8.0, deadline_s=2.0)
+        assert line.silent_s(busy) == 0.0  # an installation has its own deadline
+        now = 11.0
+        assert line.silent_s(busy) == 6.0
+
+    asyncio.run(story())
