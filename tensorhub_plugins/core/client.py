@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
+import msgspec
 import torch
 
 from tensorhub_plugins.core import messages, replication, session
@@ -33,7 +34,7 @@ from tensorhub_plugins.core.errors import (
     UsageError,
 )
 from tensorhub_plugins.core.hublink import HubLink
-from tensorhub_plugins.core.reads import check_cover
+from tensorhub_plugins.core.reads import check_cover, with_parts
 from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab, contiguous_spec
 from tensorhub_plugins.core.transfer import Outcome, Transfer
@@ -44,6 +45,7 @@ from tensorhub_plugins.core.values import (
     SHARDS_MAX,
     Location,
     Manifest,
+    Part,
     ShardKey,
     TensorSpec,
     VersionInfo,
@@ -136,6 +138,9 @@ class Client:
     names in order of preference; those that do not work here are left out, which the log says. advertise_host:
     the address under which peers reach this host; defaults to the one that faces the hub.
 
+    verify: compare the digest of every segment that is read; without it only the source's word after the reading says
+    that its bytes were still the published ones.
+
     Raise HubUnreachable when no hub answers within connect_deadline_s (seconds), UsageError for what cannot work.
     """
 
@@ -152,6 +157,7 @@ class Client:
         transports: Sequence[str] = DEFAULT_TRANSPORTS,
         advertise_host: str | None = None,
         connect_deadline_s: float = 10.0,
+        verify: bool = True,
     ) -> None:
         for what, name in (("run", run), ("model", model), ("replica", replica)):
             check_name(what, name)
@@ -166,6 +172,10 @@ class Client:
         self._copies: WeakSet[Slab] = WeakSet()  # made to keep a last copy, not to be used again
         self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
         self._transfers: set[Transfer] = set()
+        self._serving: set[_Targets] = set()  # transfers that pass on what arrives, from the moment that they ask
+        self._shelved = threading.Condition(self._lock)  # an offer came, or one that was expected will not
+        self._verify = verify
+        self._location = here() if location is None else location
         self._seen = 0
         self._published: dict[str, tuple[int, bytes]] = {}  # layout -> newest version published here, its root
         self._closed = False
@@ -181,7 +191,7 @@ class Client:
                     replica=replica,
                     shard=shard,
                     shard_count=shard_count,
-                    location=here() if location is None else location,
+                    location=self._location,
                     endpoints=endpoints,
                 ),
                 connect_deadline_s=connect_deadline_s,
@@ -202,11 +212,13 @@ class Client:
         *,
         copy: bool = True,
         deadline_s: float = 60.0,
+        parts: Mapping[str, Part] | None = None,
     ) -> PublishReport:
         """Offer a version to everybody; returns when the hub knows of it. Until unpublish its bytes must not change.
 
         tensors: name -> tensor of any dtype and device; copied into host memory (copy=True) or adopted in place
         (copy=False: dense tensors of one device). A Slab is published as it is and belongs to the client from then on.
+        parts: those of the tensors that are a part of what the whole replica holds under that name, and where in it.
         Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
         back, with the same bytes.
 
@@ -239,7 +251,8 @@ class Client:
             slab = Slab.adopt(tensors)
         copied = time.monotonic()
         try:
-            manifest = slab.manifest()
+            described = with_parts(slab.specs, parts)
+            manifest = msgspec.structs.replace(slab.manifest(), tensors=described)
             if version == newest and manifest.root() != root:
                 raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()
@@ -279,11 +292,14 @@ class Client:
         *,
         deadline_s: float = 60.0,
         serve: bool = True,
+        parts: Mapping[str, Part] | None = None,
     ) -> ReplicateReport:
         """Read a version into these tensors, in place, from the best holders, and become a source of it.
 
         tensors: name -> dense tensor. The checkpoint layout may be wanted in part (the names given); any other layout
-        must match shard for shard, tensor for tensor. serve: offer what was read to others, until unpublish.
+        must match shard for shard, tensor for tensor. serve: offer what was read to others, until unpublish. parts:
+        tensors that are only a part of what is published, and where it lies there, for example a rank's rows; what was
+        published in parts is put together. Only the segments that are needed are read.
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
         read into a `fetch`ed slab instead). Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, or
@@ -295,7 +311,7 @@ class Client:
                     raise UsageError(
                         "these tensors are published: unpublish that version before they change", version=key.version
                     )
-        targets = _InPlace(self, tensors, serve=serve)
+        targets = _InPlace(self, tensors, parts, serve=serve)
         outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
         targets.complete()
         return _report(outcome)
@@ -402,6 +418,15 @@ class Client:
         with self._lock:
             return self._offers.get(key)
 
+    def expect(self, key: ShardKey, lease: int, deadline: float) -> Offer | None:
+        """Part of the Shelf protocol: the hub may lend what this worker has just been told to read."""
+        with self._shelved:
+            while key not in self._offers and any(t.may_offer(key, lease) for t in self._serving) and not self._closed:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._shelved.wait(left):
+                    break
+            return self._offers.get(key)
+
     # --- inside ---
 
     def _transfer(
@@ -419,10 +444,13 @@ class Client:
             claim=claim,
             deadline=time.monotonic() + deadline_s,
             deadline_s=deadline_s,
+            verify=self._verify,
+            serve=targets.serves,
         )
-        transfer = Transfer(machine, self._hub, self._transports, targets)
+        transfer = Transfer(machine, self._hub, self._transports, targets, self._location)
         with self._lock:
             self._transfers.add(transfer)
+        targets.begin()
         try:
             outcome = transfer.run()
         except BaseException:
@@ -432,6 +460,7 @@ class Client:
                     self.abandon(machine.claimed.version, machine.claimed.layout)
             raise
         finally:
+            targets.end()
             with self._lock:
                 self._transfers.discard(transfer)
         with self._lock:
@@ -442,7 +471,7 @@ class Client:
 
     def _offer(self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, deadline_s: float) -> None:
         """Put a shard on the shelf and tell the hub."""
-        offer = Offer(key, manifest, slab)
+        offer = Offer(key, manifest, slab, birth=self._hub.sequence + 1)
         offer.mark_all_ready()
         with self._lock:
             if key in self._offers:
@@ -486,7 +515,7 @@ class Client:
         copy = Slab.allocate(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
         for name, tensor in offer.slab.tensors().items():
             copy.write(name, tensor)
-        moved = Offer(key, offer.manifest, copy)
+        moved = Offer(key, offer.manifest, copy, birth=offer.birth)
         moved.mark_all_ready()
         with self._lock:
             self._copies.add(copy)
@@ -592,7 +621,36 @@ class _Targets:
         self._client = client
         self._serve = serve
         self._arriving: dict[int, Offer] = {}
+        self._granted: set[ShardKey] | None = None  # None: not yet told what to read
+        self._birth = 0
         self.slabs: dict[int, Slab] = {}
+
+    @property
+    def serves(self) -> bool:
+        """Whether others may be sent here before anything has arrived."""
+        return self._serve
+
+    def begin(self) -> None:
+        """Sources are asked for from now on."""
+        self._birth = self._client._hub.sequence + 1
+        if self.serves:
+            with self._client._shelved:
+                self._client._serving.add(self)
+
+    def may_offer(self, key: ShardKey, lease: int) -> bool:
+        """Whether this shard may soon be offered, by whom was asked before this lease."""
+        return self._birth <= lease and (self._granted is None or key in self._granted)
+
+    def expect(self, key: ShardKey) -> None:
+        with self._client._shelved:
+            self._granted = {*(self._granted or ()), key}
+            self._client._shelved.notify_all()
+
+    def end(self) -> None:
+        """Nothing more is prepared."""
+        with self._client._shelved:
+            self._client._serving.discard(self)
+            self._client._shelved.notify_all()
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         client = self._client
@@ -601,8 +659,9 @@ class _Targets:
             with client._lock:
                 if key in client._offers or client._closed:
                     return slab
-                offer = client._offers[key] = Offer(key, manifest, slab)
+                offer = client._offers[key] = Offer(key, manifest, slab, birth=self._birth)
                 client._incoming.add(key)
+                client._shelved.notify_all()
             self._arriving[key.shard] = offer
             client._announce(offer, complete=False)
         return slab
@@ -643,24 +702,31 @@ class _Targets:
 
 
 class _InPlace(_Targets):
-    def __init__(self, client: Client, tensors: Mapping[str, torch.Tensor], *, serve: bool) -> None:
+    def __init__(
+        self, client: Client, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None, *, serve: bool
+    ) -> None:
         super().__init__(client, serve=serve)
         self._tensors = tensors
-        Slab.adopt(tensors)  # what cannot be a target is refused before anything moves
-        self._names: dict[int, list[str]] = {}
+        self._parts = dict(parts or {})
+        # What cannot be a target is refused before anything moves.
+        self._wanted = with_parts(Slab.adopt(tensors).specs, parts)
+        self._sources: dict[int, tuple[TensorSpec, ...]] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
-        self._names[key.shard] = [spec.name for spec in manifest.tensors]
-        if len(self._names) == key.shard_count or key.layout != CHECKPOINT:
-            check_cover(self._names, self._tensors)
+        self._sources[key.shard] = manifest.tensors
+        if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
+            check_cover(self._sources, self._wanted)
         return super().prepare(key, manifest)
 
     def _memory(self, manifest: Manifest) -> Slab:
-        return Slab.adopt({s.name: self._tensors[s.name] for s in manifest.tensors if s.name in self._tensors})
+        names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
+        slab = Slab.adopt({name: self._tensors[name] for name in names})
+        slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
+        return slab
 
     def restart(self) -> None:
         super().restart()
-        self._names.clear()
+        self._sources.clear()
 
 
 class _Allocated(_Targets):

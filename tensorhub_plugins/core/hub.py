@@ -27,7 +27,8 @@ All state changes happen in `handle`; `validate` states what is true between any
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -36,7 +37,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core import placement
+from tensorhub_plugins.core.placement import FAR, HOST, Candidate, Sources, Verdict, distance
 from tensorhub_plugins.core.values import CHECKPOINT, ShardKey, VersionInfo
 
 HEARTBEAT_S = 1.0
@@ -44,6 +45,10 @@ SESSION_TIMEOUT_S = 15.0  # a worker whose interpreter is held by one long kerne
 GRACE_S = 3.0  # three heartbeats: every live worker has said Hello again by then
 CLAIM_S = 120.0  # reading and converting the largest models takes less; a dead converter is noticed much sooner
 READERS_PER_SOURCE_MAX = 16  # beyond that one source's link is shared so thinly that waiting for a peer is faster
+UPLINK_READERS_MAX = 32  # leases that cross into one data centre: as many as a large model has shards
+TIMERS_SWEPT_EVERY = 100_000
+TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
+FRUITLESS_MAX = 4  # of readers that wait for the same: when so many cannot be served, nor can the rest
 PENDING_PER_SESSION_MAX = 256
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
 WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
@@ -90,32 +95,46 @@ class Holding:
     size_bytes: int
     complete: bool
     was_read: bool
+    sequence: int  # the number under which the worker has last spoken of it
     unpublishing: int | None = None  # the request that withdraws it
     kept: bool = False  # the holder wanted to give it up and was told to keep it
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     reader: Worker
     request: int
     version: int
     layout: str
+    shard_count: int
     sources: dict[int, bytes]  # shard -> session of its source
     deadline: float
+    serves: bool = False  # what is read is passed on while it arrives
+    beside: bool = False  # other sources are read from, too
+
+    def shard_keys(self) -> list[ShardKey]:
+        return [self.key(shard) for shard in self.sources]
+
+    def key(self, shard: int) -> ShardKey:
+        return ShardKey(self.version, self.layout, shard, self.shard_count)
 
 
-@dataclass
+@dataclass(eq=False)
 class Claim:
     worker: Worker
+    version: Version
+    key: ShardKey
     deadline: float
 
 
-@dataclass
+@dataclass(eq=False)
 class Pending:
     worker: Worker
     message: m.Acquire | m.Unpublish | m.Wait
     deadline: float
+    order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
+    waits_for: tuple[Version, object] | None = None  # the version and the line in which it stands
 
 
 @dataclass(eq=False)
@@ -130,6 +149,8 @@ class Worker:
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
+    network_readers: int = 0  # of them, those on other hosts
+    depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to one who has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
     replies: OrderedDict[int, m.Reply] = field(default_factory=OrderedDict)
     withdrawn: OrderedDict[ShardKey, int] = field(default_factory=OrderedDict)  # -> its Unpublish
@@ -139,14 +160,18 @@ class Worker:
         return f"{self.hello.replica}/{self.hello.shard}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
     number: int
     visible: bool = False
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
     # (layout, shard_count) -> shard -> session -> holding
-    roots: dict[tuple[str, int, int], bytes] = field(default_factory=dict)  # (layout, shard_count, shard) -> root
+    contents: dict[tuple[str, int, int], tuple[bytes, int]] = field(default_factory=dict)
+    # (layout, shard_count, shard) -> root, size in bytes
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
+    sources: dict[ShardKey, Sources] = field(default_factory=dict)
+    lines: dict[object, dict[tuple[bytes, int], Pending]] = field(default_factory=dict)
+    # Acquires that found no source, by what they need: when the first of a line is not served, nor is the rest
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
@@ -189,12 +214,22 @@ class History:
     group_latest: dict[str, tuple[int, set[int]]] = field(
         default_factory=dict
     )  # replica -> version that its shards agree on, shards that have been told
+    replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
+    leases_on_strangers: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
+    # source -> leases that readers have announced, after a hub's restart, before the source has
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
-    settle_at: float = 0.0  # when the next deadline of a pending request or a claim is due
+    # What `_settle` has to look at, and nothing else: it runs after every message, and thousands may wait.
+    due: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # these requests
+    invisible: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # wait for a version to be visible
+    stirred: bool = False  # a version became visible or was lost: all that are `invisible`
+    changed: dict[int, bool] = field(default_factory=dict)  # versions; True: it may have room for readers now
 
     def retained(self) -> set[int]:
         visible = sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
         return set(visible[: self.retain_newest])
+
+
+_Timed: TypeAlias = Worker | Lease | Pending | Claim | None  # what has a deadline; None: the hub's own recovery
 
 
 class Hub:
@@ -207,6 +242,11 @@ class Hub:
         self.histories: dict[tuple[str, str], History] = {}
         self._effects: list[Effect] = []
         self._dirty: dict[tuple[str, str], History] = {}
+        self._arrivals = 0
+        self._timers: list[tuple[float, int, _Timed]] = []
+        self._crossings: dict[str, Counter[tuple[str, str]]] = {}  # into a data centre, by run and model
+        self._wants_to_cross: dict[str, dict[tuple[str, str], None]] = {}
+        self._at(now + GRACE_S, None)
 
     # --- the one mutator ---
 
@@ -226,7 +266,55 @@ class Hub:
 
     def next_deadline(self, now: float) -> float:
         """When the next Tick is due at the latest."""
-        return now + HEARTBEAT_S / 2
+        due = self._timers[0][0] if self._timers else now + HEARTBEAT_S
+        return min(max(due, now + TIMER_STEP_S), now + HEARTBEAT_S)
+
+    def _at(self, when: float, thing: _Timed) -> None:
+        """Look at this when its time has come, if it is still there."""
+        self._arrivals += 1
+        heapq.heappush(self._timers, (when, self._arrivals, thing))
+        if self._arrivals % TIMERS_SWEPT_EVERY == 0:  # most of what has a deadline ends long before it
+            self._timers = [timer for timer in self._timers if self._is_alive(timer[2])]
+            heapq.heapify(self._timers)
+
+    def _is_alive(self, thing: _Timed) -> bool:
+        match thing:
+            case Worker():
+                return self.workers.get(thing.session) is thing
+            case Lease():
+                return thing.reader.leases.get(thing.request) is thing
+            case Pending():
+                return thing.worker.pending.get(thing.message.request) is thing
+            case Claim():
+                return thing.version.claims.get(thing.key) is thing
+            case None:
+                return True
+            case _:
+                assert_never(thing)
+
+    def _ring(self, thing: _Timed, now: float) -> None:
+        match thing:
+            case Worker():
+                if now - thing.last_heard > SESSION_TIMEOUT_S:
+                    self._forget(thing, f"not heard for {SESSION_TIMEOUT_S:g} s", now)
+                else:
+                    self._at(thing.last_heard + SESSION_TIMEOUT_S + TIMER_STEP_S, thing)
+            case Lease():
+                self._end_lease(thing)
+            case Pending():
+                self._look_at(thing)
+            case Claim():
+                self._effects.append(Log(f"{thing.worker.name}: claim to convert {thing.key} has expired"))
+                del thing.version.claims[thing.key]
+                self._change(thing.worker.history, thing.version.number, room=True)
+            case None:  # everybody has had time to say Hello
+                for history in self.histories.values():
+                    for pending in history.waiting.values():
+                        self._look_at(pending)
+                    for number in history.versions:
+                        self._change(history, number, room=True)
+            case _:
+                assert_never(thing)
 
     def recovering(self, now: float) -> bool:
         """Within the time in which not everybody may have said Hello yet (rule 6)."""
@@ -279,7 +367,6 @@ class Hub:
                 self._reply(worker, m.Done(request))
             case m.Retain(request, newest):
                 worker.history.retain_newest = newest
-                self._touch(worker.history)
                 self._reply(worker, m.Done(request))
             case m.AskVersions(request):
                 self._reply(worker, m.Versions(request, self._version_infos(worker.history)))
@@ -341,28 +428,43 @@ class Hub:
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in hello.pending:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
-            problem = self._hold(worker, announced)
+            problem = self._hold(worker, announced, hello.sequence)
             if problem:
                 self._effects.append(Log(f"{worker.name}: {problem}"))
         for held in hello.leases:
             if held.sources:
-                self._lease(worker, held.request, held.version, held.layout, held.sources, now + held.seconds_left)
+                lease = Lease(
+                    worker,
+                    held.request,
+                    held.version,
+                    held.layout,
+                    held.shard_count,
+                    dict(held.sources),
+                    now + held.seconds_left,
+                )
+                self._lease(lease)
         for claimed in hello.claims:
             version = history.versions.setdefault(claimed.version, Version(claimed.version))
-            version.claims.setdefault(claimed, Claim(worker, now + CLAIM_S))
-        self._touch(history)
+            if claimed not in version.claims:
+                self._claim(version, worker, claimed, now)
+        for each in history.replicas[hello.replica].values():  # its group may be complete now
+            for pending in each.pending.values():
+                self._look_at(pending)
         self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.sequence))
 
     def _join(self, worker: Worker) -> None:
         session, hello, history = worker.session, worker.hello, worker.history
-        for other in history.workers.values():
-            if (other.hello.replica, other.hello.shard) == (hello.replica, hello.shard):
-                history.group_latest.pop(hello.replica, None)  # the replica starts again: so do its rounds
-            for lease in other.leases.values():  # readers may have told us of it before it did itself
-                if session in lease.sources.values():
-                    worker.readers[other.session, lease.request] = lease
+        for other in history.replicas.get(hello.replica, {}).values():
+            if other.hello.shard == hello.shard:  # the replica starts again: so do its rounds
+                history.group_latest.pop(hello.replica, None)
+                for pending in list(other.pending.values()):  # what its former life asked is not its round
+                    self._forget_pending(pending)
+        for lease in history.leases_on_strangers.pop(session, {}).values():
+            self._count_reader(worker, lease, 1)
         self.workers[session] = worker
         history.workers[session] = worker
+        history.replicas.setdefault(hello.replica, {})[session] = worker
+        self._at(worker.last_heard + SESSION_TIMEOUT_S + TIMER_STEP_S, worker)
 
     def _forget_what_is_not_in(self, hello: m.Hello, worker: Worker) -> None:
         announced = {holding.key for holding in hello.holdings}
@@ -371,6 +473,8 @@ class Hub:
         for lease in list(worker.leases.values()):
             if lease.request not in hello.pending:
                 self._end_lease(lease)
+        for pending in [p for request, p in worker.pending.items() if request not in hello.pending]:
+            self._forget_pending(pending)  # it has had its answer, from a hub before us
 
     def _recall_group(self, worker: Worker) -> None:
         """What was agreed on before a hub's restart is agreed on after it."""
@@ -387,7 +491,7 @@ class Hub:
         if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
             self._reply(worker, m.Done(request))
             return
-        problem = self._hold(worker, holding)
+        problem = self._hold(worker, holding, request)
         if problem:
             self._refuse(worker, request, "UsageError", problem)
         else:
@@ -395,19 +499,22 @@ class Hub:
             self._reply(worker, m.Done(request))
 
     def _wait(self, worker: Worker, message: m.Acquire | m.Unpublish | m.Wait, now: float) -> None:
-        pending = Pending(worker, message, now + message.deadline_s)
+        self._arrivals += 1
+        pending = Pending(worker, message, now + message.deadline_s, self._arrivals)
         worker.pending[message.request] = pending
         worker.history.waiting[worker.session, message.request] = pending
+        self._at(pending.deadline, pending)
+        self._look_at(pending)
         if isinstance(message, m.Unpublish):
             for key in message.keys:
                 held = worker.holdings.get(key)
                 if held is not None:
                     held.unpublishing, held.kept = message.request, False
-        self._touch(worker.history)
+                    self._reconsider(worker, key)
 
     # --- holdings ---
 
-    def _hold(self, worker: Worker, announced: m.Holding) -> str | None:
+    def _hold(self, worker: Worker, announced: m.Holding, sequence: int) -> str | None:
         """Record a holding; return what is wrong with it, if anything."""
         key = announced.key
         if key.version < 1 or key.shard >= key.shard_count:
@@ -416,7 +523,9 @@ class Hub:
             return f"more than {HOLDINGS_PER_SESSION_MAX} shards held by one worker"
         history = worker.history
         version = history.versions.setdefault(key.version, Version(key.version))
-        root = version.roots.setdefault((key.layout, key.shard_count, key.shard), announced.root)
+        root, _ = version.contents.setdefault(
+            (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
+        )
         if root != announced.root:
             return (
                 f"other bytes are already published as {key}: a version is never changed; use a higher version, or "
@@ -424,17 +533,20 @@ class Hub:
             )
         mine = worker.holdings.get(key)
         if mine is None:
-            mine = Holding(worker, key, root, announced.size_bytes, announced.complete, announced.was_read)
+            mine = Holding(worker, key, root, announced.size_bytes, announced.complete, announced.was_read, sequence)
             worker.holdings[key] = mine
             by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
             by_shard.setdefault(key.shard, {})[worker.session] = mine
         else:
             mine.complete |= announced.complete
+            mine.sequence = max(mine.sequence, sequence)
+        if mine.complete:
+            worker.depth.pop(key, None)
+        self._reconsider(worker, key)
         if mine.complete and not version.visible and (mine.was_read or self._replica_is_whole(version, worker, key)):
-            version.visible = True
+            version.visible = history.stirred = True
             history.newest_visible = max(history.newest_visible, key.version)
             self._effects.append(Log(f"{history.run}/{history.model}: version {key.version} is visible"))
-        self._touch(history)
         return None
 
     def _replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
@@ -458,7 +570,27 @@ class Hub:
             del version.holdings[key.layout, key.shard_count]
         for lease in self._leases_on(worker, key):
             self._end_lease_shard(lease, key.shard)
-        self._touch(worker.history)
+        self._reconsider(worker, key)
+
+    def _reconsider(self, worker: Worker, key: ShardKey) -> None:
+        """Whether this worker may be read from for this shard, and how it compares, after something has changed."""
+        history = worker.history
+        version = history.versions.get(key.version)
+        if version is None:
+            return
+        held = worker.holdings.get(key)
+        arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
+        lives = self.workers.get(worker.session) is worker
+        if lives and (arriving or (held is not None and (held.unpublishing is None or held.kept))):
+            depth = 0 if held is not None and held.complete else worker.depth.get(key, 1)
+            first_hand = held is not None and not held.was_read
+            candidate = Candidate(worker.hello.location, depth, worker.network_readers, first_hand)
+            version.sources.setdefault(key, Sources()).put(worker.session, candidate)
+        elif key in version.sources:
+            version.sources[key].remove(worker.session)
+            if not version.sources[key]:
+                del version.sources[key]
+        self._change(history, key.version, room=True)
 
     def _leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
         return [
@@ -471,30 +603,72 @@ class Hub:
 
     # --- leases ---
 
-    def _lease(
-        self, reader: Worker, request: int, version: int, layout: str, sources: dict[int, bytes], deadline: float
-    ) -> None:
-        if request in reader.leases:  # a Hello that names a number twice
-            self._end_lease(reader.leases[request])
-        before = reader.leases.get(request)
-        if before is not None:
+    def _lease(self, lease: Lease) -> None:
+        reader = lease.reader
+        before = reader.leases.get(lease.request)
+        if before is not None:  # a Hello that names a number twice
             self._end_lease(before)
-        lease = Lease(reader, request, version, layout, dict(sources), deadline)
-        reader.leases[request] = lease
-        for session in set(sources.values()):
+        reader.leases[lease.request] = lease
+        self._at(lease.deadline, lease)
+        for session in set(lease.sources.values()):
             source = reader.history.workers.get(session)
             if source is not None:
-                source.readers[reader.session, request] = lease
+                self._count_reader(source, lease, 1)
+            else:
+                strangers = reader.history.leases_on_strangers.setdefault(session, {})
+                strangers[reader.session, lease.request] = lease
+        for key in lease.shard_keys():
+            source = reader.history.workers.get(lease.sources[key.shard])
+            known = source.depth.get(key, 0) if source is not None else 0
+            if not lease.beside:
+                reader.depth[key] = known + 1
+            self._reconsider(reader, key)
+
+    def _count_reader(self, source: Worker, lease: Lease, change: int) -> None:
+        """A reader begins (1) or ends (-1) to read from this source."""
+        reader, history = lease.reader, lease.reader.history
+        if change > 0:
+            source.readers[reader.session, lease.request] = lease
+        else:
+            source.readers.pop((reader.session, lease.request), None)
+        far = distance(source.hello.location, reader.hello.location)
+        if far > HOST:
+            source.network_readers += change
+        if far == FAR:
+            place, name = reader.hello.location.data_center, (history.run, history.model)
+            self._crossings.setdefault(place, Counter())[name] += change
+            if change < 0:
+                for waiting in self._wants_to_cross.pop(place, {}):
+                    if waiting in self.histories:
+                        for number in self.histories[waiting].versions:
+                            self._change(self.histories[waiting], number, room=True)
+        for key in {*source.holdings, *source.depth}:
+            self._reconsider(source, key)
+        if change < 0:
+            for pending in source.pending.values():
+                if isinstance(pending.message, m.Unpublish):
+                    self._look_at(pending)
 
     def _end_lease_shard(self, lease: Lease, shard: int) -> None:
+        reader = lease.reader
+        key = lease.key(shard)
         session = lease.sources.pop(shard, None)
         if session is not None and session not in lease.sources.values():
-            source = lease.reader.history.workers.get(session)
-            if source is not None:
-                source.readers.pop((lease.reader.session, lease.request), None)
+            source = reader.history.workers.get(session)
+            if source is not None and (reader.session, lease.request) in source.readers:
+                self._count_reader(source, lease, -1)
+            strangers = reader.history.leases_on_strangers
+            if session in strangers:
+                strangers[session].pop((reader.session, lease.request), None)
+                if not strangers[session]:
+                    del strangers[session]
         if not lease.sources:
-            lease.reader.leases.pop(lease.request, None)
-        self._touch(lease.reader.history)
+            reader.leases.pop(lease.request, None)
+        if not any(key in other.shard_keys() for other in reader.leases.values()):
+            held = reader.holdings.get(key)
+            if held is None or held.complete:
+                reader.depth.pop(key, None)
+        self._reconsider(reader, key)
 
     def _end_lease(self, lease: Lease) -> None:
         for shard in list(lease.sources):
@@ -525,15 +699,10 @@ class Hub:
     # --- the end of things ---
 
     def _tick(self, now: float) -> None:
-        for worker in list(self.workers.values()):
-            if now - worker.last_heard > SESSION_TIMEOUT_S:
-                self._forget(worker, f"not heard for {SESSION_TIMEOUT_S:g} s", now)
-                continue
-            for lease in [lease for lease in worker.leases.values() if lease.deadline <= now]:
-                self._end_lease(lease)
-        for history in self.histories.values():
-            if now >= history.settle_at:
-                self._touch(history)
+        while self._timers and self._timers[0][0] <= now:
+            _, _, thing = heapq.heappop(self._timers)
+            if self._is_alive(thing):
+                self._ring(thing, now)
 
     def _forget(self, worker: Worker, why: str, now: float) -> None:
         history = worker.history
@@ -553,10 +722,16 @@ class Hub:
         for version in history.versions.values():
             for key in [key for key, claim in version.claims.items() if claim.worker is worker]:
                 del version.claims[key]
+                self._change(history, version.number, room=True)
         del self.workers[worker.session]
         del history.workers[worker.session]
-        if not any(w.hello.replica == worker.hello.replica for w in history.workers.values()):
+        replica = history.replicas[worker.hello.replica]
+        replica.pop(worker.session)
+        if not replica:
+            del history.replicas[worker.hello.replica]
             history.group_latest.pop(worker.hello.replica, None)
+        for key in list(worker.depth):
+            self._reconsider(worker, key)
         self._touch(history)
 
     def _end_claim(self, worker: Worker, key: ShardKey) -> None:
@@ -564,54 +739,132 @@ class Hub:
         claim = version.claims.get(key) if version else None
         if version is not None and claim is not None and claim.worker is worker:
             del version.claims[key]
-            self._touch(worker.history)
+            self._change(worker.history, key.version, room=True)
+
+    def _claim(self, version: Version, worker: Worker, key: ShardKey, now: float) -> None:
+        claim = version.claims[key] = Claim(worker, version, key, now + CLAIM_S)
+        self._at(claim.deadline, claim)
 
     def _forget_pending(self, pending: Pending) -> None:
+        history, key = pending.worker.history, (pending.worker.session, pending.message.request)
         pending.worker.pending.pop(pending.message.request, None)
-        pending.worker.history.waiting.pop((pending.worker.session, pending.message.request), None)
+        for queue in (history.waiting, history.due, history.invisible):
+            queue.pop(key, None)
+        self._leave_line(pending)
 
     # --- settling: answer whatever can be answered now ---
 
     def _settle(self, history: History, now: float) -> None:
-        for version in history.versions.values():
-            for key in [k for k, c in version.claims.items() if c.deadline <= now]:
-                self._effects.append(Log(f"{version.claims[key].worker.name}: claim to convert {key} has expired"))
-                del version.claims[key]
         # Unpublish first: it may keep the last copy of a version that would otherwise be declared lost.
-        for pending in list(history.waiting.values()):
+        for pending in _in_order(history.due):
             if isinstance(pending.message, m.Unpublish):
+                history.due.pop((pending.worker.session, pending.message.request), None)
                 self._answer(pending, self._try_unpublish(pending, pending.message, now))
-        self._lose_versions(history, now)
-        for pending in list(history.waiting.values()):
-            match pending.message:
-                case m.Unpublish():
-                    pass
-                case m.Acquire():
-                    self._answer(pending, self._try_acquire(pending, pending.message, now))
-                case m.Wait():
-                    self._answer(pending, self._try_wait(pending, pending.message, now))
-                case _:
-                    assert_never(pending.message)
-        self._forget_old_versions(history)
-        deadlines = [p.deadline for p in history.waiting.values()]
-        deadlines += [c.deadline for v in history.versions.values() for c in v.claims.values()]
-        if self.recovering(now):
-            deadlines.append(self.started + GRACE_S)
-        history.settle_at = min(deadlines, default=float("inf"))
+        while history.changed or history.due or history.stirred:
+            changed, history.changed = history.changed, {}
+            self._lose_versions(history, changed, now)
+            due, history.due = history.due, {}
+            stirred, history.stirred = history.stirred, False
+            if stirred:
+                due.update(history.invisible)
+            for number in changed:  # those of a version that is gone now
+                version = history.versions.get(number)
+                if version is None or not version.visible:
+                    for line in list(version.lines.values() if version else ()):
+                        due.update(line)
+            for pending in _in_order(due):
+                self._try(pending, now)
+            for number, room in changed.items():
+                version = history.versions.get(number)
+                if version is not None and version.visible and room:
+                    self._serve_lines(version, now)
+            self._forget_old_versions(history, list(history.versions) if stirred else changed)
         if not history.workers:
             self.histories.pop((history.run, history.model), None)
+
+    def _serve_lines(self, version: Version, now: float) -> None:
+        for line in list(version.lines.values()):
+            fruitless = 0
+            for pending in list(line.values()):
+                fruitless += not self._try(pending, now)
+                if fruitless >= FRUITLESS_MAX:
+                    break
+
+    def _try(self, pending: Pending, now: float) -> bool:
+        """Answer a request if that can be done now."""
+        key = (pending.worker.session, pending.message.request)
+        if pending.worker.history.waiting.get(key) is not pending:
+            return True
+        match pending.message:
+            case m.Unpublish():
+                reply = self._try_unpublish(pending, pending.message, now)
+            case m.Acquire():
+                reply = self._try_acquire(pending, pending.message, now)
+            case m.Wait():
+                reply = self._try_wait(pending, pending.message, now)
+            case _:
+                assert_never(pending.message)
+        self._answer(pending, reply)
+        if reply is None and not isinstance(pending.message, m.Unpublish):
+            self._stand_in_line(pending)
+        return reply is not None
+
+    def _stand_in_line(self, pending: Pending) -> None:
+        """Where it is found when what it needs may have come."""
+        worker, history, message = pending.worker, pending.worker.history, pending.message
+        key = (worker.session, message.request)
+        number = 0
+        if isinstance(message, m.Acquire):
+            number = message.version or pending.version
+        version = history.versions.get(number)
+        if version is None or not version.visible or not isinstance(message, m.Acquire):
+            self._leave_line(pending)
+            history.invisible[key] = pending
+            return
+        history.invisible.pop(key, None)
+        special = bool(message.avoid or message.exclude or message.shards or worker.readers)
+        special = special or any(held.version == number for held in worker.holdings)
+        hello = worker.hello
+        need: object = (
+            key
+            if special
+            else (
+                message.layouts,
+                message.serve,
+                message.claim and hello.replica,
+                hello.shard,
+                hello.shard_count,
+                hello.location.data_center,
+            )
+        )
+        if pending.waits_for != (version, need):
+            self._leave_line(pending)
+            version.lines.setdefault(need, {})[key] = pending
+            pending.waits_for = version, need
+
+    @staticmethod
+    def _leave_line(pending: Pending) -> None:
+        if pending.waits_for is not None:
+            version, need = pending.waits_for
+            line = version.lines.get(need, {})
+            line.pop((pending.worker.session, pending.message.request), None)
+            if not line:
+                version.lines.pop(need, None)
+            pending.waits_for = None
 
     def _answer(self, pending: Pending, reply: m.Reply | None) -> None:
         if reply is not None:
             self._forget_pending(pending)
             self._reply(pending.worker, reply)
 
-    def _lose_versions(self, history: History, now: float) -> None:
+    def _lose_versions(self, history: History, numbers: Iterable[int], now: float) -> None:
         if self.recovering(now):
             return
-        for version in history.versions.values():
-            if version.visible and not version.is_held():
+        for number in numbers:
+            version = history.versions.get(number)
+            if version is not None and version.visible and not version.is_held():
                 version.visible = False
+                history.stirred = True
                 if version.number == history.newest_visible:
                     self._effects.append(
                         Log(f"{history.run}/{history.model}: version {version.number} is lost with its last holder")
@@ -645,6 +898,7 @@ class Hub:
             if any(h.complete and (recovering or self._is_last_copy(history, h, holdings)) for h in holdings):
                 for h in holdings:
                     h.unpublishing, h.kept = None, True
+                    self._reconsider(worker, h.key)
                 return m.Unpublished(unpublish.request, keep=True)
             if leases and now < pending.deadline:
                 return None
@@ -679,6 +933,9 @@ class Hub:
                 granted = self._grant(pending, acquire, version, layout, now)
                 if granted is not None:
                     worker.seen_version = max(worker.seen_version, version.number)
+                    agreed, joined = history.group_latest.get(worker.hello.replica, (0, set()))
+                    if agreed == number:  # this shard missed the round's "latest", and was told by name what it was
+                        joined.add(worker.hello.shard)
                     return granted
                 if acquire.claim and self._somebody_converts(version, worker, layout):
                     break  # wait for it instead of reading the next layout and doing the same work
@@ -702,7 +959,7 @@ class Hub:
         if self._is_visible(history, pending.version):
             return pending.version
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
-        present = {w.hello.shard for w in history.workers.values() if w.hello.replica == replica}
+        present = {w.hello.shard for w in history.replicas[replica].values()}
         if len(present) < shard_count:
             return 0  # the one we do not know may have been told already, by a hub that was restarted since
         at_least = max(acquire.at_least, worker.seen_version)
@@ -749,15 +1006,20 @@ class Hub:
                 source = self._choose(worker, acquire, version, ShardKey(version.number, layout, shard, shard_count))
                 if source is None:
                     break
+                root, size_bytes = version.contents[layout, shard_count, shard]
+                held = source.holdings.get(ShardKey(version.number, layout, shard, shard_count))
+                promised = [lease.request for lease in source.leases.values() if lease.serves]
+                hello = source.hello
                 grants.append(
                     m.Grant(
                         shard,
-                        source.worker.session,
-                        source.worker.name,
-                        source.worker.hello.endpoints,
-                        source.worker.hello.location,
-                        source.root,
-                        source.size_bytes,
+                        source.session,
+                        source.name,
+                        hello.endpoints,
+                        hello.location,
+                        root,
+                        size_bytes,
+                        held.sequence if held is not None else max(promised, default=0),
                     )
                 )
             else:
@@ -766,40 +1028,69 @@ class Hub:
                     if self.recovering(now):
                         return None
                     claim = self._claimed_by(version, worker, acquire.layouts[0])
-                    version.claims[claim] = Claim(worker, now + CLAIM_S)
+                    self._claim(version, worker, claim, now)
                 sources = {grant.shard: grant.session for grant in grants}
-                self._lease(worker, acquire.request, version.number, layout, sources, pending.deadline)
+                self._lease(
+                    Lease(
+                        worker,
+                        acquire.request,
+                        version.number,
+                        layout,
+                        shard_count,
+                        sources,
+                        pending.deadline,
+                        acquire.serve,
+                        bool(acquire.beside),
+                    )
+                )
                 return m.Granted(acquire.request, version.number, layout, shard_count, tuple(grants), claim)
         return None
 
-    def _choose(self, reader: Worker, acquire: m.Acquire, version: Version, key: ShardKey) -> Holding | None:
-        holders = {
-            session: h
-            for session, h in version.holders(key).items()
-            if h.worker is not reader
-            and (h.unpublishing is None or h.kept)
-            and session not in acquire.exclude
-            and len(h.worker.readers) < READERS_PER_SOURCE_MAX
-            and (h.complete or not self._reads_from(h.worker, reader))
-        }
-        best = placement.order(
-            (
-                placement.Candidate(
-                    session,
-                    h.worker.hello.location,
-                    len(h.worker.readers),
-                    not h.was_read,
-                    session in acquire.avoid or h.worker.suspect,
-                )
-                for session, h in holders.items()
-            ),
-            reader.hello.location,
-            reader.session,
-        )
-        return holders[best[0].session] if best else None
+    def _choose(self, reader: Worker, acquire: m.Acquire, version: Version, key: ShardKey) -> Worker | None:
+        sources = version.sources.get(key)
+        if sources is None:
+            return None
+
+        here = reader.hello.location
+        known = [self.workers[session].hello.location for session in acquire.beside if session in self.workers]
+        near = any(distance(here, location) < FAR for location in known)
+
+        def judge(session: bytes, far: int) -> Verdict:
+            source = self.workers[session]
+            if source is reader or session in acquire.exclude or session in acquire.beside:
+                return Verdict.NEVER
+            held = source.holdings.get(key)
+            complete = held is not None and held.complete
+            if not complete and self._reads_from(source, reader):
+                return Verdict.NEVER
+            if acquire.beside and not acquire.urgent and (source.readers or not complete):
+                return Verdict.NEVER
+            if far == FAR and near:  # it reads from here, slowly perhaps: no reason for a second copy over a long way
+                return Verdict.NEVER
+            if far == FAR and not self._may_cross(reader):
+                return Verdict.NEVER
+            if len(source.readers) >= READERS_PER_SOURCE_MAX:
+                return Verdict.FULL
+            return Verdict.LAST_RESORT if session in acquire.avoid or source.suspect else Verdict.GOOD
+
+        best = sources.best(reader.hello.location, judge)
+        return None if best is None else self.workers[best]
+
+    def _may_cross(self, reader: Worker) -> bool:
+        """Whether one more lease may cross into the reader's data centre; when they are scarce, in equal shares."""
+        place, name = reader.hello.location.data_center, (reader.history.run, reader.history.model)
+        crossing = self._crossings.get(place, Counter())
+        others = [waiting for waiting in self._wants_to_cross.get(place, ()) if waiting != name]
+        share = UPLINK_READERS_MAX // (1 + len(others)) if others else UPLINK_READERS_MAX
+        if crossing.total() < UPLINK_READERS_MAX and crossing[name] < max(1, share):
+            return True
+        self._wants_to_cross.setdefault(place, {})[name] = None
+        return False
 
     def _reads_from(self, worker: Worker, reader: Worker) -> bool:
         """Rule 3: whether worker's own reading depends on reader, over any number of steps."""
+        if not reader.readers:
+            return False
         seen: set[bytes] = set()
         todo = [worker]
         while todo:
@@ -842,16 +1133,32 @@ class Hub:
         text = f"version {number} has been unpublished or lost with its last holder; visible now: {visible or 'none'}"
         return m.Refused(request, "VersionGone", text)
 
-    def _forget_old_versions(self, history: History) -> None:
-        idle = [n for n, v in history.versions.items() if not v.holdings and not v.claims and not v.visible]
-        for number in sorted(idle):
-            if number < history.newest_visible or len(idle) > VERSIONS_REMEMBERED_MAX:
+    def _forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
+        def idle(number: int) -> bool:
+            version = history.versions[number]
+            return not (version.holdings or version.claims or version.visible or version.sources)
+
+        for number in [n for n in numbers if n in history.versions and n < history.newest_visible and idle(n)]:
+            del history.versions[number]
+        if len(history.versions) > VERSIONS_REMEMBERED_MAX:
+            for number in sorted(filter(idle, history.versions))[:-VERSIONS_REMEMBERED_MAX]:
                 del history.versions[number]
 
     # --- sending ---
 
     def _touch(self, history: History) -> None:
         self._dirty[history.run, history.model] = history
+
+    def _look_at(self, pending: Pending) -> None:
+        """It may be possible to answer this request now."""
+        history = pending.worker.history
+        history.due[pending.worker.session, pending.message.request] = pending
+        self._touch(history)
+
+    def _change(self, history: History, number: int, *, room: bool) -> None:
+        """Something about this version has changed; room: so that readers may find a source."""
+        history.changed[number] = history.changed.get(number, False) or room
+        self._touch(history)
 
     def _send(self, session: bytes, message: m.HubMessage) -> None:
         self._effects.append(Send(session, message))
@@ -949,7 +1256,7 @@ class Hub:
                 assert h.worker is worker and h.key == key
                 version = worker.history.versions[key.version]
                 assert version.holders(key)[session] is h
-                assert version.roots[key.layout, key.shard_count, key.shard] == h.root
+                assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
             for request, lease in worker.leases.items():
                 assert lease.request == request and lease.reader is worker and lease.sources
                 for source_session in lease.sources.values():
@@ -970,5 +1277,18 @@ class Hub:
                             assert self.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
                 for claim in version.claims.values():
                     assert claim.worker.session in self.workers
+                for sources in version.sources.values():
+                    assert all(session in self.workers for session in sources.sessions())
+                for need, line in version.lines.items():
+                    assert line and all(pending.waits_for == (version, need) for pending in line.values())
             for (session, request), pending in history.waiting.items():
                 assert self.workers[session].pending[request] is pending
+                # Whoever waits is found when what he waits for comes.
+                stands = (session, request) in history.invisible or pending.waits_for is not None
+                assert stands or isinstance(pending.message, m.Unpublish)
+        for place, crossing in self._crossings.items():
+            assert min(crossing.values(), default=0) >= 0, place
+
+
+def _in_order(pending: dict[tuple[bytes, int], Pending]) -> list[Pending]:
+    return sorted(pending.values(), key=lambda each: each.order)

@@ -93,6 +93,11 @@ class HubLink:
 
     # --- for callers in any thread ---
 
+    @property
+    def sequence(self) -> int:
+        """The last request number that was used."""
+        return self._machine.sequence
+
     def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 

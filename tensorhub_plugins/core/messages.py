@@ -64,10 +64,15 @@ class HeldLease(_Message, frozen=True):
     layout: Name
     sources: Annotated[dict[int, Session], msgspec.Meta(max_length=65536)]
     seconds_left: Seconds
+    shard_count: Count = 1
 
 
 class Grant(_Message, frozen=True):
-    """The right to read one shard from one source until the lease ends."""
+    """The right to read one shard from one source until the lease ends.
+
+    sequence: the number under which the source has last spoken of the shard, or asked for it itself. What it offers
+    under a later one is not what was granted, even if it has the same name: it gave that up, and began again.
+    """
 
     shard: Count
     session: Session
@@ -76,6 +81,7 @@ class Grant(_Message, frozen=True):
     location: Location
     root: Root
     size_bytes: Count
+    sequence: Count = 0
 
 
 # --- client to hub ---
@@ -143,7 +149,9 @@ class Acquire(_Message, frozen=True):
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
     shard that this worker is. claim: when nobody has the first layout, make me the one who converts the last into it.
     shards: of `shards_layout` in `shard_count` shards I need only these, the rest I have (after a loss).
-    avoid: sources that failed me, the last resort. exclude: never again.
+    avoid: sources that failed me, the last resort. exclude: never again. serve: I pass on what arrives while it does.
+    beside: sources of these shards that I read from and keep: I look for a further one. urgent: because they are slow;
+    else only one that has nothing to do is wanted.
     """
 
     request: Count
@@ -157,6 +165,9 @@ class Acquire(_Message, frozen=True):
     shard_count: Count = 0
     avoid: Sessions = ()
     exclude: Sessions = ()
+    serve: bool = False
+    beside: Sessions = ()
+    urgent: bool = False
 
 
 class Release(_Message, frozen=True):

@@ -1,53 +1,171 @@
-"""Read planning. PURE: source manifest x target manifest -> where every source tensor goes.
+"""Read planning. PURE: source manifest x target manifest -> which bytes go where.
 
-A tensor that cannot be placed is an error that names it, never a tensor left as it was.
+A tensor may be a part of a larger one, at the source, at the target, or at both: what they have in common is a box, and
+a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are one for
+each row. Runs that follow each other in both streams are one move: equal shards are read in a single move.
+
+What cannot be placed is an error that names it, never a tensor left as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.values import TensorSpec, stream_offsets
-
-NOT_WANTED = -1
+from tensorhub_plugins.core.values import Manifest, Part, TensorSpec, stream_offsets
 
 
-def plan(source: tuple[TensorSpec, ...], target: tuple[TensorSpec, ...]) -> list[int]:
-    """For every source tensor its stream offset in the target, or NOT_WANTED.
+class Move(NamedTuple):
+    """So many bytes from one place of the source's stream to one of the target's."""
 
-    Raise UsageError when a target tensor differs from the source's tensor of the same name.
+    source: int
+    target: int
+    size_bytes: int
+
+
+def plan(source: Sequence[TensorSpec], target: Sequence[TensorSpec]) -> list[Move]:
+    """What of the source the target wants, in the source's order; what is in no move is not wanted.
+
+    Raise UsageError when a target tensor cannot be a part of the same whole as the source's tensor of the same name.
     """
-    offsets = dict(zip((t.name for t in target), stream_offsets(target), strict=True))
+    places = dict(zip((t.name for t in target), stream_offsets(tuple(target)), strict=True))
     wanted = {t.name: t for t in target}
-    placement = []
-    for spec in source:
+    moves: list[Move] = []
+    for spec, start in zip(source, stream_offsets(tuple(source)), strict=True):
         mine = wanted.get(spec.name)
-        if mine is not None and mine != spec:
-            raise UsageError(
-                f"tensor {spec.name!r} is {_text(spec)} at the source but {_text(mine)} here: "
-                "publish and replicate the same dtype, shape and stride, or another layout"
-            )
-        placement.append(NOT_WANTED if mine is None else offsets[spec.name])
-    return placement
+        if mine is None or not spec.size_bytes or not mine.size_bytes:
+            if mine is not None and mine != spec:
+                _check_same_whole(spec, mine)
+            continue
+        for at, to, size_bytes in _runs(spec, mine):
+            move = Move(start + at, places[spec.name] + to, size_bytes)
+            last = moves[-1] if moves else Move(0, -1, 0)
+            if (last.source + last.size_bytes, last.target + last.size_bytes) == move[:2] and last.size_bytes:
+                moves[-1] = last._replace(size_bytes=last.size_bytes + size_bytes)
+            else:
+                moves.append(move)
+    return moves
 
 
-def check_cover(sources: Mapping[int, Iterable[str]], target: Iterable[str]) -> None:
-    """Raise UsageError unless every target tensor comes from exactly one of the source shards."""
-    owner: dict[str, int] = {}
-    for shard, names in sources.items():
-        for name in names:
-            if name in owner:
-                raise UsageError(f"tensor {name!r} is published by shard {owner[name]} and by shard {shard}")
-            owner[name] = shard
-    missing = sorted(set(target) - owner.keys())
+def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
+    """The segments that hold a wanted byte, in order: a digest is of a whole segment."""
+    size = manifest.segment_size_bytes
+    wanted: dict[int, None] = {}
+    for move in moves:
+        wanted.update(dict.fromkeys(range(move.source // size, (move.source + move.size_bytes - 1) // size + 1)))
+    return tuple(sorted(wanted))
+
+
+def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[TensorSpec]) -> None:
+    """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
+    moves = sorted((move.target, move.size_bytes, shard) for shard in sources for move in plan(sources[shard], target))
+    names = {name for specs in sources.values() for name in (spec.name for spec in specs)}
+    missing = sorted(spec.name for spec in target if spec.name not in names)
+    at = 0
+    gaps: list[int] = []
+    for place, size_bytes, _ in moves:
+        if place > at:
+            gaps.append(at)
+        at = max(at, place + size_bytes)
+    if at < sum(spec.size_bytes for spec in target):
+        gaps.append(at)
+    missing = missing or sorted({_name_at(target, gap) for gap in gaps})
     if missing:
         raise UsageError(
-            f"{len(missing)} tensors would not be updated because no source shard has them, first {missing[:5]}: "
-            "compare the published names with the ones asked for"
+            f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
+            f"{missing[:5]}: compare the published names and parts with the ones asked for"
         )
+    for (place, size_bytes, shard), (following, _, other) in pairwise(moves):
+        if following < place + size_bytes:
+            name = _name_at(target, following)
+            raise UsageError(f"tensor {name!r} is published by shard {shard} and by shard {other}")
+
+
+def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> tuple[TensorSpec, ...]:
+    """The specs with what is said of some of them. Raise UsageError for a part that cannot be."""
+    described = []
+    left = dict(parts or {})
+    for spec in specs:
+        part = left.pop(spec.name, None)
+        if part is not None:
+            bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
+            alike = len(part.start) == len(spec.shape) == len(part.global_shape)
+            if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
+                raise UsageError(
+                    f"tensor {spec.name!r} {_text(spec)} is no part of {list(part.global_shape)} at {part.start}"
+                )
+            if spec.stride is not None:
+                raise UsageError(f"tensor {spec.name!r} is a part and strided {spec.stride}: pass a contiguous copy")
+            if part.global_shape != spec.shape:
+                spec = msgspec.structs.replace(spec, part=part)
+        described.append(spec)
+    if left:
+        raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:5]}")
+    return tuple(described)
+
+
+def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
+    """What two parts of one whole have in common, within their own bytes."""
+    if source == target:
+        return [Move(0, 0, source.size_bytes)]
+    _check_same_whole(source, target)
+    element = source.size_bytes // prod(source.shape)
+    ones, others = _start(source), _start(target)
+    low = [max(a, b) for a, b in zip(ones, others, strict=True)]
+    high = [min(a + m, b + n) for a, m, b, n in zip(ones, source.shape, others, target.shape, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return []
+    # The last dimensions that both have in full are one run together with the one before them.
+    depth = len(low) - 1
+    while depth > 0 and high[depth] - low[depth] == source.shape[depth] == target.shape[depth]:
+        depth -= 1
+    steps = [_steps(spec.shape) for spec in (source, target)]
+    length = element * (high[depth] - low[depth]) * prod(source.shape[depth + 1 :])
+    runs = []
+    for outer in product(*(range(a, b) for a, b in zip(low[:depth], high[:depth], strict=True))):
+        corner = [*outer, *low[depth:]]
+        at, to = (
+            element * sum(step * (c - s) for step, c, s in zip(strides, corner, starts, strict=True))
+            for strides, starts in zip(steps, (ones, others), strict=True)
+        )
+        runs.append(Move(at, to, length))
+    return runs
+
+
+def _check_same_whole(source: TensorSpec, target: TensorSpec) -> None:
+    whole, mine = (spec.part.global_shape if spec.part else spec.shape for spec in (source, target))
+    strided = source.stride != target.stride or (source.stride and source != target)
+    if source.dtype != target.dtype or whole != mine or strided:
+        raise UsageError(
+            f"tensor {source.name!r} is {_text(source)} at the source but {_text(target)} here: "
+            "publish and replicate the same dtype, shape and stride, or another layout"
+        )
+
+
+def _start(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.part.start if spec.part else (0,) * len(spec.shape)
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    """Of a row-major tensor, in elements."""
+    return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+
+
+def _name_at(specs: Sequence[TensorSpec], offset: int) -> str:
+    at = 0
+    for spec in specs:
+        if at <= offset < at + spec.size_bytes:
+            return spec.name
+        at += spec.size_bytes
+    raise AssertionError("an offset outside of the target")
 
 
 def _text(spec: TensorSpec) -> str:
     stride = "" if spec.stride is None else f" strided {spec.stride}"
-    return f"{spec.dtype}{list(spec.shape)}{stride}"
+    part = "" if spec.part is None else f" at {list(spec.part.start)} of {list(spec.part.global_shape)}"
+    return f"{spec.dtype}{list(spec.shape)}{stride}{part}"

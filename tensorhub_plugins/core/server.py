@@ -24,6 +24,7 @@ from tensorhub_plugins.core.errors import ProtocolError, UsageError
 log = logging.getLogger("tensorhub.hub")
 
 SEND_QUEUE_MESSAGES_MAX = 10_000  # per worker; beyond that the worker does not read and its messages are dropped
+BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
 REFUSALS_LOGGED_PER_S = 10
 
@@ -57,6 +58,7 @@ class Server:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         try:

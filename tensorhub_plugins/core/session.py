@@ -110,6 +110,7 @@ class _Lease:
     layout: str
     sources: dict[int, bytes]
     deadline: float
+    shard_count: int
 
 
 @dataclass
@@ -289,9 +290,11 @@ class Session:
                 self.claims.pop(key, None)
             case m.Acquire(), m.Granted():
                 sources = {grant.shard: grant.session for grant in reply.grants}
-                self.leases[reply.request] = _Lease(reply.version, reply.layout, sources, asked.deadline)
+                self.leases[reply.request] = _Lease(
+                    reply.version, reply.layout, sources, asked.deadline, reply.shard_count
+                )
                 self.seen = max(self.seen, reply.version)
-                if asked.message.version == 0:
+                if asked.message.version == 0 or reply.version > self.resolved:  # a group that named one agrees on it
                     self.resolved = reply.version
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
@@ -357,6 +360,7 @@ class Session:
                         lease.layout,
                         dict(lease.sources),
                         min(m.SECONDS_MAX, max(0.0, lease.deadline - now)),
+                        lease.shard_count,
                     )
                     for request, lease in self.leases.items()
                 ),

@@ -39,7 +39,7 @@ import torch
 import xxhash
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.values import SEGMENT_SIZE_BYTES, Manifest, TensorSpec, stream_offsets
+from tensorhub_plugins.core.values import Manifest, TensorSpec, segment_size_for, stream_offsets
 
 # 30 GB/s on one core where memcpy reaches 13, releases the GIL, and sees two swapped blocks (an XOR or a sum does not).
 DIGESTER = xxhash.xxh3_128
@@ -256,13 +256,15 @@ class Slab:
         """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
         return digest_of(self.readable(start, stop))
 
-    def manifest(self, segment_size_bytes: int = SEGMENT_SIZE_BYTES, *, threads: int | None = None) -> Manifest:
+    def manifest(self, segment_size_bytes: int | None = None, *, threads: int | None = None) -> Manifest:
         """Names, sizes and the digest of every segment, from the bytes as they are now.
 
-        threads: None picks by size. On an accelerator this first waits for the work queued on the device, so that it is
-        the finished bytes that are described.
+        segment_size_bytes, threads: None picks by size. On an accelerator this first waits for the work queued on the
+        device, so that it is the finished bytes that are described.
         """
         self._check_open()
+        if segment_size_bytes is None:
+            segment_size_bytes = segment_size_for(self.size_bytes)
         if segment_size_bytes <= 0:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
         if self._staging is not None and self._staging.type == "cuda":

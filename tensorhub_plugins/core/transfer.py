@@ -1,7 +1,7 @@
 """The shell of one replicate(): carries out what the pure `Replication` decides.
 
-One thread per source shard opens a link, reads and verifies; the caller's thread runs the machine and is the only one
-that decides. A link on which nothing is heard for `STALL_S` is given up like a dead one, so that a frozen source costs
+One thread per source opens a link, reads and verifies; the caller's thread runs the machine and is the only one that
+decides. A link on which nothing is heard for `STALL_S` is given up like a dead one, so that a frozen source costs
 seconds and not the whole deadline.
 """
 
@@ -11,10 +11,10 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import msgspec
 from typing_extensions import assert_never
@@ -22,14 +22,19 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core import messages, reads, replication
 from tensorhub_plugins.core.errors import SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.hublink import HubLink
+from tensorhub_plugins.core.placement import FAR, distance
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import Link, Transport, choices
-from tensorhub_plugins.core.values import Manifest, ShardKey
+from tensorhub_plugins.core.values import Location, Manifest, ShardKey
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.transports.tcp import TcpTransport
 
 log = logging.getLogger("tensorhub.client")
 
 STALL_S = 5.0  # without one segment (4 MiB): below 1 MB/s a link is as good as dead, and longer than a loaded host naps
 OPEN_S = 10.0  # to connect and receive a manifest
+WAN_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
 
 
 class Targets(Protocol):
@@ -37,6 +42,9 @@ class Targets(Protocol):
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         """Memory for this source shard. Raise UsageError when its tensors do not fit."""
+
+    def expect(self, key: ShardKey) -> None:
+        """This shard is about to be read: whoever asks for it may wait for `prepare`."""
 
     def verified(self, shard: int, segment: int) -> None: ...
 
@@ -69,19 +77,24 @@ class Transfer:
         hub: HubLink,
         transports: Mapping[str, Transport],
         targets: Targets,
+        location: Location,
     ) -> None:
+        self._location = location
         self._machine = machine
         self._hub = hub
         self._transports = transports
         self._targets = targets
         # With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
         self._events: _Events = queue.SimpleQueue()
-        self._readers: dict[int, _Reader] = {}
-        self._previous: dict[int, _Reader] = {}  # closed, perhaps not yet ended: the next one waits for it
+        self._readers: dict[tuple[int, bytes], _Reader] = {}  # by shard and source
+        self._closed: dict[int, list[_Reader]] = {}  # by shard; perhaps not yet ended: what they were asked for waits
         self._manifests: dict[int, Manifest] = {}
         self._slabs: dict[int, Slab] = {}
+        self._placements: dict[int, list[reads.Move]] = {}
+        self._ended_readers: list[_Reader] = []
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
+        self._arrived_from = b""
         self._ended = False
         self._error: TensorHubError | None = None
         self._bytes_from: Counter[str] = Counter()
@@ -97,8 +110,7 @@ class Transfer:
         event: replication.Event = replication.Begin()
         try:
             while True:
-                self._before(event)
-                for effect in self._machine.handle(event, time.monotonic()):
+                for effect in self._machine.handle(self._before(event), time.monotonic()):
                     self._carry_out(effect)
                 if self._ended:
                     break
@@ -129,26 +141,37 @@ class Transfer:
             for reader in self._readers.values():
                 if reader.stalls_at <= now:
                     return replication.Lost(reader.shard, reader.grant.session, f"no progress for {STALL_S:g} s")
+                if reader.waits():
+                    return replication.Waits(reader.shard, reader.grant.session)
                 due = min(due, reader.stalls_at)
             try:
                 source, event = self._events.get(timeout=max(0.0, due - now))
             except queue.Empty:
                 return replication.Tick()
-            if source is not None and self._readers.get(source.shard) is not source:
+            if source is not None and self._readers.get((source.shard, source.grant.session)) is not source:
                 continue
             if isinstance(event, Exception):
                 raise event
+            if isinstance(event, replication.Arrived):
+                self._arrived_from = event.session
             return event
 
-    def _before(self, event: replication.Event) -> None:
+    def _before(self, event: replication.Event) -> replication.Event:
         """What must be there before the machine decides to read."""
-        if isinstance(event, replication.Opened) and event.shard not in self._slabs:
-            reader = self._readers.get(event.shard)
-            if reader is not None and event.manifest.root() == reader.grant.root:
-                self._slabs[event.shard] = self._targets.prepare(reader.key, event.manifest)
+        if isinstance(event, replication.Opened):
+            reader = self._readers.get((event.shard, event.session))
+            if reader is None or event.manifest.root() != reader.grant.root:
+                return event
+            if event.shard not in self._slabs:
+                slab = self._targets.prepare(reader.key, event.manifest)
+                self._slabs[event.shard] = slab
                 self._manifests[event.shard] = event.manifest
-        elif isinstance(event, replication.Answer) and isinstance(event.reply, messages.Granted):
+                self._placements[event.shard] = reads.plan(event.manifest.tensors, slab.specs)
+            needed = reads.needed(event.manifest, self._placements[event.shard])
+            return msgspec.structs.replace(event, needed=needed)
+        if isinstance(event, replication.Answer) and isinstance(event.reply, messages.Granted):
             self._granted_at = self._granted_at or time.monotonic()
+        return event
 
     def _carry_out(self, effect: replication.Effect) -> None:
         match effect:
@@ -160,25 +183,32 @@ class Transfer:
                 self._targets.restart()
                 self._slabs.clear()
                 self._manifests.clear()
+                self._placements.clear()
                 self._bytes_from.clear()
                 self._bytes_by.clear()
             case replication.Open(key, grant, request):
-                reader = _Reader(key, grant, request, self._transports, self._machine, self._events)
-                self._readers[key.shard] = reader
-                reader.start(after=self._previous.get(key.shard))
-            case replication.Read(shard, _, segments):
-                manifest, slab = self._manifests[shard], self._slabs[shard]
-                self._readers[shard].begin(segments, manifest, slab, reads.plan(manifest.tensors, slab.specs))
-            case replication.Close(shard, _):
-                reader = self._readers.pop(shard)
+                self._targets.expect(key)
+                far = distance(self._location, grant.location) == FAR
+                reader = _Reader(key, grant, request, self._transports, self._machine, self._events, far=far)
+                self._readers[key.shard, grant.session] = reader
+                reader.start()
+            case replication.Read(shard, session, segments):
+                work = _Work(segments, self._closed.pop(shard, []))
+                reader = self._readers[shard, session]
+                reader.begin(work, self._manifests[shard], self._slabs[shard], self._placements[shard])
+            case replication.Check(shard, session):
+                self._readers[shard, session].check()
+            case replication.Close(shard, session):
+                reader = self._readers.pop((shard, session))
                 reader.close()
-                self._previous[shard] = reader
+                self._closed.setdefault(shard, []).append(reader)
+                self._ended_readers.append(reader)
             case replication.EndLease(request, shard, lost):
                 self._hub.end_lease(request, shard, lost=lost)
                 if shard is None:
                     self._leases.discard(request)
             case replication.Verified(shard, segment):
-                reader = self._readers[shard]
+                reader = self._readers[shard, self._arrived_from]
                 start, stop = self._manifests[shard].segment_range(segment)
                 self._bytes_from[reader.grant.worker] += stop - start
                 self._bytes_by[reader.transport] += stop - start
@@ -209,13 +239,15 @@ class Transfer:
                 reply = result
             elif isinstance(error, TensorHubError) and type(error).__name__ != "HubUnreachable":
                 reply = messages.Refused(numbers[0], type(error).__name__, error.message[:4096])
-            self._events.put((None, replication.Answer(numbers[0], reply)))
+            self._events.put((None, replication.Answer(numbers[0], reply, bool(acquire.beside))))
 
         future.add_done_callback(answered)
 
     def _join_all(self) -> None:
-        for reader in (*self._readers.values(), *self._previous.values()):
+        readers = [*self._readers.values(), *self._ended_readers]
+        for reader in readers:
             reader.close()
+        for reader in readers:
             reader.join()
 
     def _end(self) -> None:
@@ -223,6 +255,14 @@ class Transfer:
         self._join_all()
         for request in self._leases:
             self._hub.end_lease(request)
+
+
+@dataclass
+class _Work:
+    """Segments to read. after: readers that were asked for some of them before, and must have stopped writing."""
+
+    segments: tuple[int, ...]
+    after: list[_Reader]
 
 
 class _Reader:
@@ -236,6 +276,8 @@ class _Reader:
         transports: Mapping[str, Transport],
         machine: replication.Replication,
         events: _Events,
+        *,
+        far: bool,
     ) -> None:
         self.key = key
         self.shard = key.shard
@@ -246,35 +288,57 @@ class _Reader:
         self._deadline = machine.deadline
         self._verify = machine.verify
         self._events = events
-        self._work: queue.SimpleQueue[tuple[tuple[int, ...], Manifest, Slab, list[int]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._far = far
+        self._changed = threading.Condition()
+        self._work: deque[_Work] = deque()
+        self._into: tuple[Manifest, Slab, list[reads.Move]] | None = None
+        self._to_check = False
         self._link: Link | None = None
         self._closed = False
+        self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + OPEN_S + STALL_S
+        self._told_alive_at = 0.0
         self._thread: threading.Thread | None = None
 
     @property
     def stalls_at(self) -> float:
         """When this link is given up; a source that waits for bytes itself says so, and is not."""
+        if self._link is not None and self._into is not None and not self._busy and not self._to_check:
+            return float("inf")  # it has nothing to do
         return max(self._expected_at, getattr(self._link, "heard_at", 0.0) + STALL_S)
 
-    def start(self, *, after: _Reader | None) -> None:
-        """after: the shard's previous reader, which must have stopped writing before this one begins."""
-        self._thread = threading.Thread(
-            target=self._run, args=(after,), name=f"tensorhub-read-{self.grant.worker}", daemon=True
-        )
+    def waits(self) -> bool:
+        """Whether the source has said, since the last time, that it waits for bytes itself."""
+        alive_at: float = getattr(self._link, "alive_at", 0.0)
+        before, self._told_alive_at = self._told_alive_at, max(alive_at, self._told_alive_at)
+        return alive_at > before
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=f"tensorhub-read-{self.grant.worker}", daemon=True)
         self._thread.start()
 
-    def begin(self, segments: tuple[int, ...], manifest: Manifest, slab: Slab, placement: list[int]) -> None:
-        self._expected_at = time.monotonic() + STALL_S
-        self._work.put((segments, manifest, slab, placement))
+    def begin(self, work: _Work, manifest: Manifest, slab: Slab, placement: list[reads.Move]) -> None:
+        """Read this after what was asked for before."""
+        with self._changed:
+            if not self._busy:
+                self._expected_at = time.monotonic() + STALL_S
+            self._busy += len(work.segments)
+            self._into = manifest, slab, placement
+            self._work.append(work)
+            self._changed.notify()
+
+    def check(self) -> None:
+        with self._changed:
+            self._expected_at = time.monotonic() + STALL_S
+            self._to_check = True
+            self._changed.notify()
 
     def close(self) -> None:
         """Make the thread end soon; does not wait for it."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             link = self._link
-        self._work.put(None)
+            self._changed.notify()
         if link is not None:
             link.close()
 
@@ -282,15 +346,17 @@ class _Reader:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, after: _Reader | None) -> None:
+    def _run(self) -> None:
         try:
-            if after is not None:
-                after.join()
             link, manifest = self._open()
             self._tell(replication.Opened(self.shard, self.grant.session, manifest))
-            work = self._work.get()
-            if work is not None:
-                self._read(link, *work)
+            while self._wait():
+                if self._work:
+                    self._read(link)
+                else:
+                    same_epoch = link.check(deadline=min(self._deadline, time.monotonic() + OPEN_S))
+                    self._tell(replication.ReadEnded(self.shard, self.grant.session, same_epoch))
+                    return
         except TensorHubError as error:
             self._lost(str(error))
         except OSError as error:
@@ -301,19 +367,37 @@ class _Reader:
             if self._link is not None:
                 self._link.close()
 
+    def _wait(self) -> bool:
+        """Until there is something to do; False: it is over."""
+        with self._changed:
+            while not (self._work or self._to_check or self._closed):
+                self._changed.wait()
+            return not self._closed
+
+    def _more(self) -> list[int]:
+        """What else is to be read by now."""
+        segments: list[int] = []
+        while self._work:
+            work = self._work.popleft()
+            for reader in work.after:
+                reader.join()
+            segments += work.segments
+        return segments
+
     def _open(self) -> tuple[Link, Manifest]:
         """The best transport that both ends have and that reaches the source."""
         problems = []
         for name, endpoint in choices(tuple(self._transports), self.grant.endpoints):
             deadline = min(self._deadline, time.monotonic() + OPEN_S)
             try:
-                link = self._transports[name].connect(endpoint, deadline=deadline)
-                with self._lock:
+                link = self._connect(name, endpoint, deadline)
+                with self._changed:
                     if self._closed:
                         link.close()
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
                     self._link = link
-                manifest = link.open(self.key, self.request, deadline=deadline).check()
+                link.digests = self._verify
+                manifest = link.open(self.key, self.grant.sequence, deadline=deadline).check()
                 self.transport = name
                 return link, manifest
             except VersionGone as error:
@@ -328,17 +412,24 @@ class _Reader:
             phase="open",
         )
 
-    def _read(
-        self, link: Link, segments: tuple[int, ...], manifest: Manifest, slab: Slab, placement: list[int]
-    ) -> None:
-        for segment in link.read(segments, slab, placement, deadline=self._deadline):
+    def _connect(self, name: str, endpoint: str, deadline: float) -> Link:
+        transport = self._transports[name]
+        if name == "tcp" and self._far:
+            return cast("TcpTransport", transport).connect(endpoint, deadline=deadline, streams=WAN_STREAMS)
+        return transport.connect(endpoint, deadline=deadline)
+
+    def _read(self, link: Link) -> None:
+        segments = self._more()
+        assert self._into is not None
+        manifest, slab, placement = self._into
+        for segment in link.read(segments, slab, placement, deadline=self._deadline, more=self._more):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + STALL_S
-            self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact))
+            self._busy -= 1
+            waited = segment in getattr(link, "late", ())
+            self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact, waited))
             if not intact:
-                return
-        same_epoch = link.check(deadline=min(self._deadline, time.monotonic() + OPEN_S))
-        self._tell(replication.ReadEnded(self.shard, self.grant.session, same_epoch))
+                raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 
     def _lost(self, why: str) -> None:
         if not self._closed:

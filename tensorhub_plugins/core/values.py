@@ -21,9 +21,9 @@ import xxhash
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 
-SEGMENT_SIZE_BYTES = (
-    4 << 20
-)  # big enough that per-segment work vanishes at 10 GB/s, small enough to pipeline and repair
+SEGMENT_SIZE_BYTES = 4 << 20  # at most: per-segment work vanishes at 10 GB/s, and a repair stays small
+SEGMENT_SIZE_BYTES_MIN = 256 << 10
+SEGMENTS_AIM = 256  # of one shard: a chain of readers delays its end by one segment each
 DIGEST_SIZE_BYTES = 16
 DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards against accidents, not forgery
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
@@ -44,11 +44,19 @@ class Location(msgspec.Struct, frozen=True):
     device: str = ""
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in a larger one of the same name: that one's shape, and where this one's first element is."""
+
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor without its bytes.
 
     dtype is torch's name without the prefix ("bfloat16"); shape counts elements; stride is None for row-major
     contiguous tensors, else a dense permutation in elements (no overlap, no holes), whose bytes are the storage's.
+    part: None when it is all there is of that name.
     """
 
     name: str
@@ -56,6 +64,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     size_bytes: int
     stride: tuple[int, ...] | None = None
+    part: Part | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
@@ -127,6 +136,14 @@ class VersionInfo(msgspec.Struct, frozen=True):
     version: int
     visible: bool
     layouts: dict[str, tuple[str, ...]]
+
+
+def segment_size_for(size_bytes: int) -> int:
+    """How a shard of this size is cut: into about `SEGMENTS_AIM` segments, a power of two bytes each."""
+    size = SEGMENT_SIZE_BYTES_MIN
+    while size < SEGMENT_SIZE_BYTES and size * SEGMENTS_AIM < size_bytes:
+        size *= 2
+    return size
 
 
 def stream_offsets(specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:

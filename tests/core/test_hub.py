@@ -319,6 +319,138 @@ def test_readers_per_source_are_limited_and_the_next_waits_for_room(
     assert stage.heard("c/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
 
 
+def herd(stage: Stage, count: int, **location: str) -> list[str]:
+    """So many workers on hosts of their own that wait for version 1 and pass on what they read."""
+    names = []
+    for number in range(count):
+        place = Location(location.get("data_center", "dc"), "", f"{location.get('data_center', 'dc')}-{number}")
+        names.append(f"{place.host}/0")
+        stage.join(names[-1], location=place)
+        stage.acquire(names[-1], version=1, serve=True)
+    return names
+
+
+def source_of(stage: Stage, reader: str) -> str:
+    (line,) = stage.heard(reader)
+    return line.rsplit("<-", 1)[1]
+
+
+def test_a_herd_that_waits_becomes_a_chain_at_once_without_a_word_from_its_links(stage: Stage) -> None:
+    stage.join("trainer/0", location=Location("dc", "", "t"))
+    readers = herd(stage, 20)
+    stage.publish("trainer/0", 1)
+    sources = [source_of(stage, reader) for reader in readers]
+    assert sources == ["trainer/0", *readers[:-1]]
+
+
+def test_readers_that_do_not_pass_on_share_the_publisher(stage: Stage) -> None:
+    stage.join("trainer/0")
+    stage.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        stage.join(name)
+        stage.acquire(name)
+        assert source_of(stage, name) == "trainer/0"
+
+
+def test_a_promise_ends_with_the_lease_it_came_from(stage: Stage) -> None:
+    stage.join("trainer/0", location=Location("dc", "", "t"))
+    stage.publish("trainer/0", 1)
+    (first,) = herd(stage, 1)
+    assert source_of(stage, first) == "trainer/0"
+    stage.tell(first, m.Release(stage.requests[first]))
+    stage.join("late/0", location=Location("dc", "", "late"))
+    stage.acquire("late/0")
+    assert source_of(stage, "late/0") == "trainer/0"
+
+
+def test_one_seed_crosses_into_a_data_centre_and_another_takes_over(stage: Stage) -> None:
+    stage.join("trainer/0", location=Location("home", "", "t"))
+    readers = herd(stage, 5, data_center="far")
+    stage.publish("trainer/0", 1)
+    assert [source_of(stage, reader) for reader in readers] == ["trainer/0", *readers[:-1]]
+    stage.tell(readers[0], m.Bye())
+    assert stage.heard(readers[1]) == [f"gone {readers[0]}"]
+    stage.tell(readers[1], m.Release(stage.requests[readers[1]], 0, True))
+    again = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "serve": True}
+    stage.acquire(readers[1], version=1, **again)
+    assert source_of(stage, readers[1]) == "trainer/0"  # all others depend on it
+    assert sum(c.total() for c in stage.hub._crossings.values()) == 1
+
+
+def test_an_uplink_is_limited_and_shared_fairly_between_models(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "UPLINK_READERS_MAX", 2)
+    for model in ("one", "two"):
+        for shard in range(4):
+            for kind, place in (("trainer", "home"), ("reader", "far")):
+                name = f"{model}-{kind}/{shard}"
+                session = stage.sessions.setdefault(name, name.encode().ljust(16, b"."))
+                location = Location(place, "", f"{name}")
+                hello = m.Hello("run", model, f"{model}-{kind}", shard, 4, location, {"tcp": name})
+                stage._deliver(Received(session, hello))
+    for model in ("one", "two"):
+        for shard in range(4):
+            stage.publish(f"{model}-trainer/{shard}", 1, RUNTIME, root=f"{model}{shard}".encode().ljust(16, b"-"))
+    for model in ("one", "two"):
+        for shard in range(4):
+            stage.acquire(f"{model}-reader/{shard}", version=1, layouts=(RUNTIME,))
+
+    def granted() -> list[str]:
+        return [name for name in stage.sessions if "reader" in name and stage.heard(name)]
+
+    assert granted() == ["one-reader/0", "one-reader/1"]  # the first ones took all there was
+    order = []
+    running = ["one-reader/0", "one-reader/1"]
+    while running:
+        stage.tell(running[0], m.Release(stage.requests[running[0]]))
+        running = running[1:] + (now := granted())
+        order += now
+    assert sorted(order) == sorted(f"{model}-reader/{n}" for model in ("one", "two") for n in range(4))[2:]
+    assert order[0].startswith("two") and {name[:3] for name in order[1:3]} == {"one", "two"}
+
+
+def test_a_further_source_is_one_with_nothing_to_do_unless_it_is_urgent(stage: Stage) -> None:
+    for name in ("a/0", "b/0", "x/0", "y/0"):
+        stage.join(name, location=Location("dc", "", name))
+    stage.publish("a/0", 1)
+    stage.publish("b/0", 1)
+    first = {}
+    for name in ("x/0", "y/0"):
+        first[name] = stage.acquire(name, version=1)
+        assert source_of(stage, name) == {"x/0": "a/0", "y/0": "b/0"}[name]
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (stage.sessions["a/0"],)}
+    stage.acquire("x/0", version=1, **beside)
+    assert stage.heard("x/0") == []  # b has a reader
+    stage.acquire("x/0", version=1, urgent=True, **beside)
+    assert source_of(stage, "x/0") == "b/0"
+    stage.tell("x/0", m.Release(stage.requests["x/0"]))
+    stage.tell("y/0", m.Release(first["y/0"]))
+    assert source_of(stage, "x/0") == "b/0"  # what it asked for first
+
+
+def test_a_slow_source_in_reach_is_no_reason_to_cross_a_long_way(stage: Stage) -> None:
+    stage.join("trainer/0", location=Location("home", "", "t"))
+    stage.join("peer/0", location=Location("far", "", "p"))
+    stage.join("x/0", location=Location("far", "", "x"))
+    stage.publish("trainer/0", 1)
+    stage.publish("peer/0", 1, was_read=True)
+    stage.acquire("x/0", version=1)
+    assert source_of(stage, "x/0") == "peer/0"
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (stage.sessions["peer/0"],)}
+    stage.acquire("x/0", version=1, urgent=True, **beside)
+    assert stage.heard("x/0") == []
+
+
+def test_a_deadline_is_kept_to_the_millisecond(stage: Stage) -> None:
+    """The shell asks next_deadline when to come back."""
+    stage._deliver(Tick())  # the end of its recovery is behind us
+    stage.join("a/0")
+    stage.say("a/0", m.Wait, version=9, newer_than=0, deadline_s=0.123)
+    assert 0.12 < stage.hub.next_deadline(stage.now) - stage.now < 0.13
+    stage.now += 0.123
+    stage._deliver(Tick())
+    assert stage.heard("a/0") == ["refused NotPublished"]
+
+
 def test_readers_are_told_when_their_source_is_given_up(stage: Stage) -> None:
     for name in ("trainer/0", "rollout/0"):
         stage.join(name)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from itertools import pairwise, product
+
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.reads import NOT_WANTED, check_cover, plan
-from tensorhub_plugins.core.values import TensorSpec, stream_offsets
+from tensorhub_plugins.core.reads import Move, check_cover, needed, plan, with_parts
+from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core.testing import SimpleShelf
+from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.transports.memory import MemoryTransport
+from tensorhub_plugins.core.values import Manifest, Part, ShardKey, TensorSpec
 
 
 def spec(name: str, size: int = 4, dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> TensorSpec:
@@ -17,18 +26,18 @@ def spec(name: str, size: int = 4, dtype: str = "uint8", stride: tuple[int, ...]
 
 def test_an_equal_shard_is_placed_where_it_was():
     tensors = (spec("a", 3), spec("b", 5), spec("c", 0), spec("d", 1))
-    assert plan(tensors, tensors) == [0, 3, 8, 8]
+    assert plan(tensors, tensors) == [Move(0, 0, 9)]
 
 
 def test_two_shards_interleave_in_one_target_and_what_is_not_wanted_is_said():
     target = (spec("a", 3), spec("b", 5), spec("c", 7))
-    assert plan((spec("a", 3), spec("c", 7), spec("z", 9)), target) == [0, 8, NOT_WANTED]
-    assert plan((spec("b", 5),), target) == [3]
+    assert plan((spec("a", 3), spec("c", 7), spec("z", 9)), target) == [Move(0, 0, 3), Move(3, 8, 7)]
+    assert plan((spec("b", 5),), target) == [Move(0, 3, 5)]
 
 
 def test_nothing_in_nothing():
     assert plan((), ()) == []
-    assert plan((spec("a"),), ()) == [NOT_WANTED]
+    assert plan((spec("a"),), ()) == []
     assert plan((), (spec("a"),)) == []
 
 
@@ -51,12 +60,127 @@ def test_a_tensor_that_differs_is_named_with_both_descriptions(source, target, w
     assert all(word in str(caught.value) for word in [*words, "publish and replicate the same dtype"])
 
 
+def specs(*names: str) -> tuple[TensorSpec, ...]:
+    return tuple(spec(name) for name in names)
+
+
 def test_every_wanted_tensor_has_exactly_one_source():
-    check_cover({0: ["a", "b"], 1: ["c", "not wanted"]}, ["a", "b", "c"])
+    check_cover({0: specs("a", "b"), 1: specs("c", "not wanted")}, specs("a", "b", "c"))
     with pytest.raises(UsageError, match=r"2 tensors would not be updated.*\['c', 'd'\]"):
-        check_cover({0: ["a", "b"]}, ["a", "d", "b", "c"])
+        check_cover({0: specs("a", "b")}, specs("a", "d", "b", "c"))
     with pytest.raises(UsageError, match="tensor 'b' is published by shard 0 and by shard 1"):
-        check_cover({0: ["a", "b"], 1: ["b"]}, ["a", "b"])
+        check_cover({0: specs("a", "b"), 1: specs("b")}, specs("a", "b"))
+
+
+# --- parts ---
+
+
+def box(name: str, whole: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...]) -> TensorSpec:
+    (made,) = with_parts([TensorSpec(name, "int16", shape, 2 * math.prod(shape))], {name: Part(whole, start)})
+    return made
+
+
+def test_rows_are_one_move_and_columns_one_for_each_row():
+    whole = box("w", (6, 4), (0, 0), (6, 4))
+    assert whole.part is None  # all there is
+    assert plan((whole,), (box("w", (6, 4), (2, 0), (3, 4)),)) == [Move(16, 0, 24)]
+    assert plan((whole,), (box("w", (6, 4), (0, 1), (2, 2)),)) == [Move(2, 0, 4), Move(10, 4, 4)]
+    assert plan((box("w", (6, 4), (0, 0), (3, 4)),), (box("w", (6, 4), (3, 0), (3, 4)),)) == []
+
+
+def test_a_ranks_rows_need_only_their_segments():
+    manifest = Manifest((TensorSpec("w", "int16", (64, 8), 1024),), bytes(16 * 16), 64)
+    assert needed(manifest, plan(manifest.tensors, (box("w", (64, 8), (16, 0), (16, 8)),))) == (4, 5, 6, 7)
+    assert needed(manifest, []) == ()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"w": Part((4,), (0,))}, "no part of"),
+        ({"w": Part((4, 4), (3, 0))}, "no part of"),
+        ({"w": Part((4, 4), (-1, 0))}, "no part of"),
+        ({"v": Part((4, 4), (0, 0))}, "not there"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(parts, words):
+    with pytest.raises(UsageError, match=words):
+        with_parts([TensorSpec("w", "int16", (2, 4), 16)], parts)
+
+
+def test_parts_of_different_wholes_and_holes_and_overlaps_are_named():
+    with pytest.raises(UsageError, match=r"at \[0, 0\] of \[8, 4\]"):
+        plan((box("w", (8, 4), (0, 0), (2, 4)),), (box("w", (6, 4), (0, 0), (2, 4)),))
+    top, middle, bottom = (box("w", (6, 4), (row, 0), (2, 4)) for row in (0, 2, 4))
+    check_cover({0: (top,), 1: (middle,), 2: (bottom,)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+    with pytest.raises(UsageError, match="not all of them.*'w'"):
+        check_cover({0: (top,), 2: (bottom,)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+    with pytest.raises(UsageError, match="tensor 'w' is published by shard 0 and by shard 1"):
+        check_cover({0: (top,), 1: (box("w", (6, 4), (1, 0), (5, 4)),)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[int]], list[list[int]]]:
+    """A shape, and two ways to cut it along every dimension: at the source and at the targets."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+
+    def cuts(size: int) -> list[int]:
+        return [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else ()), size]
+
+    return shape, [cuts(size) for size in shape], [cuts(size) for size in shape]
+
+
+def boxes(cuts: list[list[int]]) -> list[tuple[slice, ...]]:
+    return list(product(*([slice(a, b) for a, b in pairwise(each)] for each in cuts)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(drawn=st.lists(splits(), min_size=1, max_size=3), segment_size_bytes=st.integers(1, 40))
+def test_from_any_parts_to_any_parts_the_bytes_are_those_of_plain_slices(drawn, segment_size_bytes):
+    """Every source shard holds some boxes of each tensor, every target some others; read over a real link."""
+    wholes = {
+        f"t{index}": torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape) + 1000 * index
+        for index, (shape, _, _) in enumerate(drawn)
+    }
+
+    def parts(of: int) -> dict[int, dict[str, tuple[slice, ...]]]:
+        """shard or target -> its box of each tensor."""
+        dealt: dict[int, dict[str, tuple[slice, ...]]] = {}
+        for index, cuts in enumerate(drawn):
+            for number, each in enumerate(boxes(cuts[of])):
+                dealt.setdefault(number, {})[f"t{index}"] = each
+        return dealt
+
+    def slab(of: dict[str, tuple[slice, ...]], *, blank: bool) -> Slab:
+        tensors = {name: wholes[name][each].contiguous() for name, each in of.items()}
+        made = Slab.adopt({name: torch.zeros_like(t) if blank else t for name, t in tensors.items()})
+        where = {name: Part(tuple(wholes[name].shape), tuple(s.start for s in each)) for name, each in of.items()}
+        made.specs = with_parts(made.specs, where)
+        return made
+
+    shelf, sources = SimpleShelf(), parts(1)
+    for number, of in sources.items():
+        source = slab(of, blank=False)
+        offer = Offer(ShardKey(1, "checkpoint", number, len(sources)), source.manifest(segment_size_bytes), source)
+        offer.mark_all_ready()
+        shelf.put(offer)
+    with contextlib.closing(MemoryTransport()) as transport:
+        link = transport.connect(transport.serve(shelf), deadline=math.inf)
+        for of in parts(2).values():
+            target = slab(of, blank=True)
+            manifests = {
+                n: link.open(ShardKey(1, "checkpoint", n, len(sources)), 0, deadline=math.inf) for n in sources
+            }
+            check_cover({n: manifest.tensors for n, manifest in manifests.items()}, target.specs)
+            for number, manifest in manifests.items():
+                link.open(ShardKey(1, "checkpoint", number, len(sources)), 0, deadline=math.inf)
+                moves = plan(manifest.tensors, target.specs)
+                if moves:
+                    segments = needed(manifest, moves)
+                    assert list(link.read(segments, target, moves, deadline=math.inf)) == list(segments)
+                    assert all(link.digest(segment) == manifest.digest(segment) for segment in segments)
+            for name, tensor in target.tensors().items():
+                assert torch.equal(tensor, wholes[name][of[name]]), name
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()), max_size=12))
@@ -67,9 +191,7 @@ def test_placed_tensors_never_overlap_and_fill_what_they_cover(drawn):
     filled = bytearray(sum(s.size_bytes for s in target))
     for shard in range(4):
         source = tuple(s for s, (_, owner, _) in zip(specs, drawn, strict=True) if owner == shard)
-        for s, place in zip(source, plan(source, target), strict=True):
-            if place != NOT_WANTED:
-                assert not any(filled[place : place + s.size_bytes])
-                filled[place : place + s.size_bytes] = b"\x01" * s.size_bytes
-                assert place == stream_offsets(target)[target.index(s)]
+        for move in plan(source, target):
+            assert not any(filled[move.target : move.target + move.size_bytes])
+            filled[move.target : move.target + move.size_bytes] = b"\x01" * move.size_bytes
     assert all(filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tensorhub_plugins.core import errors
@@ -59,11 +60,14 @@ class Story:
         self.then(granted(request, *grants, count=len(pairs)))
         for shard, (session, of) in enumerate(pairs):
             effects = self.then(r.Opened(shard, session, of))
-            assert effects == [r.Read(shard, session, tuple(range(of.segment_count)))]
+            assert effects == [r.Read(shard, session, tuple(range(of.segment_count))[: r.WINDOW_FIRST_SEGMENTS])]
 
     def arrive(self, shard: int, session: bytes, *segments: int) -> None:
         for segment in segments:
-            assert self.then(r.Arrived(shard, session, segment, True)) == [r.Verified(shard, segment)]
+            effects = self.then(r.Arrived(shard, session, segment, True))
+            state = self.machine.shards[shard]
+            done = [] if state.missing else [r.Check(shard, session)]
+            assert effects == [r.Verified(shard, segment), *done]
 
 
 def gives_up(effects: list[r.Effect]) -> errors.TensorHubError:
@@ -81,7 +85,7 @@ def test_ask_open_read_verify_complete():
     assert story.then(granted(1, grant(0, A, of))) == [r.Open(key, grant(0, A, of), 1)]
     assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (0, 1))]
     assert story.then(r.Arrived(0, A, 1, True)) == [r.Verified(0, 1)]
-    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, 0)]
+    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, 0), r.Check(0, A)]
     assert story.then(r.ReadEnded(0, A, True)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
     assert story.machine.finished and story.machine.losses == []
 
@@ -343,7 +347,8 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
     story, of = Story(), manifest(3)
     story.open(1, (A, of))
     story.arrive(0, A, 1)
-    assert story.at(DEADLINE_S - 0.001, r.Tick()) == [] and story.machine.next_deadline() == DEADLINE_S
+    story.at(DEADLINE_S - 0.001, r.Tick())
+    assert not story.machine.finished and story.machine.next_deadline() == DEADLINE_S
     effects = story.at(DEADLINE_S, r.Tick())
     assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
     error = gives_up(effects)
@@ -419,3 +424,114 @@ def test_a_long_list_of_losses_is_cut_short_in_the_error():
         story.then(granted(request, grant(0, A, of)))
     text = str(gives_up(story.at(DEADLINE_S, r.Tick())))
     assert "loss 7" in text and "loss 3" not in text
+
+
+# --- several sources ---
+
+
+def two_sources(segments: int = 400) -> Story:
+    """A is read from, and B has just been opened beside it."""
+    story, of = Story(), manifest(segments)
+    story.open(1, (A, of))
+    further = msgspec.structs.replace(granted(2, grant(0, B, of)), further=True)
+    assert story.then(further) == [r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, B, of), 2)]
+    return story
+
+
+def deliver(story: Story, rates: dict[bytes, float], until: float) -> dict[bytes, int]:
+    """Each source delivers what it was asked for at its rate (segments a second); returns how many came from whom."""
+    came = dict.fromkeys(rates, 0)
+    due = {session: story.now + 1 / rate for session, rate in rates.items()}
+    shard = story.machine.shards[0]
+    while shard.missing and story.now < until:
+        session = min(due, key=due.__getitem__)
+        story.now = due[session]
+        due[session] += 1 / rates[session]
+        source = shard.sources.get(session)
+        if source is not None and source.assigned:
+            story.then(r.Arrived(0, session, next(iter(source.assigned)), True))
+            came[session] += 1
+        story.then(r.Tick())
+    return came
+
+
+def test_two_sources_share_the_work_by_their_rates_and_end_together():
+    story = two_sources()
+    of = manifest(400)
+    assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, tuple(range(16, 32)))]
+    came = deliver(story, {A: 100.0, B: 300.0}, until=10.0)
+    assert came[A] + came[B] == 400 and 2.3 < came[B] / came[A] < 3.9
+    assert story.now < 1.15 * 400 / 400.0 and story.machine.losses == []
+
+
+def test_no_segment_is_asked_of_two_and_none_is_forgotten():
+    story = two_sources(100)
+    asked = [s for e in story.then(r.Opened(0, B, manifest(100))) if isinstance(e, r.Read) for s in e.segments]
+    assert not set(asked) & set(story.machine.shards[0].sources[A].assigned)
+    deliver(story, {A: 50.0, B: 10.0}, until=10.0)
+    assert not story.machine.shards[0].missing
+
+
+def test_who_is_done_takes_over_from_who_hangs():
+    story = two_sources(32)
+    story.then(r.Opened(0, B, manifest(32)))
+    story.machine.shards[0].queue.clear()
+    for segment in range(16, 31):  # B delivers; A says nothing any more
+        story.now += 0.02
+        story.then(r.Arrived(0, B, segment, True))
+    story.now += 1.0
+    effects = story.then(r.Arrived(0, B, 31, True))
+    assert effects[0] == r.Verified(0, 31)
+    assert effects[1:3] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    assert isinstance(effects[3], r.Read) and effects[3].segments == tuple(range(len(effects[3].segments)))
+    assert "slow" in story.machine.losses[0]
+
+
+def test_a_source_that_waits_itself_is_not_slow_and_one_that_hangs_is():
+    for waits in (True, False):
+        story, of = Story(), manifest(100)
+        story.open(1, (A, of))
+        asked = []
+        for _ in range(8):
+            story.now += 0.2
+            if waits:
+                story.then(r.Waits(0, A))
+            asked += [e for e in story.then(r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
+        assert bool(asked) is not waits
+        if asked:
+            (ask,) = asked
+            assert ask.acquire.beside == (A,) and ask.acquire.shards == (0,)
+
+
+def test_a_transfer_that_lasts_asks_once_for_an_idle_source():
+    story, of = Story(), manifest(1000)
+    story.open(1, (A, of))
+    asks = []
+    then = story.machine.handle
+
+    def noting(event, now):
+        effects = then(event, now)
+        asks.extend(e.acquire for e in effects if isinstance(e, r.AskSources))
+        return effects
+
+    story.machine.handle = noting
+    deliver(story, {A: 100.0}, until=5.0)
+    assert [(a.beside, a.urgent) for a in asks] == [((A,), False)]
+
+
+def test_when_one_of_two_dies_the_other_goes_on_and_nobody_is_asked():
+    story = two_sources(40)
+    story.then(r.Opened(0, B, manifest(40)))
+    effects = story.then(r.Lost(0, A, "died"))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert not [e for e in effects if isinstance(e, r.AskSources)]
+    came = deliver(story, {B: 50.0}, until=10.0)
+    assert came[B] == 40
+
+
+def test_a_further_grant_for_what_is_done_is_given_back():
+    story, of = Story(), manifest(1)
+    story.open(1, (A, of))
+    story.arrive(0, A, 0)
+    further = msgspec.structs.replace(granted(2, grant(0, B, of)), further=True)
+    assert story.then(further) == [r.EndLease(2, 0, False)]

@@ -14,6 +14,7 @@ import pytest
 from broken_hubs import DropsLastCopies, ForgetsLeases
 from simulator import Faults, Violation, World, simulate
 
+from tensorhub_plugins.core import placement
 from tensorhub_plugins.core.hub import Hub
 
 SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", "1000"))
@@ -41,10 +42,12 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
     happened = {
         "hub_crashes", "worker_crashes", "freezes", "cuts", "corrupt_segments", "lost_sources", "cut_off", "kept",
         "pipelined_segments", "waited_for_pipeline", "conversions", "abandoned", "kept_without_hub", "HubAway",
-        "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_drop",
+        "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_drop", "tired", "further_idle", "further_urgent",
+        "waited_for_offer",
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}
     assert not rare, f"the runs do not exercise {rare}"
+    assert total["split_by_a_restart"] <= SEEDS / 100
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:
@@ -64,6 +67,29 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
         total = world.run()
         assert total["replications"] and not total["lost_sources"] - total["cut_off"]
         assert not [name for name in total if name.startswith("gave_up")], total
+
+
+def crossings(seeds: range) -> tuple[int, int]:
+    """(segments read from another data centre, different ones among them) in runs without faults."""
+    times = different = 0
+    for seed in seeds:
+        world = World(seed)
+        world.faults = Faults()
+        world.run()
+        times += world.crossed.total()
+        different += len(world.crossed)
+    return times, different
+
+
+def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not exactly one: who comes when all near it have gone on to the next version reads from afar again."""
+    times, different = crossings(range(40))
+    assert different > 100 and times <= 1.1 * different
+    monkeypatch.setattr(
+        placement, "_circles", lambda reader: [(False, [(("all",), 0.0)])]
+    )  # the control: all are alike
+    careless, _ = crossings(range(40))
+    assert careless > 1.5 * times
 
 
 # --- negative controls: a rule is broken on purpose, and it must be that rule that is reported ---

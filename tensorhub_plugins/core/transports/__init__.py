@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 if TYPE_CHECKING:
+    from tensorhub_plugins.core.reads import Move
     from tensorhub_plugins.core.slab import Slab
 
 # Imported when first asked for: importing the package opens nothing and needs nothing.
@@ -47,7 +48,11 @@ class NotServable(UsageError):
 
 
 class Shelf(Protocol):
-    """What a source has to offer. Called from serving threads."""
+    """What a source has to offer. Called from serving threads.
+
+    expect(key, lease, deadline) (optional): `find` that waits for an offer that is about to be made, because this
+    worker has just been told where to read it.
+    """
 
     def find(self, key: ShardKey) -> Offer | None:
         """The offer of this shard, or None when there is none (any more)."""
@@ -69,7 +74,9 @@ class Transport(Protocol):
         ...
 
     def connect(self, endpoint: str, *, deadline: float) -> Link:
-        """Reach a source. `deadline` is a value of time.monotonic(). SourceLost when it cannot be reached."""
+        """Reach a source. `deadline` is a value of time.monotonic(). SourceLost when it cannot be reached.
+
+        tcp also takes `streams`: how many connections share the work."""
         ...
 
     def close(self) -> None:
@@ -77,24 +84,40 @@ class Transport(Protocol):
         ...
 
 
+More: TypeAlias = Callable[[], Sequence[int]]  # further segments; empty: none now
+
+
 class Link(Protocol):
     """One reader's way to one source, used by one thread at a time; `close` may come from any thread. After an error
     other than VersionGone and NotServable it is closed.
 
     heard_at (optional): time.monotonic() of the source's last sign of life, which may be that it waits for bytes
-    itself; without it only a segment that arrives is one.
+    itself; without it only a segment that arrives is one. digests: whether `read` computes them, for `digest`.
     """
 
+    digests: bool
+
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
-        """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport."""
+        """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport.
+
+        lease: the grant's `sequence`; an offer that is younger is another one."""
         ...
 
     def read(
-        self, segments: Sequence[int], target: Slab, placement: Sequence[int], *, deadline: float
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        placement: Sequence[int] | Sequence[Move],
+        *,
+        deadline: float,
+        more: More | None = None,
     ) -> Iterator[int]:
         """Read these segments into `target` and yield each once its bytes are in place, in any order.
 
-        placement: for every tensor of the source's manifest its stream offset in `target`, or -1: not wanted. A segment
+        more: asked after every segment for what else is to be read, so that the source never runs out of work.
+
+        placement: the moves of `reads.plan`; or, when tensors are wanted whole or not at all, for every tensor of the
+        source's manifest its stream offset in `target`, -1: not wanted. A segment
         that was not yielded may hold anything. An iterator that is not exhausted costs the link. Raises SourceLost.
         """
         ...
@@ -122,8 +145,10 @@ class Offer:
     what it has verified.
     """
 
-    def __init__(self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0) -> None:
+    def __init__(self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0, *, birth: int = 0) -> None:
+        """birth: a number of the session with the hub from before the hub was told of it."""
         self.key = key
+        self.birth = birth
         self.manifest = manifest
         self.slab = slab
         self.epoch = epoch  # told to readers, who compare it after reading

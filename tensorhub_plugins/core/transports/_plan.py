@@ -10,40 +10,63 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias, cast
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.reads import Move
 from tensorhub_plugins.core.slab import Slab, digest_of
 from tensorhub_plugins.core.values import Manifest
 
 NOT_WANTED = -1
 
+Placement: TypeAlias = "Sequence[int] | Sequence[Move]"
+
+
+def _moves(manifest: Manifest, placement: Placement) -> Iterator[tuple[int, int, int]]:
+    """(offset in the source, offset in the target, size) of what is wanted, in the source's order."""
+    if placement and isinstance(placement[0], tuple):
+        yield from cast("Sequence[Move]", placement)
+        return
+    if len(placement) != len(manifest.tensors):
+        raise UsageError(f"{len(placement)} placements for {len(manifest.tensors)} tensors of the source")
+    for spec, start, place in zip(manifest.tensors, manifest.offsets, cast("Sequence[int]", placement), strict=True):
+        if place != NOT_WANTED and spec.size_bytes:
+            yield start, place, spec.size_bytes
+
 
 class ReadPlan:
     """One read: a source's manifest laid over a target slab, and the digests of what has arrived."""
 
-    def __init__(self, manifest: Manifest, target: Slab, placement: Sequence[int]) -> None:
-        """UsageError when a tensor would land outside the target."""
-        if len(placement) != len(manifest.tensors):
-            raise UsageError(f"{len(placement)} placements for {len(manifest.tensors)} tensors of the source")
+    def __init__(self, manifest: Manifest, target: Slab, placement: Placement, *, digests: bool = True) -> None:
+        """UsageError when bytes would land outside the target. digests: compute them; else none is known."""
+        self._computes = digests
         self._manifest = manifest
         self._target = target
         self._digests: dict[int, bytes] = {}
         self._starts: list[int] = []  # in the source's stream
         self._places: list[int] = []  # in the target's stream, or NOT_WANTED
-        end = place_end = 0
-        for spec, start, place in zip(manifest.tensors, manifest.offsets, placement, strict=True):
-            if place != NOT_WANTED and not 0 <= place <= target.size_bytes - spec.size_bytes:
+        end = 0
+        for start, place, size_bytes in _moves(manifest, placement):
+            if not 0 <= place <= target.size_bytes - size_bytes or not end <= start <= manifest.size_bytes - size_bytes:
                 raise UsageError(
-                    f"tensor {spec.name!r} ({spec.size_bytes} bytes) does not fit at offset {place} of a target of "
+                    f"{size_bytes} bytes at offset {start} of the source do not fit at offset {place} of a target of "
                     f"{target.size_bytes} bytes"
                 )
-            if not spec.size_bytes:
-                continue
-            if not self._places or place != place_end or start != end:
-                self._starts.append(start)
-                self._places.append(place)
-            end = start + spec.size_bytes
-            place_end = NOT_WANTED if place == NOT_WANTED else place + spec.size_bytes
+            if start > end:
+                self._stretch(end, NOT_WANTED)
+            self._stretch(start, place)
+            end = start + size_bytes
+        if end < manifest.size_bytes:
+            self._stretch(end, NOT_WANTED)
+
+    def _stretch(self, start: int, place: int) -> None:
+        if self._places:
+            before = self._places[-1]
+            follows = place == NOT_WANTED if before == NOT_WANTED else before + start - self._starts[-1] == place
+            if follows:
+                return
+        self._starts.append(start)
+        self._places.append(place)
 
     @contextmanager
     def receiving(self, segment: int) -> Iterator[list[memoryview]]:
@@ -55,7 +78,8 @@ class ReadPlan:
             if len(wanted) != len(pieces):
                 views = _with_spill(pieces, views)
             yield views
-            self._digests[segment] = digest_of(views)
+            if self._computes:
+                self._digests[segment] = digest_of(views)
 
     def digest(self, segment: int) -> bytes:
         """What `receiving` computed. UsageError when that segment has not been received."""

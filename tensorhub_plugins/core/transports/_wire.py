@@ -5,9 +5,9 @@
                                 <-      HELLO magic, version
     Open(shard)                 ->
                                 <-      Opened(epoch, manifest) or Refused(reason); shm: its file
-    Read(segment runs, seconds) ->
+    Read(segment runs, seconds) ->      (any number, without waiting for what was asked for before)
                                 <-      for each segment, once it is ready: SEGMENT header, then its bytes (shm: none);
-                                        ALIVE once a second while the source itself waits; Refused when it gives up
+                                        ALIVE now and then while the source itself waits; Refused when it gives up
     Finish()                    ->
                                 <-      Finished(current)
 
@@ -36,14 +36,14 @@ import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab
-from tensorhub_plugins.core.transports import NotServable, Offer, Shelf
-from tensorhub_plugins.core.transports._plan import ReadPlan, runs_of
+from tensorhub_plugins.core.transports import More, NotServable, Offer, Shelf
+from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, runs_of
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 MAGIC = b"TENSORHB"
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
-HEADER = struct.Struct("!BxxxIQ")  # kind, segment, length of what follows in bytes
+HEADER = struct.Struct("!BBxxIQ")  # kind, 1: the source had to wait for it, segment, length of what follows in bytes
 CONTROL, SEGMENT, ALIVE = 1, 2, 3
 DESCRIPTOR = b"F"
 
@@ -56,8 +56,9 @@ BACKLOG = 128
 HELLO_S_MAX = 10.0  # a peer introduces itself at once, or is none
 READ_S_MAX = 3600.0  # whatever a reader asks for
 SEND_STALL_S_MAX = 60.0  # a reader that takes nothing for so long has lost the connection, not only its turn
-ALIVE_S = 1.0  # how often a waiting source says that it lives
+ALIVE_S = 0.25  # how often a waiting source says that it lives; below what a reader takes for slow
 VANISHED_S = 0.25  # how soon a waiting source notices that its reader has gone
+EXPECT_S_MAX = 5.0  # for a source to begin to read what its own reader wants: below what that one waits for an answer
 STALL_S = 10.0  # default: a source that says nothing for so long is frozen or unreachable
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
 
@@ -146,6 +147,7 @@ class Channel:
         sock.setblocking(True)
         self.sock = sock
         self.peer = peer
+        self.waited = False  # the source had to wait for the segment whose header came last
         self._stall_s = stall_s
         self._guard = threading.Lock()
         self._poll = select.poll()
@@ -223,13 +225,14 @@ class Channel:
 
     def send_message(self, message: Request | Reply, deadline: float | None) -> None:
         body = _encoder.encode(message)
-        self.send([HEADER.pack(CONTROL, 0, len(body)), body], deadline)
+        self.send([HEADER.pack(CONTROL, 0, 0, len(body)), body], deadline)
 
     def receive_header(self, deadline: float | None) -> tuple[int, int, int]:
         """(kind, segment, length) of the next frame."""
         header = bytearray(HEADER.size)
         self.fill([memoryview(header)], deadline)
-        kind, segment, length = HEADER.unpack(header)
+        kind, waited, segment, length = HEADER.unpack(header)
+        self.waited = bool(waited)
         return kind, segment, length
 
     def receive_body(self, length: int, limit: int, deadline: float | None) -> bytearray:
@@ -459,7 +462,7 @@ class _Conversation:
     def _open(self, request: Open, deadline: float) -> None:
         self._release()
         try:
-            offer = self._begin(request.key)
+            offer = self._begin(request.key, request.lease)
         except VersionGone as error:
             self._channel.send_message(Refused("gone", error.message), deadline)
             return
@@ -471,10 +474,12 @@ class _Conversation:
         if not request.brief:
             self._dialect.hand_over(self._channel, offer, deadline)
 
-    def _begin(self, key: ShardKey) -> Offer:
+    def _begin(self, key: ShardKey, lease: int) -> Offer:
         """Attach to the offer. VersionGone, NotServable."""
         offer = self._shelf.find(key)
-        if offer is None:
+        if offer is None and hasattr(self._shelf, "expect"):  # it may be about to: the hub lends what is on its way
+            offer = self._shelf.expect(key, lease, time.monotonic() + EXPECT_S_MAX)
+        if offer is None or offer.birth > lease:
             raise VersionGone("the source does not offer it")
         reason = self._dialect.refusal(offer)
         if reason is not None:
@@ -493,14 +498,17 @@ class _Conversation:
         deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
         for start, stop in request.runs:
             for segment in range(start, stop):
-                self._await(offer, segment, deadline)
+                waited = self._await(offer, segment, deadline)
                 payload = self._dialect.payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
-                header = HEADER.pack(SEGMENT, segment, sum(map(len, payload)))
+                header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
                 self._channel.send([header, *payload], deadline)
         self._dialect.sent(self._channel, deadline)
 
-    def _await(self, offer: Offer, segment: int, deadline: float) -> None:
-        """Until the segment is ready, with a sign of life now and then. SourceLost when withdrawn."""
+    def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
+        """Until the segment is ready, with a sign of life now and then; whether that took time. SourceLost when
+        withdrawn."""
+        if offer.poll_ready(segment, 0.0):
+            return False
         alive_at = time.monotonic() + ALIVE_S
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + VANISHED_S)):
             now = time.monotonic()
@@ -511,8 +519,9 @@ class _Conversation:
                 self._channel.send_message(Refused("late", message), now + VANISHED_S)
                 raise SourceLost(message, version=offer.version, peer=self._channel.peer, phase="wait")
             if now >= alive_at:
-                self._channel.send([HEADER.pack(ALIVE, 0, 0)], deadline)
+                self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
                 alive_at = now + ALIVE_S
+        return True
 
     def _release(self, *, ended: bool = False) -> None:
         offer, self._offer = self._offer, None
@@ -578,6 +587,10 @@ class SocketLink:
         self._manifest: Manifest | None = None
         self._plan: ReadPlan | None = None
         self.heard_at = time.monotonic()  # the source's last sign of life
+        self.alive_at = 0.0  # when it last said that it waits itself
+        self.digests = True
+        self._more: More | None = None
+        self.late: set[int] = set()  # segments of this read that it had to wait for
         self._guard = threading.Lock()
         self._in_use = False
         self._closed = False
@@ -599,29 +612,51 @@ class SocketLink:
     def _open(self, key: ShardKey, lease: int, deadline: float) -> Manifest:
         channel = self._channels[0]
         channel.send_message(Open(key, lease), deadline)
+        for further in self._channels[1:]:
+            further.send_message(Open(key, lease, brief=True), deadline)
         first = self._reply(channel, Opened, deadline)
         if first.manifest is None:
             raise ProtocolError("the source opened without a manifest")
         manifest = first.manifest.check()
         self._receive_hand_over(channel, manifest, deadline)
         for further in self._channels[1:]:
-            further.send_message(Open(key, lease, brief=True), deadline)
             if self._reply(further, Opened, deadline).epoch != first.epoch:
                 raise SourceLost("the source published anew while it was opened")
         return manifest
 
     def read(
-        self, segments: Sequence[int], target: Slab, placement: Sequence[int], *, deadline: float
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        placement: Placement,
+        *,
+        deadline: float,
+        more: More | None = None,
     ) -> Iterator[int]:
         if self._closed:
             raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase="read")
         if self._manifest is None:
             raise UsageError("open a version before reading it")
-        for segment in segments:
-            if not 0 <= segment < self._manifest.segment_count:
-                raise UsageError(f"there is no segment {segment} in a shard of {self._manifest.segment_count}")
-        self._plan = ReadPlan(self._manifest, target, placement)
+        self._check_segments(self._manifest, segments)
+        self._plan = ReadPlan(self._manifest, target, placement, digests=self.digests)
+        self.late.clear()
+        self._more = more
         return self._read(self._manifest, self._plan, list(segments), deadline)
+
+    @staticmethod
+    def _check_segments(manifest: Manifest, segments: Sequence[int]) -> None:
+        for segment in segments:
+            if not 0 <= segment < manifest.segment_count:
+                raise UsageError(f"there is no segment {segment} in a shard of {manifest.segment_count}")
+
+    def _further(self, channel: Channel, deadline: float) -> list[int]:
+        """Ask for what else is wanted by now, without waiting for what was asked for before."""
+        segments = list(self._more()) if self._more is not None else []
+        if segments:
+            assert self._manifest is not None
+            self._check_segments(self._manifest, segments)
+            self._request(channel, segments, deadline)
+        return segments
 
     def _read(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         if not segments:
@@ -709,6 +744,7 @@ class SocketLink:
             kind, got, got_length = channel.receive_header(deadline)
             self.heard_at = time.monotonic()
             if kind == ALIVE:
+                self.alive_at = self.heard_at
                 continue
             if kind == CONTROL:
                 self._reply_body(channel, got_length, Opened, deadline)  # a refusal, which it raises
@@ -716,6 +752,8 @@ class SocketLink:
                 raise ProtocolError(
                     f"segment {segment} of {length} bytes was due, there came kind {kind}, {got}, {got_length} bytes"
                 )
+            if channel.waited:
+                self.late.add(segment)
             return
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float) -> _Expected:

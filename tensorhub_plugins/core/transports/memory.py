@@ -6,12 +6,13 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, copy_views
-from tensorhub_plugins.core.transports import Offer, Shelf
-from tensorhub_plugins.core.transports._plan import ReadPlan
+from tensorhub_plugins.core.transports import More, Offer, Shelf
+from tensorhub_plugins.core.transports._plan import Placement, ReadPlan
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "memory://"
@@ -78,20 +79,27 @@ class MemoryLink:
         self._guard = threading.Lock()  # of the two below; never held while an offer's methods are called
         self._copying = False
         self._closed = False
+        self.digests = True
         self.heard_at = time.monotonic()  # the source's last sign of life
 
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         self._check_open("open")
         self._release()
         offer = self._shelf.find(key)
-        if offer is None:
+        if offer is None or offer.birth > lease:
             raise VersionGone("the source does not offer it", version=key.version, peer=self._endpoint, phase="open")
         self._reader = offer.attach(self._cut)
         self._offer = offer
         return offer.manifest
 
     def read(
-        self, segments: Sequence[int], target: Slab, placement: Sequence[int], *, deadline: float
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        placement: Placement,
+        *,
+        deadline: float,
+        more: More | None = None,
     ) -> Iterator[int]:
         self._check_open("read")
         if self._offer is None:
@@ -99,13 +107,14 @@ class MemoryLink:
         for segment in segments:
             if not 0 <= segment < self._offer.manifest.segment_count:
                 raise UsageError(f"there is no segment {segment} in a shard of {self._offer.manifest.segment_count}")
-        self._plan = ReadPlan(self._offer.manifest, target, placement)
-        return self._read(self._offer, self._plan, list(segments), deadline)
+        self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
+        return self._read(self._offer, self._plan, deque(segments), deadline, more)
 
-    def _read(self, offer: Offer, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
+    def _read(self, offer: Offer, plan: ReadPlan, due: deque[int], deadline: float, more: More | None) -> Iterator[int]:
         finished = False
         try:
-            for segment in segments:
+            while due:
+                segment = due.popleft()
                 self._await(offer, segment, deadline)
                 with self._guard:
                     self._check_open("read")
@@ -118,6 +127,7 @@ class MemoryLink:
                         self._copying = False
                 self._check_open("read")  # cut off meanwhile: these bytes may be torn
                 yield segment
+                due.extend(more() if more is not None else ())
             finished = True
         finally:
             if not finished:

@@ -53,8 +53,8 @@ import numpy as np
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.slab import Slab, copy_views
-from tensorhub_plugins.core.transports import NotServable, Offer, Shelf
-from tensorhub_plugins.core.transports._plan import ReadPlan
+from tensorhub_plugins.core.transports import More, NotServable, Offer, Shelf
+from tensorhub_plugins.core.transports._plan import Placement, ReadPlan
 from tensorhub_plugins.core.transports._rails import (
     RAILS_MAX,
     Extent,
@@ -708,9 +708,15 @@ class RdmaLink(SocketLink):
         done.stack.close()  # digests, and commits to a device
 
     def read(
-        self, segments: Sequence[int], target: Slab, placement: Sequence[int], *, deadline: float
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        placement: Placement,
+        *,
+        deadline: float,
+        more: More | None = None,
     ) -> Iterator[int]:
-        reading = super().read(segments, target, placement, deadline=deadline)
+        reading = super().read(segments, target, placement, deadline=deadline)  # what else is wanted: the next read
         self._target = self._register(target)
         return reading
 
@@ -928,7 +934,7 @@ class _Ring:
 
 def _tell(channel: Channel, message: Rails | Dial | Dialed | Taken, deadline: float) -> None:
     body = _encoder.encode(message)
-    channel.send([HEADER.pack(CONTROL, 0, len(body)), body], deadline)
+    channel.send([HEADER.pack(CONTROL, 0, 0, len(body)), body], deadline)
 
 
 def _hear(channel: Channel, kind: type[Message], limit: int, deadline: float) -> Message:

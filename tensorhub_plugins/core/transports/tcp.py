@@ -14,10 +14,12 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.transports import Offer, Shelf
+from tensorhub_plugins.core.transports import More, Offer, Shelf
 from tensorhub_plugins.core.transports._plan import ReadPlan
 from tensorhub_plugins.core.transports._wire import (
     BACKLOG,
@@ -32,6 +34,7 @@ from tensorhub_plugins.core.values import Manifest
 
 SCHEME = "tcp://"
 STREAMS_MAX = 16
+STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
 # A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
 # kernel counts a closed window as silence too.
 USER_TIMEOUT_MS = 90_000
@@ -78,33 +81,40 @@ class TcpTransport:
         self._server = Server(listener, shelf, _TcpDialect())
         return _endpoint(self._host, port)
 
-    def connect(self, endpoint: str, *, deadline: float) -> TcpLink:
+    def connect(self, endpoint: str, *, deadline: float, streams: int | None = None) -> TcpLink:
+        """streams: None as given to the transport."""
         if self._closed:
             raise UsageError("the transport is closed")
         host, port = _parse(endpoint)
-        channels: list[Channel] = []
-        try:
-            for _ in range(self._streams):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
-                try:
-                    sock = socket.create_connection((host, port), timeout=min(left, self._stall_s))
-                except OSError as error:
-                    raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
-                try:
-                    _tune(sock)
-                except OSError as error:
-                    sock.close()
-                    raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
-                channels.append(greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline))
-        except BaseException:
-            for channel in channels:
-                channel.close()
-            raise
+        count = self._streams if streams is None else streams
+        if count == 1:
+            channels = [self._channel(endpoint, host, port, deadline)]
+        else:  # at once: over a long way each takes two round trips
+            with ThreadPoolExecutor(count) as pool:
+                futures = [pool.submit(self._channel, endpoint, host, port, deadline) for _ in range(count)]
+            channels = [future.result() for future in futures if future.exception() is None]
+            if len(channels) < count:
+                for channel in channels:
+                    channel.close()
+                raise next(error for error in (future.exception() for future in futures) if error is not None)
         link = TcpLink(channels)
         self._links.add(link)
         return link
+
+    def _channel(self, endpoint: str, host: str, port: int, deadline: float) -> Channel:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
+        try:
+            sock = socket.create_connection((host, port), timeout=min(left, self._stall_s))
+        except OSError as error:
+            raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+        try:
+            _tune(sock)
+        except OSError as error:
+            sock.close()
+            raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+        return greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -118,26 +128,33 @@ class TcpLink(SocketLink):
     """Segments follow each other on each stream without a request between them."""
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
-        streams = min(len(self._channels), len(segments))
-        if streams == 1:
+        if len(self._channels) == 1:
             yield from self._stream(self._channels[0], manifest, plan, segments, deadline)
             return
-        # Every stream takes every nth segment, so that they finish together. Entries of the queue: a segment that has
+        # The streams take from one queue, so that they finish together. Entries of `arrived`: a segment that has
         # arrived, or the exception or None that ended a stream.
         arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+        todo = deque(segments)
+        guard = threading.Lock()
 
-        def run(index: int) -> None:
+        def take() -> list[int]:
+            with guard:
+                if not todo and self._more is not None:
+                    todo.extend(self._more())
+                return [todo.popleft() for _ in range(min(len(todo), STREAM_SEGMENTS))]
+
+        def run(channel: Channel) -> None:
             try:
-                for segment in self._stream(self._channels[index], manifest, plan, segments[index::streams], deadline):
+                for segment in self._stream(channel, manifest, plan, [], deadline, take):
                     arrived.put(segment)
                 arrived.put(None)
             except BaseException as error:
                 arrived.put(error)
 
-        threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(streams)]
+        running = min(len(self._channels), len(segments))
+        threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in self._channels[:running]]
         for thread in threads:
             thread.start()
-        running = streams
         try:
             while running:
                 item = arrived.get()  # a stream ends by its deadline, and always says so
@@ -154,10 +171,28 @@ class TcpLink(SocketLink):
                 thread.join()
 
     def _stream(
-        self, channel: Channel, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float
+        self,
+        channel: Channel,
+        manifest: Manifest,
+        plan: ReadPlan,
+        segments: list[int],
+        deadline: float,
+        take: More | None = None,
     ) -> Iterator[int]:
-        self._request(channel, segments, deadline)
-        for segment in segments:
+        due = deque(segments)
+        if segments:
+            self._request(channel, segments, deadline)
+        while True:
+            if take is None:
+                due.extend(self._further(channel, deadline))
+            elif len(due) < STREAM_SEGMENTS:
+                batch = list(take())
+                if batch:
+                    self._request(channel, batch, deadline)
+                    due.extend(batch)
+            if not due:
+                return
+            segment = due.popleft()
             start, stop = manifest.segment_range(segment)
             self._expect(channel, segment, stop - start, deadline)
             with plan.receiving(segment) as views:

@@ -1,0 +1,78 @@
+"""Which source: near before far, chains over the network, stars within a host."""
+
+from __future__ import annotations
+
+from tensorhub_plugins.core.placement import HOPS_PER_READER, Candidate, Sources, Verdict
+from tensorhub_plugins.core.values import Location
+
+
+def at(host: str, *, rack: str = "", data_center: str = "dc") -> Location:
+    return Location(data_center, rack, host)
+
+
+def sources(**candidates: tuple[Location, int, int, bool]) -> Sources:
+    """name -> location, depth, readers, is_publisher."""
+    made = Sources()
+    for name, candidate in candidates.items():
+        made.put(name.encode(), Candidate(*candidate))
+    return made
+
+
+def best(of: Sources, reader: Location, **verdicts: Verdict) -> str | None:
+    found = of.best(reader, lambda session, far: verdicts.get(session.decode(), Verdict.GOOD))
+    return found and found.decode()
+
+
+def test_readers_form_a_chain_and_the_publisher_serves_one() -> None:
+    of = sources(trainer=(at("t"), 0, 1, True))
+    for number in range(5):
+        before = best(of, at(f"h{number}"))
+        assert before == (f"r{number - 1}" if number else "trainer")
+        if number:
+            of.put(before.encode(), Candidate(at(f"h{number - 1}"), number, 1, False))
+        of.put(f"r{number}".encode(), Candidate(at(f"h{number}"), number + 1, 0, False))
+
+
+def test_a_chain_that_is_long_enough_gets_a_second_branch() -> None:
+    tail = (at("tail"), HOPS_PER_READER + 2, 0, False)
+    assert best(sources(head=(at("head"), 1, 1, False), tail=tail), at("new")) == "head"
+    assert best(sources(head=(at("head"), 1, 2, False), tail=tail), at("new")) == "tail"
+
+
+def test_a_rack_tips_the_scales_but_does_not_double_a_sources_load() -> None:
+    same, other = at("a", rack="r1"), at("b", rack="r2")
+    assert best(sources(same=(same, 3, 0, False), other=(other, 1, 0, False)), at("x", rack="r1")) == "same"
+    assert best(sources(same=(same, 1, 1, False), other=(other, 3, 0, False)), at("x", rack="r1")) == "other"
+
+
+def test_within_a_host_it_is_a_star_around_who_has_all_of_it() -> None:
+    of = sources(whole=(at("h"), 0, 7, False), arriving=(at("h"), 1, 0, False), idle=(at("elsewhere"), 0, 0, False))
+    assert best(of, at("h")) == "whole"
+
+
+def test_unknown_hosts_are_not_one_host() -> None:
+    of = sources(a=(at(""), 0, 3, False), b=(at("b"), 0, 0, False))
+    assert best(of, at("")) == "b"
+
+
+def test_a_full_source_in_the_data_centre_is_waited_for_and_a_bad_one_is_the_last_resort() -> None:
+    of = sources(near=(at("n"), 0, 9, False), far=(at("f", data_center="x"), 0, 0, False))
+    assert best(of, at("h")) == "near"
+    assert best(of, at("h"), near=Verdict.FULL) is None
+    assert best(of, at("h"), near=Verdict.NEVER) == "far"
+    assert best(of, at("h"), near=Verdict.LAST_RESORT) == "far"
+    assert best(of, at("h"), near=Verdict.LAST_RESORT, far=Verdict.NEVER) == "near"
+    assert best(of, at("h"), near=Verdict.NEVER, far=Verdict.NEVER) is None
+
+
+def test_what_is_known_of_a_candidate_changes_and_ends() -> None:
+    of = sources(a=(at("a"), 0, 0, False), b=(at("b"), 0, 1, False))
+    for readers in range(200):  # dead heap entries are thrown away
+        of.put(b"a", Candidate(at("a"), 0, readers, False))
+    assert best(of, at("h")) == "b"
+    assert best(of, at("h")) == "b", "to ask changes nothing"
+    assert sum(map(len, of._heaps.values())) < 300
+    of.remove(b"b")
+    assert best(of, at("h")) == "a" and len(of) == 1
+    of.remove(b"a")
+    assert best(of, at("h")) is None
