@@ -614,7 +614,13 @@ class SocketLink:
         channel.send_message(Open(key, lease), deadline)
         for further in self._channels[1:]:
             further.send_message(Open(key, lease, brief=True), deadline)
-        first = self._reply(channel, Opened, deadline)
+        try:
+            first = self._reply(channel, Opened, deadline)
+        except (VersionGone, NotServable):
+            for further in self._channels[1:]:  # they say the same, and must be heard before anything else is asked
+                with contextlib.suppress(VersionGone, NotServable):
+                    self._reply(further, Opened, deadline)
+            raise
         if first.manifest is None:
             raise ProtocolError("the source opened without a manifest")
         manifest = first.manifest.check()

@@ -1,0 +1,434 @@
+"""The hub by itself: thousands of workers on the real wire, all of whom want a new version at once.
+
+    python -m recipes.bench.hub                     # 512, 1,024, ... 8,192 workers
+    python -m recipes.bench.hub --workers 8192 --shards 1
+
+The hub and its ZeroMQ thread have one core, the workers another. A trainer of `--shards` shards and replicas of as many
+publish and read as `Client` does: Hello, Wait, Acquire, Publish of what arrives, Publish of what is complete, Release,
+and a heartbeat a second. No weight byte moves, so that everybody asks at the same moment, as fast as the hub answers.
+
+Time runs from the trainer's Publish to the last worker's end. Service time is what the hub spends on one message, from
+its bytes to the last answer given to ZeroMQ. The limit beside it is the same wire with a hub that decodes every message
+and answers it with a constant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import select
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from tensorhub_plugins.core import hub as hub_machine
+from tensorhub_plugins.core import messages as m
+from tensorhub_plugins.core.server import Server, new_session
+from tensorhub_plugins.core.values import Location, ShardKey
+
+LAYOUT = "runtime:bench"
+VERSION = 1
+SIZE_BYTES = 1 << 30
+WORKERS_PER_HOST = 8
+HOSTS_PER_RACK = 16
+PHASE_S_MAX = 120.0
+LIMIT_MESSAGES = 8  # of each worker, to find what the wire costs
+GOALS = {"seconds": 10.0, "p99_ms": 5.0}  # at 8,192 workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--shards", type=int, default=8, help="of the trainer and of every replica")
+    parser.add_argument("--processes", type=int, default=2, help="that play the workers")
+    parser.add_argument("--no-heartbeats", action="store_true")
+    parser.add_argument("--profile", type=Path, help="of the hub's thread, for pstats")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for count in options.workers:
+        rows.append(measure(count, options))
+        row = rows[-1]
+        print(
+            f"{row['workers']:6} workers  {row['seconds']:6.2f} s  {row['per_worker_us']:6.0f} us each  "
+            f"{row['messages']:7} messages  service p50 {row['p50_ms']:.3f} p99 {row['p99_ms']:.3f} "
+            f"max {row['max_ms']:.1f} ms  {row['memory_mb']:5.0f} MB  "
+            f"{row['ratio']:.1f} x the bare wire  load {row['load']:.1f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"goals": GOALS, "rows": rows}, indent=1))
+
+
+def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
+    limit = _run(count, options, "limit")
+    row = _run(count, options, "hub")
+    # One wire message is one request with its answer; a worker's whole story is several.
+    row["wire_us"] = limit["seconds"] / (count * LIMIT_MESSAGES) * 1e6
+    row["ratio"] = row["seconds"] / row["messages"] * 1e6 / row["wire_us"]
+    row["load"] = os.getloadavg()[0]
+    return row
+
+
+def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    mine, theirs = {cores[0]}, set(cores[1:]) or {cores[0]}
+    hub_line, hub_end = context.Pipe()
+    server = context.Process(target=_serve, args=(hub_end, kind, mine, options.profile))
+    server.start()
+    address = _hear(hub_line, str)
+    processes, lines = [], []
+    per_process = -(-count // options.processes)
+    for first in range(0, count, per_process):
+        line, end = context.Pipe()
+        span = range(first, min(count, first + per_process))
+        arguments = (end, address, kind, span, options.shards, theirs, not options.no_heartbeats)
+        processes.append(context.Process(target=_play, args=arguments))
+        processes[-1].start()
+        lines.append(line)
+    try:
+        for line in lines:
+            _hear(line, "ready")
+        hub_line.send("begin")
+        before = _hear(hub_line, dict)
+        began = time.monotonic()
+        if kind == "hub":
+            publisher = _Trainer(address, options.shards)
+            began = time.monotonic()
+            publisher.publish()
+        for line in lines:
+            line.send("go")
+        ends: list[float] = []
+        while len(ends) < len(lines):
+            if kind == "hub":
+                publisher.beat()
+            ends += [_hear(line, float) for line in lines if line.poll(0.2)]
+            if time.monotonic() - began > PHASE_S_MAX:
+                raise TimeoutError(f"not done within {PHASE_S_MAX:g} s")
+        ended = max(ends)
+        hub_line.send("end")
+        after = _hear(hub_line, dict)
+        for line in lines:
+            line.send("stop")
+    finally:
+        for process in (*processes, server):
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+    seconds = ended - began
+    return {
+        "workers": count,
+        "shards": options.shards,
+        "seconds": seconds,
+        "per_worker_us": seconds / count * 1e6,
+        **{name: after[name] for name in ("messages", "p50_ms", "p99_ms", "max_ms", "busy_s")},
+        "memory_mb": after["memory_mb"],
+        "memory_before_mb": before["memory_mb"],
+    }
+
+
+def _hear(line: Connection, what: Any) -> Any:
+    if not line.poll(PHASE_S_MAX):
+        raise TimeoutError(f"no {what} within {PHASE_S_MAX:g} s")
+    said = line.recv()
+    if isinstance(said, str) and what not in (str, said):
+        raise RuntimeError(said)
+    return said
+
+
+# --- the hub's process ---
+
+
+class _Timed(Server):
+    """Notes how long each message took."""
+
+    taken: list[float] = []
+
+    def _handle(self, event: hub_machine.Event, now: float) -> None:
+        began = time.perf_counter()
+        super()._handle(event, now)
+        self.taken.append(time.perf_counter() - began)
+
+
+class _Constant:
+    """A hub that thinks nothing."""
+
+    def __init__(self, session: bytes, now: float) -> None:
+        self.session = session
+
+    def handle(self, event: hub_machine.Event, now: float) -> list[hub_machine.Effect]:
+        if isinstance(event, hub_machine.Tick):
+            return []
+        return [hub_machine.Send(event.session, m.Alive())]
+
+    def next_deadline(self, now: float) -> float:
+        return now + 1.0
+
+
+def _serve(line: Connection, kind: str, cores: set[int], profile: Path | None) -> None:
+    os.sched_setaffinity(0, cores)
+    if kind == "limit":
+        hub_machine.Hub = _Constant  # type: ignore[assignment,misc]
+    elif profile is not None:
+        import cProfile
+
+        run = _Timed._run
+
+        def profiled(self: _Timed) -> None:
+            profiler = cProfile.Profile()
+            profiler.runcall(run, self)
+            profiler.dump_stats(profile)
+
+        _Timed._run = profiled  # type: ignore[method-assign]
+    server = _Timed()
+    line.send(server.address)
+    assert line.recv() == "begin"
+    line.send({"memory_mb": _memory_mb()})
+    server.taken.clear()
+    assert line.recv() == "end"
+    taken = sorted(server.taken) or [0.0]
+    line.send(
+        {
+            "messages": len(taken),
+            "p50_ms": taken[len(taken) // 2] * 1e3,
+            "p99_ms": taken[len(taken) * 99 // 100] * 1e3,
+            "max_ms": taken[-1] * 1e3,
+            "busy_s": sum(taken),
+            "memory_mb": _memory_mb(),
+        }
+    )
+    server.close()
+
+
+def _memory_mb() -> float:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+# --- the workers' processes ---
+
+
+class _Wire:
+    """Many ZeroMQ sockets, one for each worker, and who has something to hear."""
+
+    def __init__(self, address: str, count: int) -> None:
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, count + 16)
+        self.sockets: list[zmq.Socket[bytes]] = []
+        self.poll = select.epoll()
+        self.by_fd: dict[int, int] = {}
+        self.overlooked: set[int] = set()
+        for index in range(count):
+            socket = self.context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, new_session())
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.connect(address)
+            self.overlooked.add(index)
+            fd = socket.getsockopt(zmq.FD)
+            self.poll.register(fd, select.EPOLLIN | select.EPOLLET)
+            self.by_fd[fd] = index
+            self.sockets.append(socket)
+
+    def say(self, index: int, message: m.ClientMessage) -> None:
+        socket = self.sockets[index]
+        socket.send(m.encode(message), zmq.NOBLOCK)
+        if (
+            socket.getsockopt(zmq.EVENTS) & zmq.POLLIN
+        ):  # the descriptor is edge triggered, and sending may take the edge
+            self.overlooked.add(index)
+
+    def hear(self, index: int) -> list[m.HubMessage]:
+        heard = []
+        while True:
+            try:
+                heard.append(m.decode_from_hub(self.sockets[index].recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return heard
+
+    def ready(self, seconds: float) -> list[int]:
+        found, self.overlooked = self.overlooked, set()
+        return [*found, *(self.by_fd[fd] for fd, _ in self.poll.poll(0 if found else seconds, 4096))]
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close()
+        self.context.term()
+
+
+def _hello(replica: str, shard: int, shards: int, host: int) -> m.Hello:
+    location = Location("dc", f"rack-{host // HOSTS_PER_RACK}", f"host-{host}")
+    return m.Hello("run", "actor", replica, shard, shards, location, {"tcp": f"tcp://10.0.{host >> 8}.{host & 255}:1"})
+
+
+def _holding(shard: int, shards: int, complete: bool, was_read: bool) -> m.Holding:
+    root = b"%016d" % shard
+    return m.Holding(ShardKey(VERSION, LAYOUT, shard, shards), root, SIZE_BYTES, complete, was_read)
+
+
+class _Trainer:
+    def __init__(self, address: str, shards: int) -> None:
+        self.shards = shards
+        self.wire = _Wire(address, shards)
+        for shard in range(shards):
+            self.wire.say(shard, _hello("trainer", shard, shards, 1 << 15))
+        for shard in range(shards):
+            while not (heard := self.wire.hear(shard)):
+                self.wire.ready(0.1)
+            assert isinstance(heard[0], m.Welcome), heard
+            self.hub = heard[0].hub
+        self.beaten_at = 0.0
+
+    def publish(self) -> None:
+        for shard in range(self.shards):
+            self.wire.say(shard, m.Publish(1, _holding(shard, self.shards, True, False)))
+
+    def beat(self) -> None:
+        if time.monotonic() > self.beaten_at + 1.0:
+            self.beaten_at = time.monotonic()
+            for shard in range(self.shards):
+                self.wire.hear(shard)
+                held = m.mark([(ShardKey(VERSION, LAYOUT, shard, self.shards), True)])
+                self.wire.say(shard, m.Heartbeat(self.hub, 1, held=held))
+
+
+def _play(
+    line: Connection, address: str, kind: str, span: range, shards: int, cores: set[int], heartbeats: bool
+) -> None:
+    os.sched_setaffinity(0, cores)
+    try:
+        wire = _Wire(address, len(span))
+        if kind == "limit":
+            _play_limit(line, wire)
+        else:
+            _play_workers(line, wire, span, shards, heartbeats)
+        line.recv()
+        wire.close()
+    except Exception as error:
+        line.send(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _play_limit(line: Connection, wire: _Wire) -> None:
+    count = len(wire.sockets)
+    message = m.Publish(1, _holding(0, 8, True, True))
+    left = [1] * count
+    for index in range(count):
+        wire.say(index, message)
+    unfinished = count
+    said_ready = False
+    deadline = time.monotonic() + PHASE_S_MAX
+    while unfinished:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{unfinished} workers have not been answered")
+        for index in wire.ready(1.0):
+            for _ in wire.hear(index):
+                left[index] -= 1
+                if left[index]:
+                    wire.say(index, message)
+                else:
+                    unfinished -= 1
+        if not unfinished and not said_ready:
+            said_ready = True
+            line.send("ready")
+            line.recv()
+            left, unfinished = [LIMIT_MESSAGES] * count, count
+            for index in range(count):
+                wire.say(index, message)
+    line.send(time.monotonic())
+
+
+def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heartbeats: bool) -> None:
+    count = len(span)
+    step = [""] * count  # what it waits for
+    beats: deque[tuple[float, int]] = deque()
+    hub = b""
+    holds: list[bool | None] = [None] * count  # whether what it has is complete
+    leased = [False] * count
+
+    def beat(now: float) -> None:
+        while heartbeats and beats and beats[0][0] <= now:
+            due, index = beats.popleft()
+            beats.append((due + 1.0, index))
+            if step[index] in ("arriving", "complete"):
+                continue  # what it holds is changing: an honest heartbeat would need all of Session here
+            key = ShardKey(VERSION, LAYOUT, span[index] % shards, shards)
+            held = m.mark([(key, True)]) if holds[index] else m.mark([])
+            pending = {"visible": (1,), "granted": (2,)}.get(step[index], ())
+            wire.say(index, m.Heartbeat(hub, 0, pending, {2: 1} if leased[index] else {}, held))
+
+    def until(done: set[str]) -> None:
+        left = sum(each not in done for each in step)
+        deadline = time.monotonic() + PHASE_S_MAX
+        while left:
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError(f"{left} workers of {count} are not done")
+            beat(now)
+            for index in wire.ready(0.05):
+                for message in wire.hear(index):
+                    before = step[index]
+                    hear(index, message)
+                    left -= step[index] in done and before not in done
+
+    def hear(index: int, message: m.HubMessage) -> None:
+        nonlocal hub
+        shard = span[index] % shards
+        match message:
+            case m.Welcome():
+                hub = message.hub
+                step[index] = "visible"
+                wire.say(index, m.Wait(1, 0, 0, 3600.0))
+            case m.Visible():
+                step[index] = "granted"
+                wire.say(index, m.Acquire(2, VERSION, 0, (LAYOUT,), 3600.0, **SERVES))
+            case m.Granted():
+                step[index], leased[index] = "arriving", True
+                wire.say(index, m.Publish(3, _holding(shard, shards, False, True)))
+            case m.Done(3):
+                step[index] = "complete"
+                wire.say(index, m.Publish(4, _holding(shard, shards, True, True)))
+            case m.Done(4):
+                step[index], leased[index], holds[index] = "done", False, True
+                wire.say(index, m.Release(2, 0))
+            case m.Alive():
+                pass
+            case m.Unknown():
+                raise RuntimeError("the hub says Unknown")
+            case m.Refused():
+                raise RuntimeError(f"refused: {message.message}")
+            case _:
+                pass
+
+    for index, worker in enumerate(span):
+        wire.say(index, _hello(f"rollout-{worker // shards}", worker % shards, shards, worker // WORKERS_PER_HOST))
+    until({"visible"})
+    now = time.monotonic()
+    beats.extend((now + index / count, index) for index in range(count))
+    line.send("ready")
+    while not line.poll(0):
+        beat(time.monotonic())
+        for index in wire.ready(0.01):
+            for message in wire.hear(index):
+                hear(index, message)
+    line.recv()
+    until({"done"})
+    line.send(time.monotonic())
+
+
+# What a reader says that passes on what it reads.
+SERVES = {"serve": True} if "serve" in m.Acquire.__struct_fields__ else {}
+
+
+if __name__ == "__main__":
+    from recipes.bench.hub import __main__ as importable  # what the processes run must be found by name
+
+    importable.main()

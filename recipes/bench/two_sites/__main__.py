@@ -1,0 +1,130 @@
+"""Two data centres joined by one thin link: a trainer and three readers in one, four readers in the other.
+
+    python -m recipes.bench.two_sites               # without and with 50 ms of round-trip time; needs root
+
+All seven readers want the new version at once. The limit, measured in the same round, is one bare TCP stream of the
+same bytes over the link, from the trainer's host; what crosses the link is counted by its device, headers included,
+for the stream and for the store. The round-trip time is made by a small forwarder (delay.c, built with `cc`) between
+two TAP devices, because netem is missing in many kernels; it needs /dev/net/tun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipes.bench import network
+from recipes.bench.workers import HubWorker, Worker
+
+EAST, WEST = 4, 4  # hosts, the trainer included
+GOALS = {"seconds": 1.10, "copies": 1.02}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", type=float, default=400.0, help="of every host's link, each way")
+    parser.add_argument("--wan-mbit", type=float, default=100.0)
+    parser.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 50.0])
+    parser.add_argument("--mib", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    reason = network.missing()
+    if reason is not None:
+        sys.exit(f"not run: {reason}")
+    rows = []
+    for rtt_ms in options.rtt_ms:
+        reason = network.cannot_delay() if rtt_ms else None
+        if reason is not None:
+            print(f"{rtt_ms:g} ms: not run: {reason}")
+        else:
+            rows.append(measure(rtt_ms, options))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"goals": GOALS, "rows": rows}, indent=1))
+
+
+def measure(rtt_ms: float, options: argparse.Namespace) -> dict[str, Any]:
+    size_bytes = options.mib << 20
+    with network.Network() as wires:
+        wires.site("east")
+        wires.site("west")
+        wires.join("east", "west", options.wan_mbit, rtt_ms)
+        hub = wires.host("east", options.mbit)
+        east = [wires.host("east", options.mbit) for _ in range(EAST)]
+        west = [wires.host("west", options.mbit) for _ in range(WEST)]
+        source = east[0]
+        with network.stopping(*east, *west, hub):
+            hub.start(partial(HubWorker, hub.address))
+            address = hub.call("address")
+            for place, hosts in (("east", east), ("west", west)):
+                for index, host in enumerate(hosts):
+                    name = "trainer" if host is source else f"{place}-{index}"
+                    host.start(partial(Worker, address, name, host.address, size_bytes, data_center=place))
+            source.call("retain", 0)
+            rounds = [_round(v, wires, source, east[1:], west) for v in range(1, options.rounds + 2)][1:]
+    ratios = [r["west_s"] / r["limit_s"] for r in rounds]
+    copies = [r["wan_bytes"] / r["limit_bytes"] for r in rounds]
+    row = {
+        "rtt_ms": rtt_ms,
+        "wan_mbit": options.wan_mbit,
+        "mib": options.mib,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "copies": statistics.median(copies),
+        "payload_copies": statistics.median(r["payload_bytes"] / size_bytes for r in rounds),
+        "rounds": rounds,
+        "load": os.getloadavg()[0],
+    }
+    print(
+        f"{rtt_ms:3.0f} ms  {row['ratio']:.3f} x one bare stream ({', '.join(f'{r:.3f}' for r in ratios)}; goal "
+        f"{GOALS['seconds']})  {row['copies']:.3f} copies over the link (goal {GOALS['copies']}), "
+        f"{row['payload_copies']:.3f} of them weights  limit "
+        f"{statistics.median(r['limit_s'] for r in rounds):.2f} s  load {row['load']:.1f}",
+        flush=True,
+    )
+    return row
+
+
+def _round(
+    version: int, wires: network.Network, source: network.Host, east: list[network.Host], west: list[network.Host]
+) -> dict[str, Any]:
+    truth = source.call("fill", version)
+    before = wires.crossed_bytes("west")
+    port = west[0].call("listen", west[0].address)
+    west[0].tell("receive")
+    began = source.call("send", west[0].address, port)
+    limit_s = west[0].answer() - began
+    between = wires.crossed_bytes("west")
+    readers = [*east, *west]
+    for reader in readers:
+        reader.tell("read", version)
+    began = source.call("publish", version)
+    reports = [reader.answer() for reader in readers]
+    after = wires.crossed_bytes("west")
+    for reader in readers:
+        if reader.call("digest") != truth:
+            raise RuntimeError(f"{reader.name} has other bytes than were published")
+        reader.call("unpublish", version)
+    source.call("unpublish", version)
+    far = reports[len(east) :]
+    return {
+        "limit_s": limit_s,
+        "limit_bytes": between - before,
+        "wan_bytes": after - between,
+        "payload_bytes": sum(n for r in far for name, n in r["sources"].items() if not name.startswith("west")),
+        "west_s": max(r["ended"] for r in far) - began,
+        "east_s": max(r["ended"] for r in reports[: len(east)]) - began,
+        "losses": [loss for r in reports for loss in r["losses"]],
+        "sources": [r["sources"] for r in reports],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What runs in the processes of the benchmarks: a hub, workers of the store, and the bare stream beside them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from recipes.bench.network import now
+from tensorhub_plugins.core import Client
+from tensorhub_plugins.core.server import Server
+from tensorhub_plugins.core.values import Location
+
+TENSOR_SIZE_BYTES = 8 << 20
+DEADLINE_S = 120.0
+
+
+class HubWorker:
+    def __init__(self, host: str) -> None:
+        self._server = Server(f"tcp://{host}:0")
+
+    def address(self) -> str:
+        return self._server.address
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Worker:
+    """A trainer or a reader with `size_bytes` of tensors."""
+
+    def __init__(
+        self, hub: str, name: str, host: str, size_bytes: int, *, data_center: str = "dc", **options: Any
+    ) -> None:
+        torch.set_num_threads(1)
+        location = Location(data_center, "", name)
+        self.name = name
+        self.client = Client(
+            hub,
+            run="bench",
+            model="m",
+            replica=name,
+            location=location,
+            advertise_host=host,
+            transports=("tcp",),
+            **options,
+        )
+        count = -(-size_bytes // TENSOR_SIZE_BYTES)
+        self.tensors = {f"w{i:04}": torch.ones(size_bytes // count, dtype=torch.uint8) for i in range(count)}
+        self._sock: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- the store ---
+
+    def fill(self, seed: int) -> str:
+        """Fresh bytes; returns their digest."""
+        noise = torch.from_numpy(numpy.random.default_rng(seed).integers(0, 256, 1 << 20, dtype=numpy.uint8))
+        for index, tensor in enumerate(self.tensors.values()):
+            for at in range(0, tensor.numel(), noise.numel()):
+                part = tensor[at : at + noise.numel()]
+                part.copy_(noise[: part.numel()])
+            tensor[: min(8, tensor.numel())] = index % 251
+        return self.digest()
+
+    def digest(self) -> str:
+        digester = xxhash.xxh3_128()
+        for tensor in self.tensors.values():
+            digester.update(memoryview(tensor.numpy()))
+        return digester.hexdigest()
+
+    def retain(self, newest: int) -> None:
+        self.client.retain(newest)
+
+    def publish(self, version: int) -> float:
+        began = now()
+        self.client.publish(version, self.tensors, copy=False)
+        return began
+
+    def read(self, version: int) -> dict[str, Any]:
+        report = self.client.replicate(self.tensors, version, deadline_s=DEADLINE_S)
+        return {
+            "ended": now(),
+            "sources": report.sources,
+            "losses": list(report.losses),
+            "seconds": report.seconds,
+        }
+
+    def unpublish(self, version: int) -> None:
+        self.client.unpublish(version)
+
+    def cpu_s(self) -> float:
+        times = os.times()
+        return times.user + times.system
+
+    def close(self) -> None:
+        self.client.close()
+
+    # --- one bare stream ---
+
+    def listen(self, host: str) -> int:
+        listener = socket.create_server((host, 0))
+        self._listener = listener
+        return int(listener.getsockname()[1])
+
+    def receive(self) -> float:
+        sock, _ = self._listener.accept()
+        with sock:
+            for tensor in self.tensors.values():
+                view = memoryview(tensor.numpy())
+                at = 0
+                while at < len(view):
+                    count = sock.recv_into(view[at:], 0, socket.MSG_WAITALL)
+                    if not count:
+                        raise ConnectionError("the stream ended early")
+                    at += count
+        return now()
+
+    def send(self, host: str, port: int) -> float:
+        with socket.create_connection((host, port)) as sock:
+            began = now()
+            for tensor in self.tensors.values():
+                sock.sendall(memoryview(tensor.numpy()))
+        return began
