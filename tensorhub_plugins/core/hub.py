@@ -202,6 +202,15 @@ class Version:
 
 
 @dataclass
+class Latest:
+    """What the shards of a replica agree on. A shard that asks again begins the next round, with a newer version."""
+
+    round: int = 0
+    version: int = 0  # 0: they agree on nothing
+    told: set[int] = field(default_factory=set)  # shards
+
+
+@dataclass
 class History:
     """All versions of one model in one run."""
 
@@ -211,9 +220,7 @@ class History:
     newest_visible: int = 0  # ever
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
-    group_latest: dict[str, tuple[int, set[int]]] = field(
-        default_factory=dict
-    )  # replica -> version that its shards agree on, shards that have been told
+    latest: dict[str, Latest] = field(default_factory=dict)  # by replica
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_strangers: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
     # source -> leases that readers have announced, after a hub's restart, before the source has
@@ -456,7 +463,7 @@ class Hub:
         session, hello, history = worker.session, worker.hello, worker.history
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard:  # the replica starts again: so do its rounds
-                history.group_latest.pop(hello.replica, None)
+                history.latest[hello.replica].version = 0
                 for pending in list(other.pending.values()):  # what its former life asked is not its round
                     self._forget_pending(pending)
         for lease in history.leases_on_strangers.pop(session, {}).values():
@@ -464,6 +471,7 @@ class Hub:
         self.workers[session] = worker
         history.workers[session] = worker
         history.replicas.setdefault(hello.replica, {})[session] = worker
+        history.latest.setdefault(hello.replica, Latest())
         self._at(worker.last_heard + SESSION_TIMEOUT_S + TIMER_STEP_S, worker)
 
     def _forget_what_is_not_in(self, hello: m.Hello, worker: Worker) -> None:
@@ -478,14 +486,13 @@ class Hub:
 
     def _recall_group(self, worker: Worker) -> None:
         """What was agreed on before a hub's restart is agreed on after it."""
-        groups, hello = worker.history.group_latest, worker.hello
-        number, joined = groups.get(hello.replica, (0, set()))
-        if hello.resolved > number:
-            groups[hello.replica] = (hello.resolved, {hello.shard})
-        elif hello.resolved == number and number:
-            joined.add(hello.shard)
+        hello, latest = worker.hello, worker.history.latest[worker.hello.replica]
+        if hello.round > latest.round:
+            latest.round, latest.version, latest.told = hello.round, hello.resolved, {hello.shard}
+        elif hello.round == latest.round:
+            latest.told.add(hello.shard)
         else:
-            joined.discard(hello.shard)  # it never heard the answer, and asks again
+            latest.told.discard(hello.shard)  # it never heard the answer, and asks again
 
     def _publish(self, worker: Worker, request: int, holding: m.Holding) -> None:
         if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
@@ -636,8 +643,11 @@ class Hub:
             source.network_readers += change
         if far == FAR:
             place, name = reader.hello.location.data_center, (history.run, history.model)
-            self._crossings.setdefault(place, Counter())[name] += change
+            crossing = self._crossings.setdefault(place, Counter())
+            crossing[name] += change
             if change < 0:
+                if not crossing[name]:
+                    del crossing[name]
                 for waiting in self._wants_to_cross.pop(place, {}):
                     if waiting in self.histories:
                         for number in self.histories[waiting].versions:
@@ -729,7 +739,7 @@ class Hub:
         replica.pop(worker.session)
         if not replica:
             del history.replicas[worker.hello.replica]
-            history.group_latest.pop(worker.hello.replica, None)
+            history.latest.pop(worker.hello.replica, None)
         for key in list(worker.depth):
             self._reconsider(worker, key)
         self._touch(history)
@@ -933,10 +943,11 @@ class Hub:
                 granted = self._grant(pending, acquire, version, layout, now)
                 if granted is not None:
                     worker.seen_version = max(worker.seen_version, version.number)
-                    agreed, joined = history.group_latest.get(worker.hello.replica, (0, set()))
-                    if agreed == number:  # this shard missed the round's "latest", and was told by name what it was
-                        joined.add(worker.hello.shard)
-                    return granted
+                    latest = history.latest[worker.hello.replica]
+                    if latest.version != number:
+                        return granted
+                    latest.told.add(worker.hello.shard)  # also if it missed the round, and names what came of it
+                    return msgspec.structs.replace(granted, round=latest.round)
                 if acquire.claim and self._somebody_converts(version, worker, layout):
                     break  # wait for it instead of reading the next layout and doing the same work
         elif number and self._is_gone(history, number, now):
@@ -963,24 +974,25 @@ class Hub:
         if len(present) < shard_count:
             return 0  # the one we do not know may have been told already, by a hub that was restarted since
         at_least = max(acquire.at_least, worker.seen_version)
-        number, joined = history.group_latest.get(replica, (0, set()))
-        if number and shard_count > 1 and (shard not in joined or pending.version):
-            if number < at_least or not self._is_visible(history, number):
+        latest = history.latest[replica]
+        if latest.version and shard_count > 1 and (shard not in latest.told or pending.version):
+            if latest.version < at_least or not self._is_visible(history, latest.version):
                 if self.recovering(now):
                     return 0
-                del history.group_latest[replica]
                 text = (
-                    f"other shards of {replica} took version {number} as the latest, and this one cannot: "
+                    f"other shards of {replica} took version {latest.version} as the latest, and this one cannot: "
                     "let all of them read again, naming one version"
                 )
+                latest.version = 0
                 return m.Refused(acquire.request, "VersionGone", text)
         else:
-            number, joined = self._newest(history, at_least) or 0, set()
-        if number:
-            joined.add(shard)
-            history.group_latest[replica] = (number, joined)
-            pending.version = number
-        return number
+            newest = self._newest(history, at_least)
+            if newest is None:
+                return 0
+            latest.round, latest.version, latest.told = latest.round + 1, newest, set()
+        latest.told.add(shard)
+        pending.version = latest.version
+        return latest.version
 
     @staticmethod
     def _is_visible(history: History, number: int) -> bool:
@@ -1287,7 +1299,7 @@ class Hub:
                 stands = (session, request) in history.invisible or pending.waits_for is not None
                 assert stands or isinstance(pending.message, m.Unpublish)
         for place, crossing in self._crossings.items():
-            assert min(crossing.values(), default=0) >= 0, place
+            assert min(crossing.values(), default=1) > 0, place
 
 
 def _in_order(pending: dict[tuple[bytes, int], Pending]) -> list[Pending]:

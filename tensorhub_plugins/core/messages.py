@@ -92,7 +92,8 @@ class Hello(_Message, frozen=True):
 
     It says all there is: what is not in it is over. sequence: a fresh number, so that the hub can tell it from one
     that was delayed or doubled on the way; of the requests up to it only `pending` are still wanted. seen: the newest
-    version this worker was told of. resolved: what its last "latest" was resolved to, for the replica's other shards.
+    version this worker was told of. round, resolved: the last round of "latest" of its replica in which it was
+    answered, and with which version, for the replica's other shards.
     """
 
     run: Name
@@ -110,6 +111,7 @@ class Hello(_Message, frozen=True):
     pending: Requests = ()
     seen: Count = 0
     resolved: Count = 0
+    round: Count = 0
 
 
 class Heartbeat(_Message, frozen=True):
@@ -268,6 +270,7 @@ class Granted(_Message, frozen=True):
     shard_count: Count
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
+    round: Count = 0  # which of its replica's rounds of "latest" came to this version; 0: none
 
 
 class Visible(_Message, frozen=True):

@@ -128,7 +128,8 @@ class Session:
     claims: dict[ShardKey, None] = field(default_factory=dict)
     retain_newest: int | None = None
     seen: int = 0  # the newest version the hub has told us of
-    resolved: int = 0  # what our last "latest" was
+    resolved: int = 0  # what our replica's "latest" was, in our last round of it
+    round: int = 0
     heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -294,8 +295,8 @@ class Session:
                     reply.version, reply.layout, sources, asked.deadline, reply.shard_count
                 )
                 self.seen = max(self.seen, reply.version)
-                if asked.message.version == 0 or reply.version > self.resolved:  # a group that named one agrees on it
-                    self.resolved = reply.version
+                if reply.round:
+                    self.resolved, self.round = reply.version, reply.round
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
             case m.Wait(), m.Visible(_, version):
@@ -370,6 +371,7 @@ class Session:
                 pending=tuple(self.asked),
                 seen=self.seen,
                 resolved=self.resolved,
+                round=self.round,
             )
         )
 

@@ -87,11 +87,10 @@ class Transfer:
         # With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
         self._events: _Events = queue.SimpleQueue()
         self._readers: dict[tuple[int, bytes], _Reader] = {}  # by shard and source
-        self._closed: dict[int, list[_Reader]] = {}  # by shard; perhaps not yet ended: what they were asked for waits
         self._manifests: dict[int, Manifest] = {}
         self._slabs: dict[int, Slab] = {}
         self._placements: dict[int, list[reads.Move]] = {}
-        self._ended_readers: list[_Reader] = []
+        self._left: list[_Reader] = []  # closed, and perhaps still writing
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
         self._arrived_from = b""
@@ -193,7 +192,8 @@ class Transfer:
                 self._readers[key.shard, grant.session] = reader
                 reader.start()
             case replication.Read(shard, session, segments):
-                work = _Work(segments, self._closed.pop(shard, []))
+                self._left = [reader for reader in self._left if reader.lives()]
+                work = _Work(segments, [reader for reader in self._left if reader.shard == shard and reader.writes()])
                 reader = self._readers[shard, session]
                 reader.begin(work, self._manifests[shard], self._slabs[shard], self._placements[shard])
             case replication.Check(shard, session):
@@ -201,8 +201,7 @@ class Transfer:
             case replication.Close(shard, session):
                 reader = self._readers.pop((shard, session))
                 reader.close()
-                self._closed.setdefault(shard, []).append(reader)
-                self._ended_readers.append(reader)
+                self._left.append(reader)
             case replication.EndLease(request, shard, lost):
                 self._hub.end_lease(request, shard, lost=lost)
                 if shard is None:
@@ -244,7 +243,7 @@ class Transfer:
         future.add_done_callback(answered)
 
     def _join_all(self) -> None:
-        readers = [*self._readers.values(), *self._ended_readers]
+        readers = [*self._readers.values(), *self._left]
         for reader in readers:
             reader.close()
         for reader in readers:
@@ -259,7 +258,7 @@ class Transfer:
 
 @dataclass
 class _Work:
-    """Segments to read. after: readers that were asked for some of them before, and must have stopped writing."""
+    """Segments to read. after: readers that may have been asked for some of them before: they must have ended."""
 
     segments: tuple[int, ...]
     after: list[_Reader]
@@ -341,6 +340,13 @@ class _Reader:
             self._changed.notify()
         if link is not None:
             link.close()
+
+    def lives(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def writes(self) -> bool:
+        """Whether it was ever asked for bytes; if not, it may still be connecting, and nobody need wait for that."""
+        return self._into is not None
 
     def join(self) -> None:
         if self._thread is not None:
@@ -425,7 +431,8 @@ class _Reader:
         for segment in link.read(segments, slab, placement, deadline=self._deadline, more=self._more):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + STALL_S
-            self._busy -= 1
+            with self._changed:  # the machine's thread adds to it
+                self._busy -= 1
             waited = segment in getattr(link, "late", ())
             self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact, waited))
             if not intact:

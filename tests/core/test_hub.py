@@ -611,6 +611,25 @@ def test_a_recovering_hub_neither_declares_a_version_gone_nor_elects_a_converter
     assert sorted(stage.heard("a/0")) == [f"read 2 {CHECKPOINT} 0<-trainer/0 and convert", "refused VersionGone"]
 
 
+@pytest.mark.parametrize(("round_of_the_other", "text"), [(6, "read 3"), (7, "read 4")], ids=["behind", "beside"])
+def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_other: int, text: str) -> None:
+    """Both have read version 3 as the latest before; which of them did so again in round 7 only its number tells."""
+    stage = Stage(recovering=True)
+    for version in (3, 4):
+        stage.join(f"trainer-{version}/0", 2, holdings=(_half(version, 0),))
+        stage.join(f"trainer-{version}/1", 2, holdings=(_half(version, 1),))
+    stage.join("rollout/0", 2, resolved=3, round=7)
+    stage.join("rollout/1", 2, resolved=3, round=round_of_the_other)
+    stage.acquire("rollout/1", layouts=(RUNTIME,))
+    assert stage.heard("rollout/1")[0].startswith(text)
+    stage.acquire("rollout/0", layouts=(RUNTIME,))
+    assert stage.heard("rollout/0")[0].startswith("read 4")
+
+
+def _half(version: int, shard: int) -> m.Holding:
+    return m.Holding(ShardKey(version, RUNTIME, shard, 2), f"{version}/{shard}".encode().ljust(16, b"-"), 100)
+
+
 def test_an_unknown_worker_is_asked_who_it_is(stage: Stage) -> None:
     stage.sessions["stranger/0"] = b"s" * 16
     stage.tell("stranger/0", m.Heartbeat(stage.hub.session))

@@ -61,11 +61,11 @@ class Story:
     def end_lease(self, request: int, shard: int | None = None, lost: bool = False) -> list[object]:
         return self._plain(self.machine.handle(s.EndLease(request, shard, lost), self.now))
 
-    def acquire(self, *sources: bytes, deadline: float = 60.0, version: int = 0) -> int:
+    def acquire(self, *sources: bytes, deadline: float = 60.0, version: int = 0, round_: int = 0) -> int:
         """A lease on shard 0, 1, ... of version 1."""
         number = self.ask(m.Acquire, version, 0, (CHECKPOINT,), deadline, deadline=deadline)
         grants = tuple(grant(shard, session) for shard, session in enumerate(sources))
-        reply = m.Granted(number, 1, CHECKPOINT, len(grants), grants)
+        reply = m.Granted(number, 1, CHECKPOINT, len(grants), grants, round=round_)
         assert self.hear(reply) == [s.Answered(number, reply)]
         return number
 
@@ -187,7 +187,7 @@ def test_a_new_hub_is_told_all_there_is():
     story.publish(KEY)
     retain = story.ask(m.Retain, 3)
     story.hear(m.Done(retain))
-    lease = story.acquire(SOURCE)
+    lease = story.acquire(SOURCE, round_=4)
     waiting = story.ask(m.Wait, 9, 0, 60.0)
     claimed = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
     story.hear(m.Granted(claimed, 1, CHECKPOINT, 1, (grant(0, OTHER_SOURCE),), RUNTIME_KEY))
@@ -204,6 +204,7 @@ def test_a_new_hub_is_told_all_there_is():
         pending=(waiting,),
         seen=1,
         resolved=1,
+        round=4,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
 
@@ -281,13 +282,13 @@ def test_a_claim_ends_with_its_publication_or_when_it_is_abandoned():
 def test_latest_is_remembered_for_the_other_shards_of_the_replica():
     story = Story()
     story.acquire(SOURCE, version=1)
-    assert (story.machine.seen, story.machine.resolved) == (1, 1)  # its group has agreed on what it names
-    story.acquire(SOURCE, version=0)
-    assert story.machine.resolved == 1
+    assert (story.machine.seen, story.machine.resolved, story.machine.round) == (1, 0, 0)
+    story.acquire(SOURCE, round_=2)
+    story.acquire(SOURCE, version=1)  # by name, and not what its replica's last round came to
     number = story.ask(m.Wait, 0, 0, 5.0)
     story.hear(m.Visible(number, 7))
     hello = story.restart_hub()
-    assert (hello.seen, hello.resolved) == (7, 1)
+    assert (hello.seen, hello.resolved, hello.round) == (7, 1, 2)
 
 
 # --- publish and unpublish ---

@@ -19,7 +19,7 @@ import torch
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _wire, choices, create
+from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _wire, choices, create, shm
 from tensorhub_plugins.core.transports._wire import (
     CONTROL,
     HEADER,
@@ -362,7 +362,8 @@ def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(mo
 # --- shm ---
 
 
-def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it():
+def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it(monkeypatch):
+    monkeypatch.setattr(shm, "TOGETHER_S", 1000.0)
     tensors = {"a": torch.arange(5000, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int64)}
     with served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint), contextlib.ExitStack() as stack:
         readers = [stack.enter_context(contextlib.closing(ShmTransport())) for _ in range(3)]
@@ -383,13 +384,26 @@ def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it
             assert all(torch.equal(slab.tensors()[name], tensor) for name, tensor in tensors.items())
         tensors["a"].zero_()  # what a publisher must not do: the copy is as it was published
         assert all(link.check(deadline=soon()) for link in later)
-        manifest = later[0].open(
-            KEY, 1, deadline=soon()
-        )  # the copy went with its last reader: a new one, of torn bytes
+        manifest = later[0].open(KEY, 1, deadline=soon())  # the copy went with its last reader: one of torn bytes
         list(later[0].read([0], slabs[0], manifest.offsets, deadline=soon()))
         assert later[0].digest(0) != manifest.digest(0)
         offer.withdraw()
         assert offer.active_readers == 0 and not later[0].check(deadline=soon())
+
+
+def test_shm_stages_nothing_for_readers_that_come_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(shm, "TOGETHER_S", 0.0)
+    with (
+        served(ShmTransport(), {"a": torch.arange(100)}, kind="adopted") as (offer, endpoint),
+        contextlib.closing(ShmTransport()) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        for _ in range(3):
+            with pytest.raises(NotServable, match="adopted"):
+                link.open(KEY, 1, deadline=soon())
+        elsewhere = offer.attach(lambda: None)  # somebody reads over tcp
+        assert link.open(KEY, 1, deadline=soon()) == offer.manifest
+        offer.detach(elsewhere)
 
 
 def test_shm_does_not_serve_adopted_memory_and_tcp_does():

@@ -47,7 +47,6 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}
     assert not rare, f"the runs do not exercise {rare}"
-    assert total["split_by_a_restart"] <= SEEDS / 100
 
 
 def test_a_seed_is_the_same_run_every_time() -> None:
@@ -83,13 +82,12 @@ def crossings(seeds: range) -> tuple[int, int]:
 
 def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not exactly one: who comes when all near it have gone on to the next version reads from afar again."""
-    times, different = crossings(range(40))
-    assert different > 100 and times <= 1.1 * different
-    monkeypatch.setattr(
-        placement, "_circles", lambda reader: [(False, [(("all",), 0.0)])]
-    )  # the control: all are alike
-    careless, _ = crossings(range(40))
-    assert careless > times
+    times, different = crossings(range(24))
+    assert different > 100 and times <= 1.05 * different
+    everywhere: list[tuple[bool, list[tuple[tuple[str, ...], float]]]] = [(False, [(("all",), 0.0)])]
+    monkeypatch.setattr(placement, "_circles", lambda reader: everywhere)  # the control: near and far are alike
+    careless, _ = crossings(range(24))
+    assert careless > 1.5 * times
 
 
 # --- negative controls: a rule is broken on purpose, and it must be that rule that is reported ---

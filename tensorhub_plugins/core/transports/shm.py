@@ -4,9 +4,9 @@ The source passes its allocated slab's memfd, opened read-only, over a UNIX sock
 to connect to it is what "the same host" means here: containers that share no network namespace use tcp. The
 conversation is that of tcp, with segment headers that mean "ready" and no bytes behind them.
 
-Adopted memory is nobody's to share. Its first reader on this host is sent away, to tcp. When a second one comes, the
-source copies the shard into a slab of its own while they read, segment by segment as the first of them gets there, and
-keeps that until the last of them has gone: two copies for each reader become one, and one for all.
+Adopted memory is nobody's to share. Its first reader on this host is sent away, to tcp. When another comes beside it,
+the source copies the shard into a slab of its own while they read, segment by segment as the first of them gets there,
+and keeps that until the last of them has gone: two copies for each reader become one, and one for all.
 
 The reader uses preadv, not a mapping. For memory that is read once it is faster than page faults (9 against 8 GB/s on
 two cores; only a mapping kept from read to read is faster still, and it would pin memory its owner has long given up),
@@ -50,7 +50,7 @@ from tensorhub_plugins.core.values import Manifest
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
-STAGED_FROM_READERS = 2  # on this host
+TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
 WINDOW = 8  # segments being copied or waiting to be yielded; what a given-up read still has to wait for
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -242,7 +242,7 @@ class _ShmDialect(Dialect):
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._asked: weakref.WeakKeyDictionary[Offer, int] = weakref.WeakKeyDictionary()
+        self._refused_at: weakref.WeakKeyDictionary[Offer, float] = weakref.WeakKeyDictionary()
         self._stages: weakref.WeakKeyDictionary[Offer, _Stage] = weakref.WeakKeyDictionary()
         self._reading: dict[Channel, Offer] = {}  # through a stage
 
@@ -250,10 +250,13 @@ class _ShmDialect(Dialect):
         if offer.slab.shared_fd is not None:
             return None
         with self._guard:
-            self._asked[offer] = self._asked.get(offer, 0) + 1
-            if self._asked[offer] < STAGED_FROM_READERS:
-                return "its tensors lie in memory that was adopted, or cannot be shared"
-        return None
+            now = time.monotonic()
+            refused_at = self._refused_at.get(offer)
+            together = refused_at is not None and (offer.active_readers or now - refused_at < TOGETHER_S)
+            if offer in self._stages or (together and offer.slab.kind == "adopted"):
+                return None
+            self._refused_at[offer] = now
+        return "its tensors lie in memory that was adopted, or cannot be shared"
 
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         fd = offer.slab.shared_fd
