@@ -92,7 +92,9 @@ class Link(Protocol):
     other than VersionGone and NotServable it is closed.
 
     heard_at (optional): time.monotonic() of the source's last sign of life, which may be that it waits for bytes
-    itself; without it only a segment that arrives is one. digests: whether `read` computes them, for `digest`.
+    itself; without it only a segment that arrives is one. alive_at, late (optional): when it last said that it waits,
+    and the segments of this read for which it did: what waits is not slow. digests: whether `read` computes them, for
+    `digest`.
     """
 
     digests: bool

@@ -81,6 +81,8 @@ class MemoryLink:
         self._closed = False
         self.digests = True
         self.heard_at = time.monotonic()  # the source's last sign of life
+        self.alive_at = 0.0  # when it last waited itself
+        self.late: set[int] = set()  # segments of this read that it had to wait for
 
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         self._check_open("open")
@@ -108,6 +110,7 @@ class MemoryLink:
             if not 0 <= segment < self._offer.manifest.segment_count:
                 raise UsageError(f"there is no segment {segment} in a shard of {self._offer.manifest.segment_count}")
         self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
+        self.late.clear()
         return self._read(self._offer, self._plan, deque(segments), deadline, more)
 
     def _read(self, offer: Offer, plan: ReadPlan, due: deque[int], deadline: float, more: More | None) -> Iterator[int]:
@@ -136,7 +139,8 @@ class MemoryLink:
     def _await(self, offer: Offer, segment: int, deadline: float) -> None:
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
             self._check_open("read")
-            self.heard_at = time.monotonic()  # it shares this process
+            self.heard_at = self.alive_at = time.monotonic()  # it shares this process
+            self.late.add(segment)
             if time.monotonic() >= deadline:
                 break
         if time.monotonic() >= deadline:
