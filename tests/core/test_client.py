@@ -7,9 +7,12 @@ still on its way to it (`hold_back`), and `progress` counts what its readers hav
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -705,6 +708,31 @@ def test_the_only_source_is_killed_in_the_middle(stage, progress):
     assert (error.version, error.peer, error.deadline_s) == (1, "near/0", 2.0) and error.phase
     assert time.monotonic() - began < 2.0 + LATE_S and len(progress.of("rollout")) == HELD
     assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
+
+
+def test_a_connection_over_a_long_way_is_reset_and_the_transfer_goes_on_where_it_was(stage, progress):
+    trainer = stage.client("trainer", location=Location("another dc"))
+    rollout = stage.client("rollout")
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    (link,) = rollout._transports["tcp"]._links
+    channels = link._channels
+    assert len(channels) == transfer.WAN_STREAMS
+    reset(channels[1].sock)
+    let_go(trainer, 1)
+    fetched = reading.result(SOON_S)
+    assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.sources == {"trainer/0": SIZE}
+    assert len(fetched.report.losses) == 1
+    assert sorted(progress.of("rollout")) == list(range(SEGMENTS))  # what had arrived was not read again
+
+
+def reset(sock: socket.socket) -> None:
+    """End this TCP connection as a broken middlebox does: connecting to nowhere sends a reset."""
+    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.connect(sock.fileno(), nowhere, len(nowhere)), os.strerror(ctypes.get_errno())
 
 
 def test_a_frozen_source_is_left_after_a_while(stage, progress, monkeypatch):
