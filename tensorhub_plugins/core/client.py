@@ -398,10 +398,11 @@ class Client:
 
     def close(self) -> None:
         """Leave: readers are cut off and go elsewhere. Closing twice is fine."""
-        with self._lock:
+        with self._shelved:
             if self._closed:
                 return
             self._closed = True
+            self._shelved.notify_all()
         self._hub.close()
         self._close_local()
 

@@ -47,6 +47,7 @@ CLAIM_S = 120.0  # reading and converting the largest models takes less; a dead 
 READERS_PER_SOURCE_MAX = 16  # beyond that one source's link is shared so thinly that waiting for a peer is faster
 UPLINK_READERS_MAX = 32  # leases that cross into one data centre: as many as a large model has shards
 TIMERS_SWEPT_EVERY = 100_000
+ANY = 0  # in the place of a version
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 FRUITLESS_MAX = 4  # of readers that wait for the same: when so many cannot be served, nor can the rest
 PENDING_PER_SESSION_MAX = 256
@@ -134,7 +135,7 @@ class Pending:
     deadline: float
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
-    waits_for: tuple[Version, object] | None = None  # the version and the line in which it stands
+    line: tuple[int, object] | None = None  # in which it stands
 
 
 @dataclass(eq=False)
@@ -170,8 +171,6 @@ class Version:
     # (layout, shard_count, shard) -> root, size in bytes
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
-    lines: dict[object, dict[tuple[bytes, int], Pending]] = field(default_factory=dict)
-    # Acquires that found no source, by what they need: when the first of a line is not served, nor is the rest
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
@@ -227,9 +226,10 @@ class History:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
     # What `_settle` has to look at, and nothing else: it runs after every message, and thousands may wait.
     due: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # these requests
-    invisible: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # wait for a version to be visible
-    stirred: bool = False  # a version became visible or was lost: all that are `invisible`
-    changed: dict[int, bool] = field(default_factory=dict)  # versions; True: it may have room for readers now
+    changed: dict[int, bool] = field(default_factory=dict)  # and the lines of these versions; True: there may be room
+    lines: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
+    # Who waits, by version and by what it needs of it: when the first of a line find no source, nor do the others.
+    # Version ANY: for a version to become visible.
 
     def retained(self) -> set[int]:
         visible = sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
@@ -551,8 +551,9 @@ class Hub:
             worker.depth.pop(key, None)
         self._reconsider(worker, key)
         if mine.complete and not version.visible and (mine.was_read or self._replica_is_whole(version, worker, key)):
-            version.visible = history.stirred = True
+            version.visible = True
             history.newest_visible = max(history.newest_visible, key.version)
+            self._change(history, ANY, room=False)
             self._effects.append(Log(f"{history.run}/{history.model}: version {key.version} is visible"))
         return None
 
@@ -758,7 +759,7 @@ class Hub:
     def _forget_pending(self, pending: Pending) -> None:
         history, key = pending.worker.history, (pending.worker.session, pending.message.request)
         pending.worker.pending.pop(pending.message.request, None)
-        for queue in (history.waiting, history.due, history.invisible):
+        for queue in (history.waiting, history.due):
             queue.pop(key, None)
         self._leave_line(pending)
 
@@ -770,30 +771,25 @@ class Hub:
             if isinstance(pending.message, m.Unpublish):
                 history.due.pop((pending.worker.session, pending.message.request), None)
                 self._answer(pending, self._try_unpublish(pending, pending.message, now))
-        while history.changed or history.due or history.stirred:
+        while history.changed or history.due:
             changed, history.changed = history.changed, {}
             self._lose_versions(history, changed, now)
             due, history.due = history.due, {}
-            stirred, history.stirred = history.stirred, False
-            if stirred:
-                due.update(history.invisible)
-            for number in changed:  # those of a version that is gone now
-                version = history.versions.get(number)
-                if version is None or not version.visible:
-                    for line in list(version.lines.values() if version else ()):
+            for number in changed:
+                if not self._is_visible(history, number):
+                    for line in history.lines.get(number, {}).values():
                         due.update(line)
             for pending in _in_order(due):
                 self._try(pending, now)
             for number, room in changed.items():
-                version = history.versions.get(number)
-                if version is not None and version.visible and room:
-                    self._serve_lines(version, now)
-            self._forget_old_versions(history, list(history.versions) if stirred else changed)
+                if room and self._is_visible(history, number):
+                    self._serve_lines(history, number, now)
+            self._forget_old_versions(history, list(history.versions) if ANY in changed else changed)
         if not history.workers:
             self.histories.pop((history.run, history.model), None)
 
-    def _serve_lines(self, version: Version, now: float) -> None:
-        for line in list(version.lines.values()):
+    def _serve_lines(self, history: History, number: int, now: float) -> None:
+        for line in list(history.lines.get(number, {}).values()):
             fruitless = 0
             for pending in list(line.values()):
                 fruitless += not self._try(pending, now)
@@ -822,45 +818,40 @@ class Hub:
     def _stand_in_line(self, pending: Pending) -> None:
         """Where it is found when what it needs may have come."""
         worker, history, message = pending.worker, pending.worker.history, pending.message
-        key = (worker.session, message.request)
-        number = 0
-        if isinstance(message, m.Acquire):
+        number, need = ANY, None
+        if isinstance(message, m.Acquire) and self._is_visible(history, message.version or pending.version):
             number = message.version or pending.version
-        version = history.versions.get(number)
-        if version is None or not version.visible or not isinstance(message, m.Acquire):
+            need = self._need(worker, message, number)
+        if pending.line != (number, need):
             self._leave_line(pending)
-            history.invisible[key] = pending
-            return
-        history.invisible.pop(key, None)
-        special = bool(message.avoid or message.exclude or message.shards or worker.readers)
-        special = special or any(held.version == number for held in worker.holdings)
+            pending.line = number, need
+            line = history.lines.setdefault(number, {}).setdefault(need, {})
+            line[worker.session, message.request] = pending
+
+    @staticmethod
+    def _need(worker: Worker, acquire: m.Acquire, number: int) -> object:
+        """Equal for those who can be served by the same sources."""
         hello = worker.hello
-        need: object = (
-            key
-            if special
-            else (
-                message.layouts,
-                message.serve,
-                message.claim and hello.replica,
-                hello.shard,
-                hello.shard_count,
-                hello.location.data_center,
-            )
-        )
-        if pending.waits_for != (version, need):
-            self._leave_line(pending)
-            version.lines.setdefault(need, {})[key] = pending
-            pending.waits_for = version, need
+        if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
+            return worker.session, acquire.request
+        if any(held.version == number for held in worker.holdings):
+            return worker.session, acquire.request
+        claim = hello.replica if acquire.claim else None
+        place = hello.location.data_center
+        return acquire.layouts, acquire.serve, claim, hello.shard, hello.shard_count, place
 
     @staticmethod
     def _leave_line(pending: Pending) -> None:
-        if pending.waits_for is not None:
-            version, need = pending.waits_for
-            line = version.lines.get(need, {})
-            line.pop((pending.worker.session, pending.message.request), None)
-            if not line:
-                version.lines.pop(need, None)
-            pending.waits_for = None
+        if pending.line is None:
+            return
+        (number, need), pending.line = pending.line, None
+        lines = pending.worker.history.lines
+        line = lines[number][need]
+        del line[pending.worker.session, pending.message.request]
+        if not line:
+            del lines[number][need]
+        if not lines[number]:
+            del lines[number]
 
     def _answer(self, pending: Pending, reply: m.Reply | None) -> None:
         if reply is not None:
@@ -874,7 +865,7 @@ class Hub:
             version = history.versions.get(number)
             if version is not None and version.visible and not version.is_held():
                 version.visible = False
-                history.stirred = True
+                self._change(history, ANY, room=False)
                 if version.number == history.newest_visible:
                     self._effects.append(
                         Log(f"{history.run}/{history.model}: version {version.number} is lost with its last holder")
@@ -1291,13 +1282,14 @@ class Hub:
                     assert claim.worker.session in self.workers
                 for sources in version.sources.values():
                     assert all(session in self.workers for session in sources.sessions())
-                for need, line in version.lines.items():
-                    assert line and all(pending.waits_for == (version, need) for pending in line.values())
+            for number, lines in history.lines.items():
+                assert lines and all(lines.values())
+                for need, line in lines.items():
+                    assert all(pending.line == (number, need) for pending in line.values())
             for (session, request), pending in history.waiting.items():
                 assert self.workers[session].pending[request] is pending
                 # Whoever waits is found when what he waits for comes.
-                stands = (session, request) in history.invisible or pending.waits_for is not None
-                assert stands or isinstance(pending.message, m.Unpublish)
+                assert pending.line is not None or isinstance(pending.message, m.Unpublish)
         for place, crossing in self._crossings.items():
             assert min(crossing.values(), default=1) > 0, place
 
