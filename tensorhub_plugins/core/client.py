@@ -305,12 +305,6 @@ class Client:
         read into a `fetch`ed slab instead). Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, or
         UsageError naming the tensor that does not fit.
         """
-        with self._lock:
-            for key, offer in self._offers.items():
-                if offer.slab.kind == "adopted" and _share_memory(offer.slab, tensors):
-                    raise UsageError(
-                        "these tensors are published: unpublish that version before they change", version=key.version
-                    )
         targets = _InPlace(self, tensors, parts, serve=serve)
         outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
         targets.complete()
@@ -324,29 +318,32 @@ class Client:
         deadline_s: float = 60.0,
         converts: bool = True,
         serve: bool = False,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
 
         converts: when nobody has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
         layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
         serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
+        into: tensors for layouts[0], which is read in place, as by `replicate`; Fetched has no slabs then.
         """
         if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
             raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
-        targets = _Allocated(self, serve=serve)
+        targets = _Allocated(self, serve=serve) if into is None else _Either(self, into, layouts[0], serve=serve)
         outcome = self._transfer(targets, version, tuple(layouts), deadline_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
         if outcome.claimed is not None and not chosen:
             self.abandon(outcome.version, layouts[0])
         targets.complete()
+        slabs = {} if into is not None and outcome.layout == layouts[0] else targets.slabs
         return Fetched(
             outcome.version,
             outcome.layout,
-            targets.slabs,
+            slabs,
             outcome.manifests,
             _report(outcome),
             layouts[0] if chosen else None,
-            self._releaser(list(targets.slabs.values())),
+            self._releaser(list(slabs.values())),
         )
 
     def abandon(self, version: int, layout: str) -> None:
@@ -707,6 +704,12 @@ class _InPlace(_Targets):
         self, client: Client, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None, *, serve: bool
     ) -> None:
         super().__init__(client, serve=serve)
+        with client._lock:
+            for key, offer in client._offers.items():
+                if offer.slab.kind == "adopted" and _share_memory(offer.slab, tensors):
+                    raise UsageError(
+                        "these tensors are published: unpublish that version before they change", version=key.version
+                    )
         self._tensors = tensors
         self._parts = dict(parts or {})
         # What cannot be a target is refused before anything moves.
@@ -714,10 +717,14 @@ class _InPlace(_Targets):
         self._sources: dict[int, tuple[TensorSpec, ...]] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        self.check(key, manifest)
+        return super().prepare(key, manifest)
+
+    def check(self, key: ShardKey, manifest: Manifest) -> None:
+        """Raise UsageError for tensors that would not fit, or would be missing."""
         self._sources[key.shard] = manifest.tensors
         if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
             check_cover(self._sources, self._wanted)
-        return super().prepare(key, manifest)
 
     def _memory(self, manifest: Manifest) -> Slab:
         names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
@@ -745,6 +752,28 @@ class _Allocated(_Targets):
             slab.mark_written()
         self._client._fetched.update(self.slabs.values())
         super().complete()
+
+
+class _Either(_Allocated):
+    """One layout in place, any other in memory of its own."""
+
+    def __init__(self, client: Client, tensors: Mapping[str, torch.Tensor], layout: str, *, serve: bool) -> None:
+        super().__init__(client, serve=serve)
+        self._tensors, self._layout = _InPlace(client, tensors, None, serve=False), layout
+        self._in_place = True
+
+    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        self._in_place = key.layout == self._layout
+        if self._in_place:
+            self._tensors.check(key, manifest)
+        return super().prepare(key, manifest)
+
+    def _memory(self, manifest: Manifest) -> Slab:
+        return self._tensors._memory(manifest) if self._in_place else super()._memory(manifest)
+
+    def restart(self) -> None:
+        super().restart()
+        self._tensors.restart()
 
 
 # --- small things ---

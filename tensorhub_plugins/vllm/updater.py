@@ -299,6 +299,11 @@ class Updater:
         with self._lock:
             self._version = 0
 
+    def replaced(self) -> None:
+        """All weights have come from elsewhere, whole, after an install that failed; they are no version."""
+        with self._lock:
+            self._version, self._broken, self._error, self._report = 0, None, None, None
+
     def before_foreign_change(self, what: str) -> None:
         """Somebody else is about to change the weights or move them away: nobody may read them any more."""
         deadline_s = self.config.serve_deadline_s
@@ -356,24 +361,29 @@ class Updater:
                 return _Staged(version, None)
             # Nobody has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
             # and whoever converts needs the checkpoint in host memory anyway.
-        return self._fetch_to_host(version, (self.place.layout, CHECKPOINT), deadline)
-
-    def _fetch_to_host(self, version: int, layouts: tuple[str, ...], deadline: float) -> _Staged:
-        began = time.monotonic()
-        fetched = self._client.fetch(
-            version,
-            layouts,
-            deadline_s=_left(deadline),
-            serve=self.config.source == "host",
-        )
-        staged = _Staged(version, fetched, fetched.report)
-        if fetched.layout == self.place.layout:
+        staged = self._get(version, (self.place.layout, CHECKPOINT), deadline, serve=self.config.source == "host")
+        if staged.fetched is not None and staged.fetched.layout == self.place.layout:
             try:
-                runtime.check_same_tensors(runtime.tensors(self._model), fetched.tensors())
+                runtime.check_same_tensors(runtime.tensors(self._model), staged.fetched.tensors())
             except UsageError:
                 self._drop(staged)
                 raise
-        return self._note(staged, time.monotonic() - began)
+        return staged
+
+    def _get(
+        self,
+        version: int,
+        layouts: tuple[str, ...],
+        deadline: float,
+        *,
+        serve: bool,
+        into: dict[str, torch.Tensor] | None = None,
+    ) -> _Staged:
+        began = time.monotonic()
+        fetched = self._client.fetch(version, layouts, deadline_s=_left(deadline), serve=serve, into=into)
+        return self._note(
+            _Staged(version, fetched if fetched.slabs else None, fetched.report), time.monotonic() - began
+        )
 
     def _drop(self, staged: _Staged) -> None:
         """Let go of bytes that will not be installed, or are not needed any more."""
@@ -385,10 +395,9 @@ class Updater:
                 return
             if fetched.converts is not None:
                 self._client.abandon(fetched.version, fetched.converts)
-            if self.config.source == "host":
+            if self.config.source == "host" or fetched.layout != self.place.layout:
                 self._client.unpublish(fetched.version, fetched.layout)
-            else:
-                fetched.release()
+            fetched.release()
         except TensorHubError as error:
             logger.warning("%s: version %d was not let go of: %s", self._name, staged.version, error)
 
@@ -413,16 +422,10 @@ class Updater:
         """Write the model, and return what it was written with; `_staged` is what must be let go of on failure."""
         self._converted_by = None
         if staged.fetched is None:
-            try:
-                # Half of the time, so that there is some left for the other way.
-                return self._replicate(staged.version, time.monotonic() + _left(deadline) / 2)
-            except TensorHubError as error:
-                # The peers with our layout are gone; others may have the checkpoint.
-                logger.warning("%s: version %d: not read in place: %s", self._name, staged.version, error)
-            staged = self._fetch_to_host(staged.version, (CHECKPOINT,), deadline)
-            with self._lock:
-                self._staged = staged
-        assert staged.fetched is not None
+            staged = self._read_in_place(staged.version, deadline)
+            if staged.fetched is None:
+                runtime.refresh_scalars(self._model)
+                return staged
         tensors = staged.fetched.tensors()
         if staged.fetched.layout == self.place.layout:
             runtime.copy_tensors(runtime.tensors(self._model), tensors)
@@ -431,18 +434,20 @@ class Updater:
             self._converted_by = self._conversion.install(tensors)
         return staged
 
-    def _replicate(self, version: int, deadline: float) -> _Staged:
-        """Read into the live weights themselves, and serve from there."""
-        live = runtime.tensors(self._model)
-        in_host_memory = self.config.source == "host"  # then a snapshot is served, once the engine goes on
-        report = self._client.replicate(
-            live, version, self.place.layout, deadline_s=_left(deadline), serve=not in_host_memory
-        )
-        runtime.refresh_scalars(self._model)
-        staged = _Staged(version, None, report)
+    def _read_in_place(self, version: int, deadline: float) -> _Staged:
+        """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""
+        live, in_host_memory = runtime.tensors(self._model), self.config.source == "host"
+        try:
+            # Half of the time: it may be over before the hub has noticed that a peer is dead.
+            first = time.monotonic() + _left(deadline) / 2
+            layouts = (self.place.layout, CHECKPOINT)
+            staged = self._get(version, layouts, first, serve=not in_host_memory, into=live)
+        except TensorHubError as error:
+            logger.warning("%s: version %d: not read in place: %s", self._name, version, error)
+            staged = self._get(version, (CHECKPOINT,), deadline, serve=in_host_memory)
         with self._lock:
             self._staged = staged
-        return self._note(staged, sum(report.seconds.values()))
+        return staged
 
     def _note(self, staged: _Staged, seconds: float) -> _Staged:
         """Keep the report for `poll` and tell the event log."""
@@ -520,10 +525,10 @@ class Updater:
             return
         if fetched.converts is not None and self._served != staged.version:
             self._client.abandon(staged.version, layout)
-        if self.config.source == "live":
-            fetched.release()
-        elif fetched.layout != layout:
+        if fetched.layout != layout:
             self._client.unpublish(staged.version, fetched.layout, deadline_s=self.config.serve_deadline_s)
+        if fetched.layout != layout or self.config.source == "live":
+            fetched.release()
 
     def _verify(self, staged: _Staged) -> None:
         """Hash what the model really holds. Nothing writes it now: the next install waits for this thread."""

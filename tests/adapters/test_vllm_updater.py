@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from client_processes import hold_back, let_go
 
-from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, UsageError, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, ShardKey, UsageError, start_server
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
 
@@ -226,8 +229,9 @@ def test_a_direct_install_whose_peer_is_gone_converts(engines: Engines) -> None:
         update(first, 1)
         assert fetch(second, 1) == "ready" and second.poll()["report"] is None
         first.close()
-        result = second.install(1, 4.0)
+        result = second.install(1, 10 * DEADLINE_S)
         assert result["installed"] and result["layout"] == CHECKPOINT
+        assert result["seconds"] < DEADLINE_S  # it asks for what is there, and does not wait for what was
         assert value(second) == 1.0
         wait_until(lambda: not second.poll()["serving"])
         assert second.poll()["served_version"] == 1
@@ -369,6 +373,23 @@ def test_what_came_from_elsewhere_is_served_as_a_version(engines: Engines) -> No
     wait_until(lambda: not first.poll()["serving"])
     assert first.poll()["version"] == 3
     assert update(second, 3)["layout"] == LAYOUT and value(second) == 5.0
+
+
+def test_an_engine_falls_asleep_when_nobody_reads_it_any_more(engines: Engines) -> None:
+    sleeper = engines("sleeper", serve_from="live")
+    with engines.trainer() as trainer, engines.trainer("reader") as reader, ThreadPoolExecutor(2) as threads:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(sleeper, 1)
+        hold_back(sleeper._client, 1, 0, LAYOUT)
+        reading = threads.submit(reader.fetch, 1, (LAYOUT,), deadline_s=DEADLINE_S)
+        wait_until(lambda: sleeper._client.find(ShardKey(1, LAYOUT)).active_readers)
+        sleeping = threads.submit(sleeper.fall_asleep)
+        with pytest.raises(FutureTimeout):
+            sleeping.result(0.5)
+        assert not reading.done()
+        let_go(sleeper._client, 1, LAYOUT)
+        sleeping.result(DEADLINE_S)
+        assert reading.result(DEADLINE_S).tensors()["fused"].unique().tolist() == [1.0]
 
 
 def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:

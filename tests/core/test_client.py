@@ -613,6 +613,30 @@ def test_a_fetch_that_fails_gives_its_claim_back(stage):
     assert second.fetch(layouts=(RUNTIME, CHECKPOINT)).converts == RUNTIME
 
 
+@pytest.mark.parametrize("peer_stays", [True, False])
+def test_a_layout_read_in_place_gives_way_to_another_when_its_holders_are_gone(stage, progress, peer_stays):
+    trainer, peer, reader = (stage.client(name) for name in ("trainer", "peer", "reader"))
+    trainer.publish(1, tensors_of(1))
+    fused, mine = {"fused": tensors_of(2)["embed"]}, {"fused": torch.zeros_like(tensors_of(2)["embed"])}
+    peer.publish(1, fused, RUNTIME)
+    hold_back(peer, 1, 2, RUNTIME)
+    reading = stage.begin(reader.fetch, layouts=(RUNTIME, CHECKPOINT), into=mine, serve=True, deadline_s=SOON_S)
+    progress.wait("reader", 2)
+    assert not mine["fused"].eq(0).all() and not reading.done()
+    if peer_stays:
+        let_go(peer, 1, RUNTIME)
+        fetched = reading.result(SOON_S)
+        assert (fetched.layout, fetched.slabs, fetched.converts) == (RUNTIME, {}, None)
+        assert same_bytes(mine, fused) and holders(trainer, 1, RUNTIME) == ("peer/0", "reader/0")
+    else:
+        peer.close()
+        fetched = reading.result(SOON_S)  # at once, not at the deadline
+        assert (fetched.layout, fetched.converts) == (CHECKPOINT, RUNTIME)
+        assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.sources == {"trainer/0": SIZE}
+        assert not same_bytes(mine, fused)  # the caller converts
+        assert reader.serving() == [ShardKey(1, CHECKPOINT)]
+
+
 # --- a reader becomes a source ---
 
 
