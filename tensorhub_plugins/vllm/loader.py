@@ -14,8 +14,11 @@ A draft model is none of the store's business and comes from disk.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import msgspec
@@ -26,13 +29,15 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensorhub_plugins.core.client import Client
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.values import CHECKPOINT, LATEST
+from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError
+from tensorhub_plugins.core.values import CHECKPOINT, LATEST, VersionInfo
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.updater import Updater, WorkerConfig, agreed
 from tensorhub_plugins.vllm.worker import configure, engine_gather, extend, join
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+FILL_THREADS_MAX = 8  # more wait for each other in the kernel
 
 
 class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,7 +47,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     version: int | Literal["latest"] = LATEST
-    disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all
+    disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
     start_deadline_s: float = 600.0  # for the first version to appear and arrive
     follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine.py
@@ -61,6 +66,14 @@ def parse(options: Any, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | N
     if start.disk == "only" and not options and not start.follow:
         return start, None
     return start, configure({"serve_from": "live", **options}, vllm_config)
+
+
+class _Verdict(enum.IntEnum):
+    """After a failed read, in all workers of the engine."""
+
+    FAIL = 0
+    AGAIN = 1
+    DISK = 2
 
 
 class TensorHubModelLoader(BaseModelLoader):
@@ -99,10 +112,12 @@ class TensorHubModelLoader(BaseModelLoader):
         made = time.monotonic()
         if joining is not None:
             updater = join(joining, model, vllm_config)
+            if not on_disk and not _read(start, joining, updater, began + start.start_deadline_s):
+                runtime.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
+                updater.replaced()
+                on_disk = True
             if on_disk:
                 _serve_what_was_on_disk(start, joining, updater)
-            else:
-                _read(start, updater, began + start.start_deadline_s)
         logger.info(
             "weights from %s: model made in %.2f s, then %.2f s",
             "disk" if on_disk else "the store",
@@ -125,19 +140,48 @@ def _check_made(model: torch.nn.Module) -> None:
 
 
 def _fill_with_zeros(model: torch.nn.Module) -> None:
-    """So that what kernels make of the weights before there are any is defined, and the same everywhere."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if not parameter.is_meta:
-                parameter.zero_()
+    """So that what kernels make of the weights before there are any is defined, and the same everywhere.
+
+    By several threads: what takes its time is that the memory is touched for the first time.
+    """
+
+    def fill(parameter: torch.nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.zero_()
+
+    with ThreadPoolExecutor(min(FILL_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(fill, (parameter for parameter in model.parameters() if not parameter.is_meta)))
 
 
-def _read(start: StartConfig, updater: Updater, deadline: float) -> None:
-    left = max(0.0, deadline - time.monotonic())
-    version = updater.resolve(left) if start.version == LATEST else int(start.version)
-    result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
-    if not result["installed"]:
-        raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
+def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: float) -> bool:
+    """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
+
+    A version that is lost or superseded while it is read is no reason not to start: there may be another.
+    """
+    lost = ""
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            version = updater.resolve(left) if start.version == LATEST else int(start.version)
+        except NotPublished as error:
+            raise NotPublished(f"{error.message}{lost}", deadline_s=start.start_deadline_s) from error
+        result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
+        if result["installed"]:
+            break
+        verdict = _Verdict.FAIL
+        if updater.place.shard == 0:
+            held = {info.version for info in _versions(joining) if info.visible}
+            if not held and start.disk == "fallback":
+                verdict = _Verdict.DISK
+            elif version not in held and start.version == LATEST and time.monotonic() < deadline:
+                verdict = _Verdict.AGAIN
+        verdict = _Verdict(agreed(updater.gather, verdict))
+        if verdict == _Verdict.FAIL:
+            raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
+        lost = f"; version {version} was lost on the way: {result['error']}"
+        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "another version", lost)
+        if verdict == _Verdict.DISK:
+            return False
     report = result["report"]
     logger.info(
         "version %d as %s from %s: %.1f MB by %s in %.3f s",
@@ -148,6 +192,7 @@ def _read(start: StartConfig, updater: Updater, deadline: float) -> None:
         ", ".join(report["transports"]),
         result["seconds"],
     )
+    return True
 
 
 def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any) -> bool:
@@ -155,19 +200,14 @@ def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any
     if start.disk != "fallback":
         return start.disk == "only"
     gather, place = engine_gather(vllm_config)
-    found = 0
-    if place == 0:
-        with _visitor(joining) as client:
-            found = max((info.version for info in client.versions() if info.layouts), default=0)
-    return agreed(gather, found) == 0
+    return not agreed(gather, place == 0 and any(info.layouts for info in _versions(joining)))
 
 
 def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: Updater) -> None:
     """Under the number that the configuration gives it, unless somebody else has given that number away."""
     if not start.disk_version:
         return
-    with _visitor(joining, f"start-{updater.place.shard}") as client:
-        held = {info.version: info.layouts for info in client.versions()}
+    held = {info.version: info.layouts for info in _versions(joining, f"start-{updater.place.shard}")}
     taken = max(held, default=0) > start.disk_version or CHECKPOINT in held.get(start.disk_version, ())
     if agreed(updater.gather, taken):
         logger.warning("the weights from disk are not served: the store has versions of its own by now")
@@ -175,13 +215,14 @@ def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: 
         updater.adopt(start.disk_version)
 
 
-def _visitor(joining: WorkerConfig, name: str = "start") -> Client:
-    """Asks a question and goes."""
-    return Client(
+def _versions(joining: WorkerConfig, visitor: str = "start") -> list[VersionInfo]:
+    """What the store has; asked by a visitor, who goes again."""
+    with Client(
         joining.hub,
         run=joining.run,
         model=joining.model,
-        replica=f"{joining.replica}-{name}",
+        replica=f"{joining.replica}-{visitor}",
         transports=("tcp",),
         connect_deadline_s=joining.connect_deadline_s,
-    )
+    ) as client:
+        return client.versions()

@@ -97,6 +97,7 @@ def hub() -> Iterator[Server]:
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
     monkeypatch.setattr(runtime, "reload_checkpoint", lambda model, config, named: _fill(model, named))
+    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, config: None)
     ends: list[Callable[[], Any]] = []
 
     def start(when: str, **options: Any) -> Core:

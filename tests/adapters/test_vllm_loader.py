@@ -35,7 +35,8 @@ def from_disk(model: Path) -> Iterator[Engine]:
 
 def start(model: Path, hub: Server, **options: Any) -> Engine:
     extra = {"hub": hub.address, "model": "actor", **options.pop("extra", {})}
-    return Engine(model, extension=None, load_format="tensorhub", model_loader_extra_config=extra, **options)
+    settings = {"extension": None, "load_format": "tensorhub", "model_loader_extra_config": extra, **options}
+    return Engine(model, **settings)
 
 
 def runtime_digests(engine: Engine) -> list[dict[str, str]]:
@@ -105,7 +106,8 @@ def test_what_cannot_start_says_why(models: Any, bare: Any, hub: Server) -> None
 def test_a_sleeping_engine_is_no_source_and_comes_back(models: Any, bare: Any, hub: Server) -> None:
     with client(hub, "trainer") as trainer:
         trainer.publish(1, checkpoint(models("qwen2-tied", 1)))
-        with start(bare("qwen2-tied"), hub, extra={"replica": "rollout-0"}) as engine:
+        faulty = {"extension": "vllm_faults.FaultyExtension", "extra": {"replica": "rollout-0"}}
+        with start(bare("qwen2-tied"), hub, **faulty) as engine:
             layout = engine.call("tensorhub_poll")["layout"]
             with start(bare("qwen2-tied"), hub, extra={"replica": "rollout-1"}), client(hub, "reader") as reader:
                 expected = engine.generate()
@@ -129,6 +131,10 @@ def test_a_sleeping_engine_is_no_source_and_comes_back(models: Any, bare: Any, h
                     pass
                 assert "rollout-0/0" in holders()
                 assert runtime_digests(engine) == before and engine.generate() == expected
+                # The negative control: without our hook vLLM says nothing, and peers would read what is gone.
+                engine.call("tensorhub_test_unhook", "sleep")
+                engine.ask("rpc", "sleep", (1,))
+                assert "rollout-0/0" in holders()
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any,
         with start(bare(KIND), hub, {}, **options) as engine:
             trainer.publish(2, checkpoint(models(KIND, 2)))
             engine.ask("core", "pause_scheduler", ("keep",))
-            engine.call("tensorhub_test_fail_reload_on", 0)
+            engine.call("tensorhub_test_fail_conversion_on", 0)
             with pytest.raises(EngineError, match="injected"):
                 update(engine, 2)
             with pytest.raises(EngineError, match="install a version before resuming"):

@@ -22,6 +22,7 @@ from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, wait
 from tensorhub_plugins.core import Client, Server
 
 pytestmark = pytest.mark.heavy
+LONG = pytest.mark.long
 
 DEADLINE_S = 30.0
 
@@ -69,10 +70,10 @@ def digest(tensor: Any) -> str:
     return slab.digest(0, slab.size_bytes).hex()
 
 
-CONVERTED_BY = {"qwen2-tied": "copy", "qwen2-untied": "copy", "mixtral": "reload"}
+CONVERTED_BY = {"qwen2-tied": "copy", "qwen2-untied": "copy", "mixtral": "reload", "deepseek-mla": "reload"}
 
 
-@pytest.mark.parametrize("kind", CONVERTED_BY)
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "mixtral", pytest.param("deepseek-mla", marks=LONG)])
 def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server, tmp_path: Path) -> None:
     old, new = models(kind, 1), models(kind, 2)
     env = {"TENSORHUB_EVENTS": str(tmp_path)}
@@ -100,7 +101,7 @@ def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server, tmp
             assert digests["runtime"] == truth["runtime"]
             assert digests["checkpoint"] == truth["checkpoint"]
         # What the trainer published can be compared with the engine by name, where it can be told apart.
-        if kind == "mixtral":
+        if CONVERTED_BY[kind] == "reload":
             assert truth["checkpoint"] is None
         else:
             assert weights.keys() <= truth["checkpoint"].keys()
@@ -285,7 +286,7 @@ def test_an_install_that_fails_half_way_never_answers(pair: Any, models: Any, hu
     second.ask("resume")
     with pytest.raises(EngineError, match="BrokenWeights.*install a version before resuming"):
         second.generate()
-    second.call("tensorhub_test_unguard")
+    second.call("tensorhub_test_unhook", "execute_model")
     assert second.generate() not in (expected, first.generate())
 
 
@@ -390,7 +391,7 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
             # One that fails half way breaks both: the other one's new weights are no use without its.
             publisher.publish(2, old)
             fetch_all(engine, 2)
-            engine.ask("rpc", "tensorhub_test_fail_reload_on", (1,))
+            engine.ask("rpc", "tensorhub_test_fail_conversion_on", (1,))
             results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
             assert [result["installed"] for result in results] == [False, False]
             assert all(result["broken"] for result in results)

@@ -65,6 +65,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, **UNTIED}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transformers are called, and its own settings
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", UNTIED),
+    "qwen2-wide": ("Qwen2", {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 1024}),  # many segments
     "llama": ("Llama", UNTIED),
     "qwen3": ("Qwen3", {"head_dim": 32, **UNTIED}),
     "gemma": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import threading
+
+from tensorhub_plugins.core import replication
+from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.conversion import Conversion
 from tensorhub_plugins.vllm.doctor import Patient
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
@@ -20,25 +28,40 @@ class FaultyExtension(TensorHubWorkerExtension):
 
         runtime.copy_tensors = copy_tensors
 
-    def tensorhub_test_unguard(self) -> None:
-        """execute_model as vLLM has it."""
-        type(self).execute_model = type(self).execute_model.__wrapped__
+    def tensorhub_test_stop_after(self, segments: int) -> None:
+        """This whole process stops (SIGSTOP) as it is about to send one more segment to somebody by TCP."""
+        sent = itertools.count()
+
+        def payload(dialect, channel, offer, start, stop, deadline):
+            if next(sent) >= segments:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait()  # other threads may stop a moment earlier than this one
+            return original(dialect, channel, offer, start, stop, deadline)
+
+        original, tcp._TcpDialect.payload = tcp._TcpDialect.payload, payload
+
+    def tensorhub_test_pid(self) -> int:
+        return os.getpid()
+
+    def tensorhub_test_unhook(self, method: str) -> None:
+        """A method as vLLM has it."""
+        setattr(type(self), method, getattr(type(self), method).__wrapped__)
 
     def tensorhub_test_discard_on(self, rank: int) -> None:
         if self.rank == rank:
             self.tensorhub_discard()
 
-    def tensorhub_test_fail_reload_on(self, rank: int) -> None:
+    def tensorhub_test_fail_conversion_on(self, rank: int) -> None:
         """The next conversion fails on this worker alone."""
         if self.rank != rank:
             return
-        original = runtime.reload_checkpoint
+        original = Conversion.install
 
-        def reload_checkpoint(model, vllm_config, weights):
-            runtime.reload_checkpoint = original
-            raise RuntimeError("injected: this worker's reload failed")
+        def install(conversion, weights):
+            Conversion.install = original
+            raise RuntimeError("injected: this worker's conversion failed")
 
-        runtime.reload_checkpoint = reload_checkpoint
+        Conversion.install = install
 
     def tensorhub_test_forget(self, forgotten: str) -> None:
         """The next install leaves this tensor as it is, and does not know it."""
@@ -50,6 +73,18 @@ class FaultyExtension(TensorHubWorkerExtension):
             original({name: live[name] for name in names}, {name: source[name] for name in names})
 
         runtime.copy_tensors = copy_tensors
+
+
+class BlindExtension(TensorHubWorkerExtension):
+    """Does not see that a source is lost: what has arrived is taken for all."""
+
+    def __new__(cls, *args, **kwargs):
+        def lost(read, shard, session, why, now):
+            read.shards[shard].missing = {}
+            original(read, shard, session, why, now)
+
+        original, replication.Replication._lost = replication.Replication._lost, lost
+        return super().__new__(cls, *args, **kwargs)
 
 
 class LateExtension(TensorHubWorkerExtension):
