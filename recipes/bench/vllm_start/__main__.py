@@ -2,15 +2,16 @@
 
     python -m recipes.bench.vllm_start [--rounds 3] [--layers 24]
 
-Model: the shapes of Qwen2.5-0.5B (988 MB in bfloat16), random weights. What is timed is `load_model` of vLLM's worker,
-for all sides, in a new process each time; Python's imports, the KV cache and warm-up are the same and left out.
-Sides, in turn in every round, each round in another order:
-    disk, cold      vLLM's own loader; the page cache has just been told to drop the file
-    disk, warm      the same, with the file in the page cache
-    disk, live      as warm, with linear layers that stay updatable, as every engine of the store has them on a CPU
-    peer            read in place from the live weights of an engine on this host, over TCP
-Limits, measured in the same rounds: memcpy of the same bytes into touched memory, and reading the file (cold) without
-doing anything with it.
+Model: the shapes of Qwen2.5-0.5B with two layers more (1048 MB in bfloat16), random weights. What is timed is
+`load_model` of vLLM's worker, for all sides, in a new process each time; Python's imports, the KV cache and warm-up are
+the same and left out. Sides, in turn in every round, each round in another order:
+    vLLM            vLLM's own loader, from disk
+    disk            the same, with linear layers that stay updatable, as every engine of the store has them on a CPU
+    peer, live      read in place from the live weights of an engine on this host, over TCP
+    peer, copy      the same from an engine that serves a copy in shared memory (serve_from: host)
+cold: the page cache has just been told to drop the file; warm: it holds all of it.
+Limits, measured in the same rounds: memcpy of the same bytes into touched memory, touching so much new memory, a bare
+TCP connection on this host, and reading the file without doing anything with it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from typing import Any
 from recipes.bench.vllm_start import engines
 from tensorhub_plugins.core import Server, start_server
 
-SIDES = ("disk, cold", "disk, warm", "disk, live", "peer")
-LIMITS = ("memcpy", "read, cold")
+SIDES = ("vLLM, cold", "vLLM, warm", "disk, cold", "disk, warm", "peer, live", "peer, copy")
+LIMITS = ("memcpy", "new memory", "tcp", "read, cold", "read, warm")
 START_DEADLINE_S = 300.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--json", type=Path, help="write the seconds of every round here")
     options = parser.parse_args()
     os.environ.update(
@@ -50,7 +51,7 @@ def main() -> None:
         size_bytes = in_process(context, engines.make_model, model, options.layers)
         shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
         seconds: dict[str, list[float]] = {name: [] for name in (*SIDES, *LIMITS)}
-        peer = Peer(context, model, hub)
+        peers = [Peer(context, model, hub, *named) for named in (("live", "live"), ("copy", "host"))]
         try:
             for round_number in range(options.rounds + 1):
                 order = [*SIDES, *LIMITS]
@@ -61,7 +62,8 @@ def main() -> None:
                         seconds[name].append(took)
                     print(f"round {round_number}: {name:12} {took:7.3f} s", file=sys.stderr, flush=True)
         finally:
-            peer.close()
+            for peer in peers:
+                peer.close()
     if options.json:
         options.json.write_text(json.dumps({"bytes": size_bytes, "seconds": seconds}, indent=1))
     print(table(seconds, size_bytes))
@@ -69,12 +71,12 @@ def main() -> None:
 
 def table(seconds: dict[str, list[float]], size_bytes: int) -> str:
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    lines = [f"{size_bytes / 1e6:.0f} MB, {len(seconds['peer'])} rounds, load {os.getloadavg()[0]:.1f}"]
-    lines.append(f"{'':12} {'median':>8} {'least':>8} {'most':>8}   times memcpy   times peer")
+    lines = [f"{size_bytes / 1e6:.0f} MB, {len(seconds['memcpy'])} rounds, load {os.getloadavg()[0]:.1f}"]
+    lines.append(f"{'':12} {'median':>8} {'least':>8} {'most':>8}   times memcpy   times peer, live")
     for name, values in seconds.items():
         lines.append(
             f"{name:12} {median[name]:7.3f}s {min(values):7.3f}s {max(values):7.3f}s "
-            f"{median[name] / median['memcpy']:13.1f} {median[name] / median['peer']:12.2f}"
+            f"{median[name] / median['memcpy']:13.1f} {median[name] / median['peer, live']:18.2f}"
         )
     return "\n".join(lines)
 
@@ -100,11 +102,11 @@ def in_process(context: Any, function: Any, *arguments: Any) -> Any:
 
 
 class Peer:
-    """An engine that has the model and serves it."""
+    """An engine that has the model and serves it, under a model's name of its own."""
 
-    def __init__(self, context: Any, model: Path, hub: Server) -> None:
+    def __init__(self, context: Any, model: Path, hub: Server, name: str, serve_from: str) -> None:
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=engines.peer, args=(theirs, model, hub.address))
+        self._process = context.Process(target=engines.peer, args=(theirs, model, hub.address, name, serve_from))
         self._process.start()
         theirs.close()
         if not self._pipe.poll(START_DEADLINE_S) or self._pipe.recv() != "serving":

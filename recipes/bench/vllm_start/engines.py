@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -18,8 +20,9 @@ def answer(pipe: Any, function: Any, arguments: Any) -> None:
         pipe.send((False, traceback.format_exc()))
 
 
-def peer(pipe: Any, model: Path, hub: str) -> None:
-    extra = {"hub": hub, "model": "actor", "replica": "peer", "disk": "fallback", "disk_version": 1}
+def peer(pipe: Any, model: Path, hub: str, name: str, serve_from: str) -> None:
+    mine = {"hub": hub, "model": name, "replica": "peer", "serve_from": serve_from}
+    extra = {**mine, "disk": "fallback", "disk_version": 1}
     engine = start(model, "tensorhub", extra)
     while engine.collective_rpc("tensorhub_poll")[0]["serving"]:
         time.sleep(0.05)
@@ -29,18 +32,19 @@ def peer(pipe: Any, model: Path, hub: str) -> None:
 
 def side(name: str, model: Path, bare: Path, hub: str, size_bytes: int) -> float:
     """Seconds."""
-    file = model / "model.safetensors"
-    if name == "memcpy":
-        return memcpy(size_bytes)
-    if name.endswith("cold"):
+    file, (what, _, how) = model / "model.safetensors", name.partition(", ")
+    limits = {"memcpy": memcpy, "new memory": new_memory, "tcp": loopback}
+    if what in limits:
+        return limits[what](size_bytes)
+    if how == "cold":
         forget(file)
-    else:
+    elif how == "warm":
         read(file)
-    if name.startswith("read"):
+    if what == "read":
         return read(file)
-    if name == "peer":
-        return timed_start(bare, "tensorhub", {"hub": hub, "model": "actor", "replica": f"reader-{os.getpid()}"})
-    if name == "disk, live":
+    if what == "peer":
+        return timed_start(bare, "tensorhub", {"hub": hub, "model": how, "replica": f"reader-{os.getpid()}"})
+    if what == "disk":
         return timed_start(model, "tensorhub", {"disk": "only"})
     return timed_start(model, "auto", {})
 
@@ -113,6 +117,35 @@ def memcpy(size_bytes: int) -> float:
     began = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - began
+
+
+def new_memory(size_bytes: int) -> float:
+    import torch
+
+    memory = torch.empty(size_bytes, dtype=torch.uint8)
+    began = time.perf_counter()
+    memory.zero_()
+    return time.perf_counter() - began
+
+
+def loopback(size_bytes: int) -> float:
+    """From touched into touched memory, by two threads."""
+    import torch
+
+    source, target = (memoryview(torch.ones(size_bytes, dtype=torch.uint8).numpy()) for _ in range(2))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        began = time.perf_counter()
+        sender = threading.Thread(target=theirs.sendall, args=(source,))
+        sender.start()
+        while target:
+            target = target[ours.recv_into(target[:CHUNK_SIZE_BYTES]) :]
+        took = time.perf_counter() - began
+        sender.join()
+        return took
 
 
 def forget(file: Path) -> None:
