@@ -25,6 +25,7 @@ from vllm_engines import Engine, checkpoint
 from recipes.verl_grpo.make_model import make_model, make_tokenizer
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.vllm.transfer import TensorHubTrainerInitInfo
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -62,8 +63,8 @@ def expected(models: list[Path]) -> list[list[int]]:
 
 
 class Server:
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, hub: str) -> None:
+        self.url, self.hub = url, hub
 
     def post(self, route: str, body: Any = None, **query: str) -> requests.Response:
         return requests.post(f"{self.url}/{route}", json=body, params=query, timeout=120)
@@ -103,7 +104,7 @@ def serving(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         environment = {**as_a_person(environment_for(out)), "VLLM_SERVER_DEV_MODE": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, process_group=0)
         stack.callback(stop, process)
-        server = Server(f"http://127.0.0.1:{port}")
+        server = Server(f"http://127.0.0.1:{port}", hub.address)
 
         def healthy() -> bool:
             try:
@@ -151,6 +152,32 @@ def test_a_failed_update_is_an_error_and_the_server_lives(
     assert server.request()["token_ids"] == before
 
 
+def test_vllms_own_trainer_factory_updates_the_server(
+    serving: tuple[Server, Client], models: list[Path], expected: list[list[int]]
+) -> None:
+    """Over HTTP, with vLLM's client: init, start, update, finish."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed.weight_transfer import (
+        HTTPVLLMWeightSyncClient,
+        ModuleSource,
+        WeightTransferTrainerFactory,
+    )
+
+    server, _ = serving
+    before = server.request()["token_ids"]
+    new = 1 - expected.index(before)
+    source = ModuleSource(AutoModelForCausalLM.from_pretrained(models[new], dtype=torch.bfloat16))
+    init = TensorHubTrainerInitInfo(hub=server.hub, model="actor", replica="factory", rank=0)
+    client = HTTPVLLMWeightSyncClient(server.url)
+    engine = WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
+    assert server.request()["token_ids"] == before
+    engine.send_weights(version=100)
+    assert server.request()["token_ids"] == expected[new]
+    assert requests.get(f"{server.url}/weight_info", timeout=30).json() == {"weight_version": "100"}
+    engine.shutdown()
+
+
 def test_the_recipe_trains_and_both_servers_follow(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.vllm_serve", "--steps", "4", "--out", str(tmp_path / "out")]
     environment = as_a_person(dict(os.environ))
@@ -171,7 +198,7 @@ def test_the_readme_works_as_typed(models: list[Path], expected: list[list[int]]
     environment = as_a_person(environment_for(tmp_path))
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    server = Server(f"http://127.0.0.1:{ports[1]}")
+    server = Server(f"http://127.0.0.1:{ports[1]}", hub)
     with open(tmp_path / "log", "wb") as log:
         shell = subprocess.Popen(
             ["bash", "-c", typed], stdout=log, stderr=log, env=environment, cwd=tmp_path, process_group=0
