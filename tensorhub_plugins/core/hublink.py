@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 
 import zmq
 from typing_extensions import assert_never
@@ -79,7 +80,7 @@ class HubLink:
         self._thread.start()
         try:
             self._welcomed.result(timeout=connect_deadline_s)
-        except TimeoutError:
+        except FutureTimeout:
             self.close()
             raise HubUnreachable(
                 f"no hub answers at {address}: start one with `tensorhub server`, or correct the address",

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,9 @@ class PlayedVLLM:
         return [answer]
 
 
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, for what it raises when it is dead")
+
+
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -88,6 +92,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
+@needs_vllm
 def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ended(monkeypatch)
 
@@ -102,6 +107,7 @@ def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch
     asyncio.run(story())
 
 
+@needs_vllm
 def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ended(monkeypatch)
 
@@ -120,6 +126,7 @@ def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(story())
 
 
+@needs_vllm
 def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifeline, "PROBE_S", 0.0)
     now = 0.0
