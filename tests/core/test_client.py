@@ -684,7 +684,7 @@ def test_serving_can_be_switched_off(stage):
 
 
 def test_a_source_that_waits_itself_is_not_given_up(stage, progress, monkeypatch):
-    monkeypatch.setattr(transfer, "STALL_S", 3.0)  # a busy machine may keep the source from saying anything for a second
+    monkeypatch.setattr(transfer, "STALL_S", 3.0)  # on a busy machine the source may be late by a second
     monkeypatch.setattr(_wire, "ALIVE_S", 0.2)
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     trainer.publish(1, tensors_of(1))
