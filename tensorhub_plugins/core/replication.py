@@ -474,6 +474,8 @@ class Replication:
     def _give_work(self, shard: int, state: _Shard, now: float) -> None:
         """Every open source gets the next segments of the queue; who gets none may take another's."""
         for session, source in list(state.sources.items()):
+            if state.sources.get(session) is not source:  # left a moment ago, for one that stands before it
+                continue
             if not source.is_open or len(source.assigned) > source.window // 2:
                 continue
             batch = tuple(

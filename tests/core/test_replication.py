@@ -487,6 +487,23 @@ def test_who_is_done_takes_over_from_who_hangs():
     assert "slow" in story.machine.losses[0]
 
 
+def test_who_was_left_is_given_nothing_more():
+    story = two_sources(40)
+    story.then(r.Opened(0, B, manifest(40)))
+    state = story.machine.shards[0]
+    idle, hangs = state.sources[A], state.sources[B]
+    state.queue.clear()
+    state.missing = dict.fromkeys(range(30, 40))
+    idle.assigned.clear()
+    idle.rate = 2.0  # it takes four at a time
+    hangs.assigned, hangs.rate = dict.fromkeys(range(30, 40)), 100.0  # and this one may have fifty
+    story.now += 10.0
+    effects = story.then(r.Tick())
+    assert effects[:3] == [r.Close(0, B), r.EndLease(2, 0, False), r.Read(0, A, (30, 31, 32, 33))]
+    assert not [effect for effect in effects[3:] if isinstance(effect, r.Read)]
+    assert list(state.queue) == list(range(34, 40))
+
+
 def test_a_source_that_waits_itself_is_not_slow_and_one_that_hangs_is():
     for waits in (True, False):
         story, of = Story(), manifest(100)

@@ -391,6 +391,7 @@ def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heart
         match message:
             case m.Welcome():
                 hub = message.hub
+                beats.append((time.monotonic() + 1.0, index))
                 step[index] = "visible"
                 wire.say(index, m.Wait(1, 0, 0, 3600.0))
             case m.Visible():
@@ -417,8 +418,6 @@ def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heart
     for index, worker in enumerate(span):
         wire.say(index, _hello(f"rollout-{worker // shards}", worker % shards, shards, worker // WORKERS_PER_HOST))
     until({"visible"})
-    now = time.monotonic()
-    beats.extend((now + index / count, index) for index in range(count))
     line.send("ready")
     while not line.poll(0):
         beat(time.monotonic())
