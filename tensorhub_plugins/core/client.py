@@ -444,8 +444,9 @@ class Client:
             deadline_s=deadline_s,
             verify=self._verify,
             serve=targets.serves,
+            location=self._location,
         )
-        transfer = Transfer(machine, self._hub, self._transports, targets, self._location)
+        transfer = Transfer(machine, self._hub, self._transports, targets)
         with self._lock:
             self._transfers.add(transfer)
         targets.begin()

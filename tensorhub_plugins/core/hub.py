@@ -1066,9 +1066,10 @@ class Hub:
             complete = held is not None and held.complete
             if not complete and self._reads_from(source, reader):
                 return Verdict.NEVER
-            if acquire.beside and not acquire.urgent and (source.readers or not complete):
+            extra = acquire.beside and not acquire.urgent
+            if extra and (source.readers or not complete):
                 return Verdict.NEVER
-            if far == FAR and near:  # it reads from here, slowly perhaps: no reason for a second copy over a long way
+            if far == FAR and (near or extra):  # what it has goes on: no reason to use a long way, or to use it twice
                 return Verdict.NEVER
             if far == FAR and not self._may_cross(reader):
                 return Verdict.NEVER

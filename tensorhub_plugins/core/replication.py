@@ -7,9 +7,10 @@ Several sources for one shard
     ones, a window of about `WINDOW_S` of its measured rate ahead, so that each takes the share it can deliver. When the
     queue is empty, whoever is done takes over from whoever would take much longer: that source is left, and with it
     only its segments in flight. One way out of death, freezing and slowness, and nothing is on its way twice.
-    A further source is asked for when a source turns slow (`urgent`), and when a transfer lasts: then it is only
-    granted by a hub that knows of one with nothing to do. A source that waits for bytes itself is not slow; the one
-    that it waits for is, and that is its reader's business.
+    A further source is asked for when a source turns slow (`urgent`), and more and more rarely while a transfer lasts:
+    then it is only granted by a hub that knows of one near by with nothing to do. A source that waits for bytes itself
+    is not slow; the one that it waits for is, and that is its reader's business. A source in another data centre is
+    given more time: what is in flight has used a scarce line, and would have to come over it once more.
 
 What it holds on to
     Nothing that was verified is read again: a lost source costs the segments in flight, the rest comes from another.
@@ -31,7 +32,8 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core.values import Manifest, ShardKey
+from tensorhub_plugins.core.placement import FAR, distance
+from tensorhub_plugins.core.values import Location, Manifest, ShardKey
 
 CORRUPT_SEGMENTS_MAX = 3  # from one source; more is a broken source rather than a flipped bit on the way
 BACKOFF_FIRST_S = 0.1
@@ -43,9 +45,10 @@ WINDOW_SEGMENTS_MIN = 4
 WINDOW_FIRST_SEGMENTS = 16  # before its rate is known
 RATE_S = 0.1  # rates are measured over at least so long
 SLOW_S = 0.5  # without a segment, or a sign that the source itself waits
+SLOW_FAR_S = 2.0  # across data centres: a lost packet or a full queue on the way is no reason to begin again
 SLOW_SEGMENTS = 8  # and not before so many could have come at the rate it had
 SLOW_RATE = 0.25  # of the best rate it had
-FURTHER_AFTER_S = 1.0  # a transfer that lasts longer is worth another question
+FURTHER_AFTER_S = 1.0  # a transfer that lasts longer is worth another question, and again when it has lasted twice that
 FURTHER_SEGMENTS_MIN = 16  # that are still missing then
 STEAL_RATIO = 2.0  # when the rest would take so much longer where it is, its connection is worth giving up
 STEAL_S = 0.2
@@ -201,6 +204,7 @@ class _Source:
     grant: m.Grant
     request: int
     last_at: float  # progress, or a sign of life
+    is_far: bool
     is_open: bool = False
     is_checked: bool = False
     assigned: dict[int, None] = field(default_factory=dict)
@@ -220,7 +224,7 @@ class _Source:
             self.rate = rate if not self.rate else (self.rate + rate) / 2
             self.best_rate = max(self.best_rate, self.rate)
             self.since, self.count = now, 0
-            self.is_slow = not waited and self.rate < SLOW_RATE * self.best_rate
+            self.is_slow = not waited and not self.is_far and self.rate < SLOW_RATE * self.best_rate
 
     @property
     def window(self) -> int:
@@ -228,7 +232,7 @@ class _Source:
 
     def silence_s(self) -> float:
         """How long it may say nothing before it counts as slow."""
-        return max(SLOW_S, SLOW_SEGMENTS / self.rate if self.rate else SLOW_S)
+        return max(SLOW_FAR_S if self.is_far else SLOW_S, SLOW_SEGMENTS / self.rate if self.rate else 0.0)
 
     def rest_s(self, now: float) -> float:
         """How long what it was asked for will take, as far as we can see."""
@@ -249,7 +253,7 @@ class _Shard:
     queue: deque[int] = field(default_factory=deque)
     peer: str = ""  # the last source that was lost
     began: float = 0.0
-    further: int = 0  # how often a further source was asked for
+    further_at: float = 0.0  # when the next question for an idle source is due
 
     @property
     def is_done(self) -> bool:
@@ -272,6 +276,7 @@ class Replication:
     deadline_s: float
     verify: bool = True
     serve: bool = False
+    location: Location = Location()  # of the reader
     layout: str = ""
     shard_count: int = 0
     shards: dict[int, _Shard] = field(default_factory=dict)
@@ -424,7 +429,8 @@ class Replication:
             ):
                 self._effects.append(EndLease(request, grant.shard, False))
                 continue
-            state.sources[grant.session] = _Source(grant, request, now)
+            is_far = distance(self.location, grant.location) == FAR
+            state.sources[grant.session] = _Source(grant, request, now, is_far)
             key = ShardKey(reply.version, reply.layout, grant.shard, reply.shard_count)
             self._effects.append(Open(key, grant, request))
 
@@ -442,7 +448,7 @@ class Replication:
             needed = range(manifest.segment_count) if event.needed is None else event.needed
             state.missing = dict.fromkeys(needed)
             state.queue = deque(needed)
-            state.began = now
+            state.began, state.further_at = now, now + FURTHER_AFTER_S
         source.is_open, source.last_at, source.since = True, now, now
         if state.missing:
             self._give_work(shard, state, now)
@@ -497,6 +503,8 @@ class Replication:
         rest_s, slowest = max(others)
         victim, taker = state.sources[slowest], state.sources[idle]
         silent = now - victim.last_at > victim.silence_s()
+        if victim.is_far and not silent:
+            return
         mine_s = len(victim.assigned) / taker.rate if taker.rate else (0.0 if silent else rest_s)
         if rest_s > STEAL_RATIO * mine_s + STEAL_S:
             state.peer = victim.grant.worker
@@ -514,12 +522,10 @@ class Replication:
         working = {session: s for session, s in state.sources.items() if s.assigned}
         slow = [s for s in working.values() if s.is_slow or now - s.last_at > s.silence_s()]
         urgent = bool(slow) and len(slow) == len(working)
-        lasting = (
-            not state.further and now - state.began > FURTHER_AFTER_S and len(state.missing) >= FURTHER_SEGMENTS_MIN
-        )
+        lasting = now >= state.further_at and len(state.missing) >= FURTHER_SEGMENTS_MIN
         room = working and len(state.sources) < SOURCES_MAX and not self._asking_further
         if room and (urgent or lasting):
-            state.further += 1
+            state.further_at = now + (now - state.began)
             self._asking_further = True
             self._effects.append(
                 AskSources(
@@ -528,7 +534,7 @@ class Replication:
                         version=self.version,
                         at_least=self.at_least,
                         layouts=(self.layout,),
-                        deadline_s=max(0.0, self.deadline - now),
+                        deadline_s=max(0.0, self.deadline - now) if urgent else 0.0,  # idle now, or not at all
                         shards=(shard,),
                         shards_layout=self.layout,
                         shard_count=self.shard_count,

@@ -25,7 +25,7 @@ from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.placement import FAR, distance
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import Link, Transport, choices
-from tensorhub_plugins.core.values import Location, Manifest, ShardKey
+from tensorhub_plugins.core.values import Manifest, ShardKey
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.transports.tcp import TcpTransport
@@ -77,9 +77,7 @@ class Transfer:
         hub: HubLink,
         transports: Mapping[str, Transport],
         targets: Targets,
-        location: Location,
     ) -> None:
-        self._location = location
         self._machine = machine
         self._hub = hub
         self._transports = transports
@@ -187,7 +185,7 @@ class Transfer:
                 self._bytes_by.clear()
             case replication.Open(key, grant, request):
                 self._targets.expect(key)
-                far = distance(self._location, grant.location) == FAR
+                far = distance(self._machine.location, grant.location) == FAR
                 reader = _Reader(key, grant, request, self._transports, self._machine, self._events, far=far)
                 self._readers[key.shard, grant.session] = reader
                 reader.start()

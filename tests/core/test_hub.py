@@ -440,6 +440,22 @@ def test_a_slow_source_in_reach_is_no_reason_to_cross_a_long_way(stage: Stage) -
     assert stage.heard("x/0") == []
 
 
+def test_over_a_long_way_a_further_source_is_only_given_when_the_first_is_slow(stage: Stage) -> None:
+    stage.join("a/0", location=Location("home", "", "a"))
+    stage.join("b/0", location=Location("home", "", "b"))
+    stage.join("x/0", location=Location("far", "", "x"))
+    stage.publish("a/0", 1)
+    stage.publish("b/0", 1)
+    stage.acquire("x/0", version=1)
+    assert source_of(stage, "x/0") == "a/0"
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (stage.sessions["a/0"],)}
+    stage.acquire("x/0", version=1, deadline_s=0.0, **beside)
+    stage.wait(0.5)
+    assert stage.heard("x/0") == ["refused DeadlineExceeded"]
+    stage.acquire("x/0", version=1, urgent=True, **beside)
+    assert source_of(stage, "x/0") == "b/0"
+
+
 def test_a_deadline_is_kept_to_the_millisecond(stage: Stage) -> None:
     """The shell asks next_deadline when to come back."""
     stage._deliver(Tick())  # the end of its recovery is behind us

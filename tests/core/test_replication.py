@@ -520,7 +520,15 @@ def test_a_source_that_waits_itself_is_not_slow_and_one_that_hangs_is():
             assert ask.acquire.beside == (A,) and ask.acquire.shards == (0,)
 
 
-def test_a_transfer_that_lasts_asks_once_for_an_idle_source():
+def test_a_source_in_another_data_centre_is_given_more_time():
+    story, of = Story(location=Location("here")), manifest(100)
+    story.open(1, (A, of))
+    assert not [e for e in story.at(1.9, r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
+    story.then(r.Answer(9, m.Refused(9, "DeadlineExceeded", "nobody is idle"), further=True))
+    assert [e for e in story.at(2.1, r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
+
+
+def test_a_transfer_that_lasts_asks_more_and_more_rarely_for_an_idle_source():
     story, of = Story(), manifest(1000)
     story.open(1, (A, of))
     asks = []
@@ -528,12 +536,16 @@ def test_a_transfer_that_lasts_asks_once_for_an_idle_source():
 
     def noting(event, now):
         effects = then(event, now)
-        asks.extend(e.acquire for e in effects if isinstance(e, r.AskSources))
+        asked = [e.acquire for e in effects if isinstance(e, r.AskSources)]
+        asks.extend((now, acquire) for acquire in asked)
+        if asked:
+            then(r.Answer(9, m.Refused(9, "DeadlineExceeded", "there is none"), further=True), now)
         return effects
 
     story.machine.handle = noting
     deliver(story, {A: 100.0}, until=5.0)
-    assert [(a.beside, a.urgent) for a in asks] == [((A,), False)]
+    assert all((ask.beside, ask.urgent, ask.deadline_s) == ((A,), False, 0.0) for _, ask in asks)
+    assert [round(now) for now, _ in asks] == [1, 2, 4]
 
 
 def test_when_one_of_two_dies_the_other_goes_on_and_nobody_is_asked():
