@@ -47,7 +47,13 @@ SEGMENTS = 5
 RUNTIME = "runtime:5eed"
 FAILED = -1
 # A transfer of five segments is to share, to ask for more and to take over like one of 256.
-SMALL = {"WINDOW_FIRST_SEGMENTS": 2, "WINDOW_SEGMENTS_MIN": 1, "FURTHER_SEGMENTS_MIN": 2, "FURTHER_AFTER_S": 0.05}
+SMALL = {
+    "WINDOW_FIRST_SEGMENTS": 2,
+    "WINDOW_SEGMENTS_MIN": 1,
+    "FURTHER_SEGMENTS_MIN": 2,
+    "FURTHER_AFTER_S": 0.05,
+    "SLOW_FAR_S": 0.6,
+}
 
 FAULTS_S = 40.0
 CALM_S_MAX = 150.0
