@@ -1092,8 +1092,10 @@ class Hub:
         return False
 
     def _reads_from(self, worker: Worker, reader: Worker) -> bool:
-        """Rule 3: whether worker's own reading depends on reader, over any number of steps."""
-        if not reader.readers:
+        """Rule 3: whether worker's own reading depends on reader, over any number of steps, as far as we can see.
+
+        What a stranger reads, who has not said Hello since a restart, may be the reader's."""
+        if not reader.readers and not reader.history.leases_on_strangers:
             return False
         seen: set[bytes] = set()
         todo = [worker]
@@ -1103,7 +1105,9 @@ class Hub:
                     if session == reader.session:
                         return True
                     source = self.workers.get(session)
-                    if source is not None and session not in seen:
+                    if source is None:
+                        return True
+                    if session not in seen:
                         seen.add(session)
                         todo.append(source)
         return False

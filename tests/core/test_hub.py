@@ -616,6 +616,25 @@ def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> No
     assert stage.heard("trainer/0") == ["unpublished"]
 
 
+def test_a_restarted_hub_does_not_lend_what_hangs_on_somebody_it_has_not_heard_of() -> None:
+    """reader/0 is read from by stranger/0, which is read from by middle/0; only the last of these is known."""
+    stage = Stage(recovering=True)
+    key, root = ShardKey(2, CHECKPOINT), b"2" * 16
+    stage.join("trainer/0", holdings=(m.Holding(key, root, 100),))
+    for shard in ("middle/0", "reader/0"):
+        lease = m.HeldLease(3, 2, CHECKPOINT, {0: b"stranger/0......"}, 60.0)
+        stage.join(
+            shard, holdings=(m.Holding(key, root, 100, False, True),), sequence=3, leases=(lease,) * (shard[0] == "m")
+        )
+        stage.requests[shard] = 3
+    stage.acquire("reader/0", version=2, avoid=(stage.sessions["trainer/0"],))
+    assert source_of(stage, "reader/0") == "trainer/0"
+    stage.tell("reader/0", m.Release(stage.requests["reader/0"]))
+    stage.join("stranger/0", holdings=(m.Holding(key, root, 100, False, True),))  # it reads from nobody any more
+    stage.acquire("reader/0", version=2, avoid=(stage.sessions["trainer/0"],))
+    assert source_of(stage, "reader/0") in ("middle/0", "stranger/0")
+
+
 def test_a_recovering_hub_neither_declares_a_version_gone_nor_elects_a_converter() -> None:
     stage = Stage(recovering=True)
     stage.join("trainer/0", holdings=(m.Holding(ShardKey(2, CHECKPOINT), b"2" * 16, 100),))

@@ -344,6 +344,7 @@ class Ray(Method):
         return None if importlib.util.find_spec("ray") else "pip install ray"
 
     def set_up(self) -> None:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a token is made for each cluster; these live for seconds
         import ray
 
         self.ray = ray
