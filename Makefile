@@ -45,7 +45,7 @@ test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -m long tests/adapters/test_verl_*.py
 
-test-vllm: ## vLLM alone: every kind of model, two workers, `vllm serve`, the recipe (about 8 minutes)
+test-vllm: ## vLLM alone: every kind of model, two workers, kills, `vllm serve`, the recipe (about 10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -m long tests/adapters/test_vllm_*.py
 
