@@ -98,5 +98,7 @@ def noise(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
     endless = {dtype: torch.cat([block, block]).to(dtype) for dtype, _ in shapes.values()}
     for number, (name, (dtype, shape)) in enumerate(shapes.items()):
         first = number * NOISE_STEP % NOISE_LENGTH
-        values = endless[dtype][first : first + NOISE_LENGTH]
-        yield name, values.repeat(-(-shape.numel() // NOISE_LENGTH))[: shape.numel()].reshape(shape)
+        values = endless[dtype][first : first + min(NOISE_LENGTH, shape.numel())]
+        if shape.numel() > NOISE_LENGTH:
+            values = values.repeat(-(-shape.numel() // NOISE_LENGTH))[: shape.numel()]
+        yield name, values.reshape(shape)
