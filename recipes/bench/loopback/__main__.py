@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -54,10 +55,10 @@ def main() -> None:
         for readers in options.readers:
             for name in options.methods.split(","):
                 reason = methods.METHODS[name].missing()
-                if reason is not None:
-                    cells.setdefault((name, readers), []).append({"error": reason})
-                else:
-                    cells.setdefault((name, readers), []).append(cell(name, readers, shapes))
+                got = {"error": reason} if reason is not None else cell(name, readers, shapes)
+                cells.setdefault((name, readers), []).append(got)
+                said = f"{got['seconds']:.4f} s" if "seconds" in got else "not run"
+                print(f"  round {len(limits)}, K={readers}, {name}: {said}", file=sys.stderr, flush=True)
     memcpy = statistics.median(limits)
     print(f"memcpy {memcpy:.4f} s ({size_bytes / memcpy / 1e9:.1f} GB/s)  load {os.getloadavg()[0]:.1f}")
     rows = []
