@@ -1,6 +1,6 @@
 """A real OpenRLHF GRPO run over the store beside the same job, seeds included, with OpenRLHF's own weight update.
 
-    python -m recipes.demo.openrlhf [--size tiny|small] [--steps 40] [--control-steps 8] [--out FOLDER]
+    python -m recipes.demo.openrlhf [--size tiny|small] [--steps 40] [--control-steps 32] [--out FOLDER]
 
 One trainer, two vLLM engines, generating and training in turns. First OpenRLHF's own way for --steps steps, then the
 store: the same command line but for --vllm.sync_backend. After --steps steps its engines stop pulling (the negative
@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.demo.openrlhf", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
     parser.add_argument("--steps", type=int, default=40, help="of training with pulling on")
-    parser.add_argument("--control-steps", type=int, default=8, help="of training after it was switched off")
+    parser.add_argument("--control-steps", type=int, default=32, help="of training after it was switched off")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "demo-openrlhf")
     parser.add_argument("--deadline-s", type=float, default=600.0, help="for each of the two runs")
     parser.add_argument("--report-only", action="store_true", help="of the runs that FOLDER already holds")

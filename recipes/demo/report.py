@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 CONTROL_FACTOR_MIN = 3.0  # with pulling off, KL must leave what it was by at least this factor
@@ -316,9 +317,11 @@ def _control_diverges(report: Report, control_steps: int) -> Claim:
     name = "negative control: with pulling off the KL grows"
     if len(control) < 2 or not pulled:
         return Claim(name, False, f"{len(control)} steps with KL after pulling went off: too few to see anything")
-    factor = control[-1] / max(pulled)
-    grows = control[-1] > control[0] and factor >= CONTROL_FACTOR_MIN
-    detail = f"{control[0]:.2g} -> {control[-1]:.2g} in {len(control)} steps, {factor:.1f} times the largest before"
+    part = max(1, len(control) // 3)  # one step may say anything: a KL is an estimate from its few samples
+    first, last = mean(control[:part]), mean(control[-part:])
+    factor = last / max(pulled)
+    grows = last > first and factor >= CONTROL_FACTOR_MIN
+    detail = f"{first:.2g} -> {last:.2g} in {len(control)} steps, {factor:.1f} times the largest before"
     return Claim(name, grows, detail)
 
 

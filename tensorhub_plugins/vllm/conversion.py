@@ -95,7 +95,7 @@ class Conversion:
 def noise(shapes: Shapes) -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other."""
     block = torch.randn(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
-    endless = {dtype: torch.cat([block, block]).to(dtype) for dtype, _ in shapes.values()}
+    endless = {dtype: torch.cat([block, block]).to(dtype) for dtype in {dtype for dtype, _ in shapes.values()}}
     for number, (name, (dtype, shape)) in enumerate(shapes.items()):
         first = number * NOISE_STEP % NOISE_LENGTH
         values = endless[dtype][first : first + min(NOISE_LENGTH, shape.numel())]
