@@ -64,7 +64,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)  # Ray's daemons leave when their driver does
-            self.process.wait(30)
+            self.process.wait(90)  # it sweeps up after itself, half a minute at most
 
     def end(self) -> None:
         """Wait for the end, which must be a good one."""
