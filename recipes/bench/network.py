@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -37,6 +38,13 @@ def missing() -> str | None:
     probe = subprocess.run(["ip", "netns", "add", f"thprobe{os.getpid()}"], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", f"thprobe{os.getpid()}"], capture_output=True)
     return f"no network namespaces here: {probe.stderr.strip()}" if probe.returncode else None
+
+
+def require() -> None:
+    """End this process with a sentence where no network can be made."""
+    reason = missing()
+    if reason is not None:
+        sys.exit(f"not run: {reason}")
 
 
 def cannot_delay() -> str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 
-from recipes.bench.network import now
+from recipes.bench.network import Host, now
 from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.server import Server
 from tensorhub_plugins.core.values import Location
@@ -126,3 +127,32 @@ class Worker:
             for tensor in self.tensors.values():
                 sock.sendall(memoryview(tensor.numpy()))
         return began
+
+
+# --- what a benchmark asks of them ---
+
+
+def bare_stream(source: Host, reader: Host) -> float:
+    """Seconds that all bytes take over one TCP connection."""
+    port = reader.call("listen", reader.address)
+    reader.tell("receive")
+    began: float = source.call("send", reader.address, port)
+    ended: float = reader.answer()
+    return ended - began
+
+
+def read_at_once(version: int, source: Host, readers: Sequence[Host]) -> tuple[float, list[dict[str, Any]]]:
+    """When it was published to readers that waited for it, and what each of them says."""
+    for reader in readers:
+        reader.tell("read", version)
+    began: float = source.call("publish", version)
+    return began, [reader.answer() for reader in readers]
+
+
+def check_and_withdraw(version: int, truth: str, source: Host, readers: Sequence[Host]) -> None:
+    """RuntimeError if a reader has other bytes than the source had."""
+    for reader in readers:
+        if reader.call("digest") != truth:
+            raise RuntimeError(f"{reader.name} has other bytes than were published")
+        reader.call("unpublish", version)
+    source.call("unpublish", version)

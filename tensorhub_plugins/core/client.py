@@ -714,7 +714,8 @@ class _InPlace(_Targets):
         self._tensors = tensors
         self._parts = dict(parts or {})
         # What cannot be a target is refused before anything moves.
-        self._wanted = with_parts(Slab.adopt(tensors).specs, parts)
+        self._adopted: Slab | None = Slab.adopt(tensors)
+        self._wanted = with_parts(self._adopted.specs, parts)
         self._sources: dict[int, tuple[TensorSpec, ...]] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
@@ -729,7 +730,9 @@ class _InPlace(_Targets):
 
     def _memory(self, manifest: Manifest) -> Slab:
         names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
-        slab = Slab.adopt({name: self._tensors[name] for name in names})
+        slab, self._adopted = self._adopted, None
+        if slab is None or len(names) < len(self._tensors):  # else one source shard has all of it
+            slab = Slab.adopt({name: self._tensors[name] for name in names})
         slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
         return slab
 

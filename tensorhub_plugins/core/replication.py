@@ -351,23 +351,34 @@ class Replication:
     def _ask(self, now: float) -> None:
         orphans = tuple(shard for shard, state in self.shards.items() if not state.sources and not state.is_done)
         self._asking, self._ask_at = True, None
-        self._effects.append(
-            AskSources(
-                m.Acquire(
-                    request=0,
-                    version=self.version,
-                    at_least=self.at_least,
-                    layouts=self.layouts,
-                    deadline_s=max(0.0, self.deadline - now),
-                    claim=self.claim,
-                    shards=orphans,
-                    shards_layout=self.layout,
-                    shard_count=self.shard_count,
-                    avoid=tuple(self._avoid),
-                    exclude=tuple(self._exclude),
-                    serve=self.serve,
-                )
-            )
+        left_s = max(0.0, self.deadline - now)
+        self._effects.append(AskSources(self._acquire(self.layouts, orphans, left_s, claim=self.claim)))
+
+    def _acquire(
+        self,
+        layouts: tuple[str, ...],
+        shards: tuple[int, ...],
+        deadline_s: float,
+        *,
+        claim: bool = False,
+        beside: tuple[bytes, ...] = (),
+        urgent: bool = False,
+    ) -> m.Acquire:
+        return m.Acquire(
+            request=0,
+            version=self.version,
+            at_least=self.at_least,
+            layouts=layouts,
+            deadline_s=deadline_s,
+            claim=claim,
+            shards=shards,
+            shards_layout=self.layout,
+            shard_count=self.shard_count,
+            avoid=tuple(self._avoid),
+            exclude=tuple(self._exclude),
+            serve=self.serve,
+            beside=beside,
+            urgent=urgent,
         )
 
     def _answer(self, request: int, reply: m.Granted | m.Refused | None, now: float) -> None:
@@ -527,24 +538,10 @@ class Replication:
         if room and (urgent or lasting):
             state.further_at = now + (now - state.began)
             self._asking_further = True
+            left_s = max(0.0, self.deadline - now) if urgent else 0.0  # else: one that is idle now, or none
+            beside = tuple(state.sources)
             self._effects.append(
-                AskSources(
-                    m.Acquire(
-                        request=0,
-                        version=self.version,
-                        at_least=self.at_least,
-                        layouts=(self.layout,),
-                        deadline_s=max(0.0, self.deadline - now) if urgent else 0.0,  # idle now, or not at all
-                        shards=(shard,),
-                        shards_layout=self.layout,
-                        shard_count=self.shard_count,
-                        avoid=tuple(self._avoid),
-                        exclude=tuple(self._exclude),
-                        serve=self.serve,
-                        beside=tuple(state.sources),
-                        urgent=urgent,
-                    )
-                )
+                AskSources(self._acquire((self.layout,), (shard,), left_s, beside=beside, urgent=urgent))
             )
 
     def _read_ended(self, shard: int, session: bytes, same_epoch: bool, now: float) -> None:

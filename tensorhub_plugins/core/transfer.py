@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 
 import msgspec
 from typing_extensions import assert_never
@@ -27,14 +27,10 @@ from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import Link, Transport, choices
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
-if TYPE_CHECKING:
-    from tensorhub_plugins.core.transports.tcp import TcpTransport
-
 log = logging.getLogger("tensorhub.client")
 
 STALL_S = 5.0  # without one segment (4 MiB): below 1 MB/s a link is as good as dead, and longer than a loaded host naps
 OPEN_S = 10.0  # to connect and receive a manifest
-WAN_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
 
 
 class Targets(Protocol):
@@ -394,7 +390,7 @@ class _Reader:
         for name, endpoint in choices(tuple(self._transports), self.grant.endpoints):
             deadline = min(self._deadline, time.monotonic() + OPEN_S)
             try:
-                link = self._connect(name, endpoint, deadline)
+                link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
                 with self._changed:
                     if self._closed:
                         link.close()
@@ -415,12 +411,6 @@ class _Reader:
             peer=self.grant.worker,
             phase="open",
         )
-
-    def _connect(self, name: str, endpoint: str, deadline: float) -> Link:
-        transport = self._transports[name]
-        if name == "tcp" and self._far:
-            return cast("TcpTransport", transport).connect(endpoint, deadline=deadline, streams=WAN_STREAMS)
-        return transport.connect(endpoint, deadline=deadline)
 
     def _read(self, link: Link) -> None:
         segments = self._more()

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -97,6 +97,7 @@ class _Staged:
     version: int
     fetched: Fetched | None
     report: ReplicateReport | None = None  # of the read that brought the bytes
+    converted_by: str | None = None  # once installed, if it was the checkpoint
 
 
 class Updater:
@@ -107,7 +108,6 @@ class Updater:
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{place.shard}"
         self._conversion = Conversion(model, vllm_config)
-        self._converted_by: str | None = None  # in the last install
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._staged: _Staged | None = None
         self._fetching: int | None = None
@@ -277,7 +277,7 @@ class Updater:
             return self._result(version, began, failure)
         layout = self.place.layout if staged.fetched is None else staged.fetched.layout
         seconds = time.monotonic() - began
-        by = self._converted_by
+        by = staged.converted_by
         events.record("install", worker=self._name, version=version, layout=layout, seconds=seconds, by=by)
         with self._lock:
             self._serving = self._thread.submit(self._serve, staged)
@@ -420,7 +420,6 @@ class Updater:
 
     def _change(self, staged: _Staged, deadline: float) -> _Staged:
         """Write the model, and return what it was written with; `_staged` is what must be let go of on failure."""
-        self._converted_by = None
         if staged.fetched is None:
             staged = self._read_in_place(staged.version, deadline)
             if staged.fetched is None:
@@ -431,7 +430,7 @@ class Updater:
             runtime.copy_tensors(runtime.tensors(self._model), tensors)
             runtime.refresh_scalars(self._model)
         else:
-            self._converted_by = self._conversion.install(tensors)
+            staged = replace(staged, converted_by=self._conversion.install(tensors))
         return staged
 
     def _read_in_place(self, version: int, deadline: float) -> _Staged:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.core import Client, Server, start_server
+from tensorhub_plugins.core import Client, Server
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.engine import CoreFollower
 from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
@@ -85,13 +85,6 @@ class Core:
     def close(self) -> None:
         self._tasks.put(None)
         self._loop.join()
-
-
-@pytest.fixture
-def hub() -> Iterator[Server]:
-    server = start_server()
-    yield server
-    server.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 from client_processes import hold_back, let_go
 
-from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, ShardKey, UsageError, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, ShardKey, UsageError
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
 
@@ -45,13 +45,6 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
     monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
-
-
-@pytest.fixture
-def hub() -> Iterator[Server]:
-    server = start_server()
-    yield server
-    server.close()
 
 
 class Engines:

@@ -59,7 +59,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core import client as client_module
 from tensorhub_plugins.core import hub as hub_module
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.transports import _wire, memory
+from tensorhub_plugins.core.transports import _wire, memory, tcp
 
 NEAR, FAR = Location("dc", "rack", "here"), Location("dc", "other rack", "there")
 RUNTIME = "runtime:f"
@@ -744,7 +744,7 @@ def test_a_connection_over_a_long_way_is_reset_and_the_transfer_goes_on_where_it
     progress.wait("rollout", HELD)
     (link,) = rollout._transports["tcp"]._links
     channels = link._channels
-    assert len(channels) == transfer.WAN_STREAMS
+    assert len(channels) == tcp.FAR_STREAMS
     reset(channels[1].sock)
     let_go(trainer, 1)
     fetched = reading.result(SOON_S)

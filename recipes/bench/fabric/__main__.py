@@ -10,16 +10,15 @@ round, is one bare TCP stream of the same bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.bench import network
-from recipes.bench.workers import HubWorker, Worker
+from recipes.bench.results import save
+from recipes.bench.workers import HubWorker, Worker, bare_stream, check_and_withdraw, read_at_once
 
 GOALS = {1: 1.05, 2: 1.05, 4: 1.15, 8: 1.15}
 
@@ -32,13 +31,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    reason = network.missing()
-    if reason is not None:
-        sys.exit(f"not run: {reason}")
+    network.require()
     rows = [measure(count, options) for count in options.hosts]
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"goals": GOALS, "rows": rows}, indent=1))
+    save(options.json, {"goals": GOALS, "rows": rows})
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -53,9 +48,8 @@ def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
             for index, reader in enumerate(readers):
                 reader.start(partial(Worker, address, f"reader-{index}", reader.address, size_bytes))
             source.call("retain", 0)
-            rounds = [_round(version, source, readers) for version in range(1, options.rounds + 2)][
-                1:
-            ]  # one to warm up
+            # The first is one to warm up.
+            rounds = [_round(version, source, readers) for version in range(1, options.rounds + 2)][1:]
     ratios = [r["seconds"] / r["limit_s"] for r in rounds]
     row = {
         "hosts": count,
@@ -78,19 +72,9 @@ def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def _round(version: int, source: network.Host, readers: list[network.Host]) -> dict[str, Any]:
     truth = source.call("fill", version)
-    port = readers[0].call("listen", readers[0].address)
-    readers[0].tell("receive")
-    began = source.call("send", readers[0].address, port)
-    limit_s = readers[0].answer() - began
-    for reader in readers:
-        reader.tell("read", version)
-    began = source.call("publish", version)
-    reports = [reader.answer() for reader in readers]
-    for reader in readers:
-        if reader.call("digest") != truth:
-            raise RuntimeError(f"{reader.name} has other bytes than were published")
-        reader.call("unpublish", version)
-    source.call("unpublish", version)
+    limit_s = bare_stream(source, readers[0])
+    began, reports = read_at_once(version, source, readers)
+    check_and_withdraw(version, truth, source, readers)
     return {
         "limit_s": limit_s,
         "seconds": max(r["ended"] for r in reports) - began,

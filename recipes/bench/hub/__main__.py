@@ -15,7 +15,6 @@ and answers it with a constant.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import select
@@ -27,6 +26,7 @@ from typing import Any
 
 import zmq
 
+from recipes.bench.results import save
 from tensorhub_plugins.core import hub as hub_machine
 from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core.server import Server, new_session
@@ -63,9 +63,7 @@ def main() -> None:
             f"{row['ratio']:.1f} x the bare wire  load {row['load']:.1f}",
             flush=True,
         )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"goals": GOALS, "rows": rows}, indent=1))
+    save(options.json, {"goals": GOALS, "rows": rows})
 
 
 def measure(count: int, options: argparse.Namespace) -> dict[str, Any]:

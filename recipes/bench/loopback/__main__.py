@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import multiprocessing
 import os
@@ -29,11 +28,11 @@ import numpy
 import torch
 
 from recipes.bench.loopback import methods
+from recipes.bench.results import save
 from tensorhub_plugins.core.server import start_server
 
 CELL_S_MAX = 120.0
 BLOCK = 1 << 20
-LIMIT_OF = {"tcp": "stream", "shm": "memcpy"}
 
 
 def main() -> None:
@@ -74,10 +73,7 @@ def main() -> None:
             row["to_stream"] = statistics.median(times) / row["seconds"] if times else None
         rows.append(row)
         print(as_text(row), flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"size_bytes": size_bytes, "tensors": len(shapes), "memcpy_s": limits, "rows": rows}
-        options.json.write_text(json.dumps(content, indent=1))
+    save(options.json, {"size_bytes": size_bytes, "tensors": len(shapes), "memcpy_s": limits, "rows": rows})
 
 
 def as_text(row: dict[str, Any]) -> str:

@@ -10,17 +10,16 @@ reader have come. Every round has fresh workers. Bytes are what all hosts receiv
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.bench import network
+from recipes.bench.results import save
 from recipes.bench.workers import HubWorker, Worker
 
 READERS = 6
@@ -37,9 +36,7 @@ def main() -> None:
     parser.add_argument("--freeze", action="store_true", help="stop the source instead of killing it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    reason = network.missing()
-    if reason is not None:
-        sys.exit(f"not run: {reason}")
+    network.require()
     pairs = []
     for number in range(options.rounds):
         calm, disturbed = (_round(number, options, disturb=disturb) for disturb in (False, True))
@@ -65,9 +62,7 @@ def main() -> None:
         f"median {row['seconds']:.3f} x the time (goal {GOALS['seconds']}), {row['bytes']:.3f} x the bytes (goal "
         f"{GOALS['bytes']}), {row['others_bytes']:.3f} x what those who are left need  load {os.getloadavg()[0]:.1f}"
     )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"goals": GOALS, **row, "rounds": pairs}, indent=1))
+    save(options.json, {"goals": GOALS, **row, "rounds": pairs})
 
 
 def _round(number: int, options: argparse.Namespace, *, disturb: bool) -> dict[str, Any]:

@@ -11,16 +11,15 @@ two TAP devices, because netem is missing in many kernels; it needs /dev/net/tun
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.bench import network
-from recipes.bench.workers import HubWorker, Worker
+from recipes.bench.results import save
+from recipes.bench.workers import HubWorker, Worker, bare_stream, check_and_withdraw, read_at_once
 
 EAST, WEST = 4, 4  # hosts, the trainer included
 GOALS = {"seconds": 1.10, "copies": 1.02}
@@ -35,9 +34,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    reason = network.missing()
-    if reason is not None:
-        sys.exit(f"not run: {reason}")
+    network.require()
     rows = []
     for rtt_ms in options.rtt_ms:
         reason = network.cannot_delay() if rtt_ms else None
@@ -45,9 +42,7 @@ def main() -> None:
             print(f"{rtt_ms:g} ms: not run: {reason}")
         else:
             rows.append(measure(rtt_ms, options))
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"goals": GOALS, "rows": rows}, indent=1))
+    save(options.json, {"goals": GOALS, "rows": rows})
 
 
 def measure(rtt_ms: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -97,22 +92,12 @@ def _round(
 ) -> dict[str, Any]:
     truth = source.call("fill", version)
     before = wires.crossed_bytes("west")
-    port = west[0].call("listen", west[0].address)
-    west[0].tell("receive")
-    began = source.call("send", west[0].address, port)
-    limit_s = west[0].answer() - began
+    limit_s = bare_stream(source, west[0])
     between = wires.crossed_bytes("west")
     readers = [*east, *west]
-    for reader in readers:
-        reader.tell("read", version)
-    began = source.call("publish", version)
-    reports = [reader.answer() for reader in readers]
+    began, reports = read_at_once(version, source, readers)
     after = wires.crossed_bytes("west")
-    for reader in readers:
-        if reader.call("digest") != truth:
-            raise RuntimeError(f"{reader.name} has other bytes than were published")
-        reader.call("unpublish", version)
-    source.call("unpublish", version)
+    check_and_withdraw(version, truth, source, readers)
     far = reports[len(east) :]
     return {
         "limit_s": limit_s,

@@ -17,7 +17,6 @@ TCP connection on this host, and reading the file without doing anything with it
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import shutil
@@ -27,6 +26,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from recipes.bench.results import save
 from recipes.bench.vllm_start import engines
 from tensorhub_plugins.core import Server, start_server
 
@@ -64,8 +64,7 @@ def main() -> None:
         finally:
             for peer in peers:
                 peer.close()
-    if options.json:
-        options.json.write_text(json.dumps({"bytes": size_bytes, "seconds": seconds}, indent=1))
+    save(options.json, {"bytes": size_bytes, "seconds": seconds})
     print(table(seconds, size_bytes))
 
 

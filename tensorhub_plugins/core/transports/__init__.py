@@ -73,10 +73,10 @@ class Transport(Protocol):
         """Serve this shelf in threads of its own from now on; returns the endpoint that peers connect to."""
         ...
 
-    def connect(self, endpoint: str, *, deadline: float) -> Link:
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> Link:
         """Reach a source. `deadline` is a value of time.monotonic(). SourceLost when it cannot be reached.
 
-        tcp also takes `streams`: how many connections share the work."""
+        far: it is in another data centre."""
         ...
 
     def close(self) -> None:

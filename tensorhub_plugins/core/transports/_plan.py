@@ -8,7 +8,7 @@ other shards' is about as many as it has tensors.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, cast
 
@@ -32,6 +32,13 @@ def _moves(manifest: Manifest, placement: Placement) -> Iterator[tuple[int, int,
     for spec, start, place in zip(manifest.tensors, manifest.offsets, cast("Sequence[int]", placement), strict=True):
         if place != NOT_WANTED and spec.size_bytes:
             yield start, place, spec.size_bytes
+
+
+def check_segments(manifest: Manifest, segments: Iterable[int]) -> None:
+    """Raise UsageError naming the one that the shard does not have."""
+    for segment in segments:
+        if not 0 <= segment < manifest.segment_count:
+            raise UsageError(f"there is no segment {segment} in a shard of {manifest.segment_count}")
 
 
 class ReadPlan:

@@ -37,7 +37,7 @@ import msgspec
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import More, NotServable, Offer, Shelf
-from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, runs_of
+from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, check_segments, runs_of
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 MAGIC = b"TENSORHB"
@@ -643,24 +643,18 @@ class SocketLink:
             raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase="read")
         if self._manifest is None:
             raise UsageError("open a version before reading it")
-        self._check_segments(self._manifest, segments)
+        check_segments(self._manifest, segments)
         self._plan = ReadPlan(self._manifest, target, placement, digests=self.digests)
         self.late.clear()
         self._more = more
         return self._read(self._manifest, self._plan, list(segments), deadline)
-
-    @staticmethod
-    def _check_segments(manifest: Manifest, segments: Sequence[int]) -> None:
-        for segment in segments:
-            if not 0 <= segment < manifest.segment_count:
-                raise UsageError(f"there is no segment {segment} in a shard of {manifest.segment_count}")
 
     def _further(self, channel: Channel, deadline: float) -> list[int]:
         """Ask for what else is wanted by now, without waiting for what was asked for before."""
         segments = list(self._more()) if self._more is not None else []
         if segments:
             assert self._manifest is not None
-            self._check_segments(self._manifest, segments)
+            check_segments(self._manifest, segments)
             self._request(channel, segments, deadline)
         return segments
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, copy_views
 from tensorhub_plugins.core.transports import More, Offer, Shelf
-from tensorhub_plugins.core.transports._plan import Placement, ReadPlan
+from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, check_segments
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "memory://"
@@ -46,7 +46,7 @@ class MemoryTransport:
             _served[self._endpoint] = self
             return self._endpoint
 
-    def connect(self, endpoint: str, *, deadline: float) -> MemoryLink:
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> MemoryLink:
         with _lock:
             if self._closed:
                 raise UsageError("the transport is closed")
@@ -106,9 +106,7 @@ class MemoryLink:
         self._check_open("read")
         if self._offer is None:
             raise UsageError("open a version before reading it")
-        for segment in segments:
-            if not 0 <= segment < self._offer.manifest.segment_count:
-                raise UsageError(f"there is no segment {segment} in a shard of {self._offer.manifest.segment_count}")
+        check_segments(self._offer.manifest, segments)
         self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
         self.late.clear()
         return self._read(self._offer, self._plan, deque(segments), deadline, more)

@@ -193,7 +193,7 @@ class RdmaTransport:
         self._server = Server(listener, shelf, _RdmaDialect(self._nics, self._memory))
         return f"{SCHEME}[{self._host}]:{number}" if ":" in self._host else f"{SCHEME}{self._host}:{number}"
 
-    def connect(self, endpoint: str, *, deadline: float) -> RdmaLink:
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:
         host, port = _parse(endpoint)
         with self._guard:
             if self._closed:

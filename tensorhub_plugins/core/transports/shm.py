@@ -88,7 +88,7 @@ class ShmTransport:
         self._server = Server(listener, shelf, _ShmDialect())
         return SCHEME + name
 
-    def connect(self, endpoint: str, *, deadline: float) -> ShmLink:
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
         if self._closed:
             raise UsageError("the transport is closed")
         name = endpoint.removeprefix(SCHEME)

@@ -34,6 +34,7 @@ from tensorhub_plugins.core.values import Manifest
 
 SCHEME = "tcp://"
 STREAMS_MAX = 16
+FAR_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
 STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
 # A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
 # kernel counts a closed window as silence too.
@@ -81,12 +82,11 @@ class TcpTransport:
         self._server = Server(listener, shelf, _TcpDialect())
         return _endpoint(self._host, port)
 
-    def connect(self, endpoint: str, *, deadline: float, streams: int | None = None) -> TcpLink:
-        """streams: None as given to the transport."""
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
         if self._closed:
             raise UsageError("the transport is closed")
         host, port = _parse(endpoint)
-        count = self._streams if streams is None else streams
+        count = FAR_STREAMS if far else self._streams
         if count == 1:
             channels = [self._channel(endpoint, host, port, deadline)]
         else:  # at once: over a long way each takes two round trips
