@@ -8,13 +8,16 @@ publish and read as `Client` does: Hello, Wait, Acquire, Publish of what arrives
 and a heartbeat a second. No weight byte moves, so that everybody asks at the same moment, as fast as the hub answers.
 
 Time runs from the trainer's Publish to the last worker's end. Service time is what the hub spends on one message, from
-its bytes to the last answer given to ZeroMQ. The limit beside it is the same wire with a hub that decodes every message
-and answers it with a constant.
+its bytes to the last answer given to ZeroMQ. Beside it stands how busy the two cores were, so that one sees which of
+them the time is: the hub's (its thread and ZeroMQ's) or the workers'; and what the heartbeats alone take of the hub's
+core while nobody wants anything. The limit is the same wire with a hub that decodes every message and answers it with a
+constant.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import select
@@ -39,6 +42,7 @@ WORKERS_PER_HOST = 8
 HOSTS_PER_RACK = 16
 PHASE_S_MAX = 120.0
 LIMIT_MESSAGES = 8  # of each worker, to find what the wire costs
+IDLE_S = 2.0  # two heartbeats of each
 GOALS = {"seconds": 10.0, "p99_ms": 5.0}  # at 8,192 workers
 
 
@@ -58,8 +62,10 @@ def main() -> None:
         print(
             f"{row['workers']:6} workers  {row['seconds']:6.2f} s  {row['per_worker_us']:6.0f} us each  "
             f"{row['messages']:7} messages  service p50 {row['p50_ms']:.3f} p99 {row['p99_ms']:.3f} "
-            f"({row['cpu_p99_ms']:.3f} on the processor) max {row['max_ms']:.1f} ms, busy {row['busy_s']:.2f} s "
-            f" {row['memory_before_mb']:.0f} to {row['memory_mb']:5.0f} MB  "
+            f"({row['cpu_p99_ms']:.3f} on the processor) max {row['max_ms']:.1f} ms  "
+            f"hub's core {row['hub_core']:4.0%} (thread {row['thread_s']:.2f} s, ZeroMQ {row['zeromq_s']:.2f} s), "
+            f"workers' {row['workers_core']:4.0%}, hub's when idle {row['idle_core']:3.0%}  "
+            f"{row['memory_before_mb']:.0f} to {row['memory_mb']:5.0f} MB  "
             f"{row['ratio']:.1f} x the bare wire  load {row['load']:.1f}",
             flush=True,
         )
@@ -83,6 +89,7 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
     hub_line, hub_end = context.Pipe()
     server = context.Process(target=_serve, args=(hub_end, kind, mine, options.profile))
     server.start()
+    hub_end.close()  # so that a process that dies is heard of at once
     address = _hear(hub_line, str)
     processes, lines = [], []
     per_process = -(-count // options.processes)
@@ -92,10 +99,12 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
         arguments = (end, address, kind, span, options.shards, theirs, not options.no_heartbeats)
         processes.append(context.Process(target=_play, args=arguments))
         processes[-1].start()
+        end.close()
         lines.append(line)
     try:
         for line in lines:
             _hear(line, "ready")
+        idle_core = _idle(hub_line) if kind == "hub" else 0.0
         hub_line.send("begin")
         before = _hear(hub_line, dict)
         began = time.monotonic()
@@ -105,14 +114,14 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
             publisher.publish()
         for line in lines:
             line.send("go")
-        ends: list[float] = []
+        ends: list[tuple[float, float]] = []  # when, and the processor's seconds
         while len(ends) < len(lines):
             if kind == "hub":
                 publisher.beat()
-            ends += [_hear(line, float) for line in lines if line.poll(0.2)]
+            ends += [_hear(line, tuple) for line in lines if line.poll(0.2)]
             if time.monotonic() - began > PHASE_S_MAX:
                 raise TimeoutError(f"not done within {PHASE_S_MAX:g} s")
-        ended = max(ends)
+        ended = max(end for end, _ in ends)
         hub_line.send("end")
         after = _hear(hub_line, dict)
         for line in lines:
@@ -123,15 +132,32 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
             if process.is_alive():
                 process.kill()
     seconds = ended - began
+    thread_s, zeromq_s = (after[name] - before[name] for name in ("thread_s", "zeromq_s"))
     return {
         "workers": count,
         "shards": options.shards,
         "seconds": seconds,
         "per_worker_us": seconds / count * 1e6,
-        **{name: after[name] for name in ("messages", "p50_ms", "p99_ms", "cpu_p99_ms", "max_ms", "busy_s")},
+        **{name: after[name] for name in ("messages", "p50_ms", "p99_ms", "cpu_p99_ms", "max_ms")},
+        "thread_s": thread_s,
+        "zeromq_s": zeromq_s,
+        "hub_core": (thread_s + zeromq_s) / seconds,
+        "workers_core": sum(cpu_s for _, cpu_s in ends) / seconds,
+        "idle_core": idle_core,
         "memory_mb": after["memory_mb"],
         "memory_before_mb": before["memory_mb"],
     }
+
+
+def _idle(hub_line: Connection) -> float:
+    """How much of its core the hub takes while nobody wants anything."""
+    used_s = []
+    for wait_s in (IDLE_S, 0.0):
+        hub_line.send("used")
+        used = _hear(hub_line, dict)
+        used_s.append(used["thread_s"] + used["zeromq_s"])
+        time.sleep(wait_s)
+    return (used_s[1] - used_s[0]) / IDLE_S
 
 
 def _hear(line: Connection, what: Any) -> Any:
@@ -190,9 +216,11 @@ def _serve(line: Connection, kind: str, cores: set[int], profile: Path | None) -
 
         _Timed._run = profiled  # type: ignore[method-assign]
     server = _Timed()
+    gc.freeze()  # as `tensorhub server` does
     line.send(server.address)
-    assert line.recv() == "begin"
-    line.send({"memory_mb": _memory_mb()})
+    while line.recv() == "used":
+        line.send(_used(server))
+    line.send(_used(server))
     server.taken.clear()
     server.cpu.clear()
     assert line.recv() == "end"
@@ -205,11 +233,17 @@ def _serve(line: Connection, kind: str, cores: set[int], profile: Path | None) -
             "p99_ms": taken[len(taken) * 99 // 100] * 1e3,
             "max_ms": taken[-1] * 1e3,
             "cpu_p99_ms": cpu[len(cpu) * 99 // 100] * 1e3,
-            "busy_s": sum(cpu),
-            "memory_mb": _memory_mb(),
+            **_used(server),
         }
     )
     server.close()
+
+
+def _used(server: Server) -> dict[str, float]:
+    """The processor's seconds up to now, of the hub's thread and of the others, which are ZeroMQ's; and the memory."""
+    thread_s = time.clock_gettime(time.pthread_getcpuclockid(server._thread.ident or 0))
+    others_s = time.process_time() - thread_s - time.thread_time()
+    return {"thread_s": thread_s, "zeromq_s": others_s, "memory_mb": _memory_mb()}
 
 
 def _memory_mb() -> float:
@@ -344,10 +378,11 @@ def _play_limit(line: Connection, wire: _Wire) -> None:
             said_ready = True
             line.send("ready")
             line.recv()
+            cpu_s = time.process_time()
             left, unfinished = [LIMIT_MESSAGES] * count, count
             for index in range(count):
                 wire.say(index, message)
-    line.send(time.monotonic())
+    line.send((time.monotonic(), time.process_time() - cpu_s))
 
 
 def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heartbeats: bool) -> None:
@@ -423,8 +458,9 @@ def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heart
             for message in wire.hear(index):
                 hear(index, message)
     line.recv()
+    cpu_s = time.process_time()
     until({"done"})
-    line.send(time.monotonic())
+    line.send((time.monotonic(), time.process_time() - cpu_s))
 
 
 # What a reader says that passes on what it reads.
