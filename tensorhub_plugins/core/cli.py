@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -71,6 +72,7 @@ def serve(address: str, *, verbose: bool = False) -> int:
     try:
         with Server(address) as server:
             print(f"tensorhub server at {server.address}", flush=True)
+            gc.freeze()  # what was imported is never garbage: else every full collection looks at all of it
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
                 pass
             if not server.is_alive():
