@@ -28,7 +28,7 @@ All state changes happen in `handle`; `validate` states what is true between any
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -60,23 +60,23 @@ VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only 
 # --- events and effects ---
 
 
-class Received(msgspec.Struct, frozen=True):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message from the worker whose session (ZeroMQ identity) this is."""
 
     session: bytes
     message: m.ClientMessage
 
 
-class Tick(msgspec.Struct, frozen=True):
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed."""
 
 
-class Send(msgspec.Struct, frozen=True):
+class Send(msgspec.Struct, frozen=True, gc=False):
     session: bytes
     message: m.HubMessage
 
 
-class Log(msgspec.Struct, frozen=True):
+class Log(msgspec.Struct, frozen=True, gc=False):
     """Something a person may want to know."""
 
     text: str
@@ -88,7 +88,7 @@ Effect: TypeAlias = Send | Log
 # --- state ---
 
 
-@dataclass
+@dataclass(slots=True)
 class Holding:
     worker: Worker
     key: ShardKey
@@ -101,7 +101,7 @@ class Holding:
     kept: bool = False  # the holder wanted to give it up and was told to keep it
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     reader: Worker
     request: int
@@ -120,7 +120,7 @@ class Lease:
         return ShardKey(self.version, self.layout, shard, self.shard_count)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Claim:
     worker: Worker
     version: Version
@@ -128,7 +128,7 @@ class Claim:
     deadline: float
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pending:
     worker: Worker
     message: m.Acquire | m.Unpublish | m.Wait
@@ -138,7 +138,7 @@ class Pending:
     line: tuple[int, object] | None = None  # in which it stands
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Worker:
     session: bytes
     hello: m.Hello
@@ -153,15 +153,16 @@ class Worker:
     network_readers: int = 0  # of them, those on other hosts
     depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to one who has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
-    replies: OrderedDict[int, m.Reply] = field(default_factory=OrderedDict)
-    withdrawn: OrderedDict[ShardKey, int] = field(default_factory=OrderedDict)  # -> its Unpublish
+    replies: dict[int, m.Reply] = field(default_factory=dict)
+    withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
+    mark: int = 0  # `messages.mark` of its holdings; 0: to be counted again
 
     @property
     def name(self) -> str:
         return f"{self.hello.replica}/{self.hello.shard}"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Version:
     number: int
     visible: bool = False
@@ -171,6 +172,7 @@ class Version:
     # (layout, shard_count, shard) -> root, size in bytes
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
+    may_be_lost: bool = True  # a complete copy has gone, or is about to, since somebody was seen to hold it
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
@@ -406,8 +408,9 @@ class Hub:
     def _agrees(worker: Worker, heartbeat: m.Heartbeat) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
         leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
-        held = m.mark((key, h.complete) for key, h in worker.holdings.items()) if heartbeat.held else 0
-        return leases == heartbeat.leases and held == heartbeat.held
+        if heartbeat.held and not worker.mark:
+            worker.mark = m.mark((key, h.complete) for key, h in worker.holdings.items())
+        return leases == heartbeat.leases and heartbeat.held in (0, worker.mark)
 
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
         if hello.shard >= hello.shard_count:
@@ -517,6 +520,7 @@ class Hub:
                 held = worker.holdings.get(key)
                 if held is not None:
                     held.unpublishing, held.kept = message.request, False
+                    worker.history.versions[key.version].may_be_lost = True
                     self._reconsider(worker, key)
 
     # --- holdings ---
@@ -539,6 +543,7 @@ class Hub:
                 "another run name when a run starts again"
             )
         mine = worker.holdings.get(key)
+        worker.mark = 0
         if mine is None:
             mine = Holding(worker, key, root, announced.size_bytes, announced.complete, announced.was_read, sequence)
             worker.holdings[key] = mine
@@ -569,7 +574,9 @@ class Hub:
         """Forget a holding and end the leases on it."""
         worker, key = holding.worker, holding.key
         worker.holdings.pop(key, None)
+        worker.mark = 0
         version = worker.history.versions[key.version]
+        version.may_be_lost = True
         by_shard = version.holdings[key.layout, key.shard_count]
         by_shard[key.shard].pop(worker.session, None)
         if not by_shard[key.shard]:
@@ -863,7 +870,10 @@ class Hub:
             return
         for number in numbers:
             version = history.versions.get(number)
-            if version is not None and version.visible and not version.is_held():
+            if version is None or not version.visible or not version.may_be_lost:
+                continue
+            version.may_be_lost = not version.is_held()
+            if version.may_be_lost:
                 version.visible = False
                 self._change(history, ANY, room=False)
                 if version.number == history.newest_visible:
@@ -907,10 +917,10 @@ class Hub:
         for h in holdings:
             self._drop(h)
         for key in unpublish.keys:
+            worker.withdrawn.pop(key, None)
             worker.withdrawn[key] = unpublish.request
-            worker.withdrawn.move_to_end(key)
         while len(worker.withdrawn) > WITHDRAWN_KEPT_MAX:
-            worker.withdrawn.popitem(last=False)
+            del worker.withdrawn[next(iter(worker.withdrawn))]
         return m.Unpublished(unpublish.request, cut_off)
 
     def _is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
@@ -1178,7 +1188,7 @@ class Hub:
     def _remember(self, worker: Worker, message: m.Reply) -> None:
         worker.replies[message.request] = message
         while len(worker.replies) > REPLIES_KEPT_MAX:
-            worker.replies.popitem(last=False)
+            del worker.replies[next(iter(worker.replies))]
 
     def _refuse(self, worker: Worker, request: int, error: str, text: str) -> None:
         self._effects.append(Log(f"{worker.name}: refused: {text}"))
@@ -1265,6 +1275,7 @@ class Hub:
                 version = worker.history.versions[key.version]
                 assert version.holders(key)[session] is h
                 assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
+            assert worker.mark in (0, m.mark((key, h.complete) for key, h in worker.holdings.items()))
             for request, lease in worker.leases.items():
                 assert lease.request == request and lease.reader is worker and lease.sources
                 for source_session in lease.sources.values():
@@ -1278,6 +1289,7 @@ class Hub:
         for history in self.histories.values():
             for number, version in history.versions.items():
                 assert version.number == number
+                assert not version.visible or version.may_be_lost or version.is_held()
                 for (layout, count), by_shard in version.holdings.items():
                     for shard, holders in by_shard.items():
                         assert shard < count and holders

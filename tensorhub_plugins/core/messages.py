@@ -39,8 +39,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    pass
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Values that never refer to each other in a circle: the hub keeps thousands, none for the collector to look at."""
 
 
 # --- facts that both directions carry ---

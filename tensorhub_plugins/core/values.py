@@ -35,7 +35,7 @@ LATEST = "latest"
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
 
 
-class Location(msgspec.Struct, frozen=True):
+class Location(msgspec.Struct, frozen=True, gc=False):
     """Where a worker is, from far to near; an empty string means unknown."""
 
     data_center: str = ""
@@ -118,7 +118,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return self
 
 
-class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Names one shard of one replica of one version: what a lease is for and what a peer opens."""
 
     version: Annotated[int, msgspec.Meta(ge=1, le=VERSION_MAX)]  # limits hold where one is decoded
