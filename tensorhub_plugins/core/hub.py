@@ -22,23 +22,29 @@ Who converts
     itself: it gets the checkpoint and is expected to publish the runtime layout. A claim ends with that publication,
     when it is abandoned, when its holder is lost, or at its deadline; then the next waiting reader makes it.
 
-All state changes happen in `handle`; `validate` states what is true between any two calls.
+Where to read on
+    `handle` takes one event, changes the books, and then settles: answers whatever has become possible. The way of one
+    version is `_publish`, `_hold`, `_settle`, `_try_acquire`, `_grant`, `_choose`. hub_state.py has the nouns,
+    hub_books.py keeps their indexes in step, placement.py compares sources, hub_report.py states what is true between
+    any two calls of `handle`, in which all changes happen.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core.placement import FAR, HOST, Candidate, Sources, Verdict, distance
-from tensorhub_plugins.core.values import CHECKPOINT, ShardKey, VersionInfo
+from tensorhub_plugins.core.hub_books import ANY, Books
+from tensorhub_plugins.core.hub_report import report
+from tensorhub_plugins.core.hub_state import Claim, History, Holding, Latest, Lease, Pending, Timed, Version, Worker
+from tensorhub_plugins.core.placement import FAR, Verdict, distance
+from tensorhub_plugins.core.values import CHECKPOINT, ShardKey
 
 HEARTBEAT_S = 1.0
 SESSION_TIMEOUT_S = 15.0  # a worker whose interpreter is held by one long kernel launch or compile must not be given up
@@ -46,15 +52,12 @@ GRACE_S = 3.0  # three heartbeats: every live worker has said Hello again by the
 CLAIM_S = 120.0  # reading and converting the largest models takes less; a dead converter is noticed much sooner
 READERS_PER_SOURCE_MAX = 16  # beyond that one source's link is shared so thinly that waiting for a peer is faster
 UPLINK_READERS_MAX = 32  # leases that cross into one data centre: as many as a large model has shards
-TIMERS_SWEPT_EVERY = 100_000
-ANY = 0  # in the place of a version
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 FRUITLESS_MAX = 4  # of readers that wait for the same: when so many cannot be served, nor can the rest
 PENDING_PER_SESSION_MAX = 256
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
 WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
 HOLDINGS_PER_SESSION_MAX = 65536
-VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
 
 
 # --- events and effects ---
@@ -85,176 +88,13 @@ class Log(msgspec.Struct, frozen=True, gc=False):
 Event: TypeAlias = Received | Tick
 Effect: TypeAlias = Send | Log
 
-# --- state ---
 
-
-@dataclass(slots=True)
-class Holding:
-    worker: Worker
-    key: ShardKey
-    root: bytes
-    size_bytes: int
-    complete: bool
-    was_read: bool
-    sequence: int  # the number under which the worker has last spoken of it
-    unpublishing: int | None = None  # the request that withdraws it
-    kept: bool = False  # the holder wanted to give it up and was told to keep it
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    reader: Worker
-    request: int
-    version: int
-    layout: str
-    shard_count: int
-    sources: dict[int, bytes]  # shard -> session of its source
-    deadline: float
-    serves: bool = False  # what is read is passed on while it arrives
-    beside: bool = False  # other sources are read from, too
-
-    def shard_keys(self) -> list[ShardKey]:
-        return [self.key(shard) for shard in self.sources]
-
-    def key(self, shard: int) -> ShardKey:
-        return ShardKey(self.version, self.layout, shard, self.shard_count)
-
-
-@dataclass(eq=False, slots=True)
-class Claim:
-    worker: Worker
-    version: Version
-    key: ShardKey
-    deadline: float
-
-
-@dataclass(eq=False, slots=True)
-class Pending:
-    worker: Worker
-    message: m.Acquire | m.Unpublish | m.Wait
-    deadline: float
-    order: int = 0  # of arrival
-    version: int = 0  # the one "latest" was resolved to
-    line: tuple[int, object] | None = None  # in which it stands
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    session: bytes
-    hello: m.Hello
-    history: History
-    last_heard: float
-    suspect: bool = False  # a reader lost it and it has not been heard since
-    sequence: int = 0  # the highest number it has used, as far as we know
-    seen_version: int = 0
-    holdings: dict[ShardKey, Holding] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
-    readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
-    network_readers: int = 0  # of them, those on other hosts
-    depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to one who has all of it
-    pending: dict[int, Pending] = field(default_factory=dict)
-    replies: dict[int, m.Reply] = field(default_factory=dict)
-    withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
-    mark: int = 0  # `messages.mark` of its holdings; 0: to be counted again
-
-    @property
-    def name(self) -> str:
-        return f"{self.hello.replica}/{self.hello.shard}"
-
-
-@dataclass(eq=False, slots=True)
-class Version:
-    number: int
-    visible: bool = False
-    holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
-    # (layout, shard_count) -> shard -> session -> holding
-    contents: dict[tuple[str, int, int], tuple[bytes, int]] = field(default_factory=dict)
-    # (layout, shard_count, shard) -> root, size in bytes
-    claims: dict[ShardKey, Claim] = field(default_factory=dict)
-    sources: dict[ShardKey, Sources] = field(default_factory=dict)
-    may_be_lost: bool = True  # a complete copy has gone, or is about to, since somebody was seen to hold it
-
-    def holders(self, key: ShardKey) -> dict[bytes, Holding]:
-        return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
-
-    def layouts(self) -> Iterator[tuple[str, int]]:
-        return iter(self.holdings)
-
-    def has(
-        self, layout: str, shard_count: int, shards: Iterable[int], *, without: frozenset[int] = frozenset()
-    ) -> bool:
-        """Whether each of these shards has a complete holder that stays. without: ids of holdings not to count."""
-        by_shard = self.holdings.get((layout, shard_count), {})
-        return all(
-            any(
-                h.complete and (h.unpublishing is None or h.kept) and id(h) not in without
-                for h in by_shard.get(shard, {}).values()
-            )
-            for shard in shards
-        )
-
-    def has_whole(self, layout: str, *, without: frozenset[int] = frozenset()) -> bool:
-        return any(
-            self.has(layout, count, range(count), without=without) for held, count in self.holdings if held == layout
-        )
-
-    def is_held(self, *, without: frozenset[int] = frozenset()) -> bool:
-        return any(self.has_whole(layout, without=without) for layout, _ in self.holdings)
-
-
-@dataclass
-class Latest:
-    """What the shards of a replica agree on. A shard that asks again begins the next round, with a newer version."""
-
-    round: int = 0
-    version: int = 0  # 0: they agree on nothing
-    told: set[int] = field(default_factory=set)  # shards
-
-
-@dataclass
-class History:
-    """All versions of one model in one run."""
-
-    run: str
-    model: str
-    retain_newest: int = 1
-    newest_visible: int = 0  # ever
-    versions: dict[int, Version] = field(default_factory=dict)
-    workers: dict[bytes, Worker] = field(default_factory=dict)
-    latest: dict[str, Latest] = field(default_factory=dict)  # by replica
-    replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
-    leases_on_strangers: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
-    # source -> leases that readers have announced, after a hub's restart, before the source has
-    waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
-    # What `_settle` has to look at, and nothing else: it runs after every message, and thousands may wait.
-    due: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # these requests
-    changed: dict[int, bool] = field(default_factory=dict)  # and the lines of these versions; True: there may be room
-    lines: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
-    # Who waits, by version and by what it needs of it: when the first of a line find no source, nor do the others.
-    # Version ANY: for a version to become visible.
-
-    def retained(self) -> set[int]:
-        visible = sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
-        return set(visible[: self.retain_newest])
-
-
-_Timed: TypeAlias = Worker | Lease | Pending | Claim | None  # what has a deadline; None: the hub's own recovery
-
-
-class Hub:
+class Hub(Books):
     """One hub. `hub_session` is its life's identity, sent in every Welcome; `now` is seconds on any steady clock."""
 
     def __init__(self, hub_session: bytes, now: float) -> None:
-        self.session = hub_session
-        self.started = now
-        self.workers: dict[bytes, Worker] = {}
-        self.histories: dict[tuple[str, str], History] = {}
+        super().__init__(hub_session, now)
         self._effects: list[Effect] = []
-        self._dirty: dict[tuple[str, str], History] = {}
-        self._arrivals = 0
-        self._timers: list[tuple[float, int, _Timed]] = []
-        self._crossings: dict[str, Counter[tuple[str, str]]] = {}  # into a data centre, by run and model
-        self._wants_to_cross: dict[str, dict[tuple[str, str], None]] = {}
         self._at(now + GRACE_S, None)
 
     # --- the one mutator ---
@@ -278,30 +118,7 @@ class Hub:
         due = self._timers[0][0] if self._timers else now + HEARTBEAT_S
         return min(max(due, now + TIMER_STEP_S), now + HEARTBEAT_S)
 
-    def _at(self, when: float, thing: _Timed) -> None:
-        """Look at this when its time has come, if it is still there."""
-        self._arrivals += 1
-        heapq.heappush(self._timers, (when, self._arrivals, thing))
-        if self._arrivals % TIMERS_SWEPT_EVERY == 0:  # most of what has a deadline ends long before it
-            self._timers = [timer for timer in self._timers if self._is_alive(timer[2])]
-            heapq.heapify(self._timers)
-
-    def _is_alive(self, thing: _Timed) -> bool:
-        match thing:
-            case Worker():
-                return self.workers.get(thing.session) is thing
-            case Lease():
-                return thing.reader.leases.get(thing.request) is thing
-            case Pending():
-                return thing.worker.pending.get(thing.message.request) is thing
-            case Claim():
-                return thing.version.claims.get(thing.key) is thing
-            case None:
-                return True
-            case _:
-                assert_never(thing)
-
-    def _ring(self, thing: _Timed, now: float) -> None:
+    def _ring(self, thing: Timed, now: float) -> None:
         match thing:
             case Worker():
                 if now - thing.last_heard > SESSION_TIMEOUT_S:
@@ -333,7 +150,7 @@ class Hub:
 
     def _receive(self, session: bytes, message: m.ClientMessage, now: float) -> None:
         if isinstance(message, m.AskStatus):  # for people, who have no session
-            self._send(session, m.Status(message.request, self.report(now)))
+            self._send(session, m.Status(message.request, report(self, now)))
             return
         worker = self.workers.get(session)
         if isinstance(message, m.Hello):
@@ -378,7 +195,7 @@ class Hub:
                 worker.history.retain_newest = newest
                 self._reply(worker, m.Done(request))
             case m.AskVersions(request):
-                self._reply(worker, m.Versions(request, self._version_infos(worker.history)))
+                self._reply(worker, m.Versions(request, worker.history.version_infos()))
             case _:
                 assert_never(message)
 
@@ -570,127 +387,7 @@ class Hub:
             for shard in range(key.shard_count)
         )
 
-    def _drop(self, holding: Holding) -> None:
-        """Forget a holding and end the leases on it."""
-        worker, key = holding.worker, holding.key
-        worker.holdings.pop(key, None)
-        worker.mark = 0
-        version = worker.history.versions[key.version]
-        version.may_be_lost = True
-        by_shard = version.holdings[key.layout, key.shard_count]
-        by_shard[key.shard].pop(worker.session, None)
-        if not by_shard[key.shard]:
-            del by_shard[key.shard]
-        if not by_shard:
-            del version.holdings[key.layout, key.shard_count]
-        for lease in self._leases_on(worker, key):
-            self._end_lease_shard(lease, key.shard)
-        self._reconsider(worker, key)
-
-    def _reconsider(self, worker: Worker, key: ShardKey) -> None:
-        """Whether this worker may be read from for this shard, and how it compares, after something has changed."""
-        history = worker.history
-        version = history.versions.get(key.version)
-        if version is None:
-            return
-        held = worker.holdings.get(key)
-        arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
-        lives = self.workers.get(worker.session) is worker
-        if lives and (arriving or (held is not None and (held.unpublishing is None or held.kept))):
-            depth = 0 if held is not None and held.complete else worker.depth.get(key, 1)
-            first_hand = held is not None and not held.was_read
-            candidate = Candidate(worker.hello.location, depth, worker.network_readers, first_hand)
-            version.sources.setdefault(key, Sources()).put(worker.session, candidate)
-        elif key in version.sources:
-            version.sources[key].remove(worker.session)
-            if not version.sources[key]:
-                del version.sources[key]
-        self._change(history, key.version, room=True)
-
-    def _leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
-        return [
-            lease
-            for lease in worker.readers.values()
-            if lease.version == key.version
-            and lease.layout == key.layout
-            and lease.sources.get(key.shard) == worker.session
-        ]
-
     # --- leases ---
-
-    def _lease(self, lease: Lease) -> None:
-        reader = lease.reader
-        before = reader.leases.get(lease.request)
-        if before is not None:  # a Hello that names a number twice
-            self._end_lease(before)
-        reader.leases[lease.request] = lease
-        self._at(lease.deadline, lease)
-        for session in set(lease.sources.values()):
-            source = reader.history.workers.get(session)
-            if source is not None:
-                self._count_reader(source, lease, 1)
-            else:
-                strangers = reader.history.leases_on_strangers.setdefault(session, {})
-                strangers[reader.session, lease.request] = lease
-        for key in lease.shard_keys():
-            source = reader.history.workers.get(lease.sources[key.shard])
-            known = source.depth.get(key, 0) if source is not None else 0
-            if not lease.beside:
-                reader.depth[key] = known + 1
-            self._reconsider(reader, key)
-
-    def _count_reader(self, source: Worker, lease: Lease, change: int) -> None:
-        """A reader begins (1) or ends (-1) to read from this source."""
-        reader, history = lease.reader, lease.reader.history
-        if change > 0:
-            source.readers[reader.session, lease.request] = lease
-        else:
-            source.readers.pop((reader.session, lease.request), None)
-        far = distance(source.hello.location, reader.hello.location)
-        if far > HOST:
-            source.network_readers += change
-        if far == FAR:
-            place, name = reader.hello.location.data_center, (history.run, history.model)
-            crossing = self._crossings.setdefault(place, Counter())
-            crossing[name] += change
-            if change < 0:
-                if not crossing[name]:
-                    del crossing[name]
-                for waiting in self._wants_to_cross.pop(place, {}):
-                    if waiting in self.histories:
-                        for number in self.histories[waiting].versions:
-                            self._change(self.histories[waiting], number, room=True)
-        for key in {*source.holdings, *source.depth}:
-            self._reconsider(source, key)
-        if change < 0:
-            for pending in source.pending.values():
-                if isinstance(pending.message, m.Unpublish):
-                    self._look_at(pending)
-
-    def _end_lease_shard(self, lease: Lease, shard: int) -> None:
-        reader = lease.reader
-        key = lease.key(shard)
-        session = lease.sources.pop(shard, None)
-        if session is not None and session not in lease.sources.values():
-            source = reader.history.workers.get(session)
-            if source is not None and (reader.session, lease.request) in source.readers:
-                self._count_reader(source, lease, -1)
-            strangers = reader.history.leases_on_strangers
-            if session in strangers:
-                strangers[session].pop((reader.session, lease.request), None)
-                if not strangers[session]:
-                    del strangers[session]
-        if not lease.sources:
-            reader.leases.pop(lease.request, None)
-        if not any(key in other.shard_keys() for other in reader.leases.values()):
-            held = reader.holdings.get(key)
-            if held is None or held.complete:
-                reader.depth.pop(key, None)
-        self._reconsider(reader, key)
-
-    def _end_lease(self, lease: Lease) -> None:
-        for shard in list(lease.sources):
-            self._end_lease_shard(lease, shard)
 
     def _release(self, worker: Worker, request: int, shard: int | None, lost: bool) -> None:
         pending = worker.pending.get(request)
@@ -752,23 +449,9 @@ class Hub:
             self._reconsider(worker, key)
         self._touch(history)
 
-    def _end_claim(self, worker: Worker, key: ShardKey) -> None:
-        version = worker.history.versions.get(key.version)
-        claim = version.claims.get(key) if version else None
-        if version is not None and claim is not None and claim.worker is worker:
-            del version.claims[key]
-            self._change(worker.history, key.version, room=True)
-
     def _claim(self, version: Version, worker: Worker, key: ShardKey, now: float) -> None:
         claim = version.claims[key] = Claim(worker, version, key, now + CLAIM_S)
         self._at(claim.deadline, claim)
-
-    def _forget_pending(self, pending: Pending) -> None:
-        history, key = pending.worker.history, (pending.worker.session, pending.message.request)
-        pending.worker.pending.pop(pending.message.request, None)
-        for queue in (history.waiting, history.due):
-            queue.pop(key, None)
-        self._leave_line(pending)
 
     # --- settling: answer whatever can be answered now ---
 
@@ -783,13 +466,13 @@ class Hub:
             self._lose_versions(history, changed, now)
             due, history.due = history.due, {}
             for number in changed:
-                if not self._is_visible(history, number):
+                if not history.is_visible(number):
                     for line in history.lines.get(number, {}).values():
                         due.update(line)
             for pending in _in_order(due):
                 self._try(pending, now)
             for number, room in changed.items():
-                if room and self._is_visible(history, number):
+                if room and history.is_visible(number):
                     self._serve_lines(history, number, now)
             self._forget_old_versions(history, list(history.versions) if ANY in changed else changed)
         if not history.workers:
@@ -821,44 +504,6 @@ class Hub:
         if reply is None and not isinstance(pending.message, m.Unpublish):
             self._stand_in_line(pending)
         return reply is not None
-
-    def _stand_in_line(self, pending: Pending) -> None:
-        """Where it is found when what it needs may have come."""
-        worker, history, message = pending.worker, pending.worker.history, pending.message
-        number, need = ANY, None
-        if isinstance(message, m.Acquire) and self._is_visible(history, message.version or pending.version):
-            number = message.version or pending.version
-            need = self._need(worker, message, number)
-        if pending.line != (number, need):
-            self._leave_line(pending)
-            pending.line = number, need
-            line = history.lines.setdefault(number, {}).setdefault(need, {})
-            line[worker.session, message.request] = pending
-
-    @staticmethod
-    def _need(worker: Worker, acquire: m.Acquire, number: int) -> object:
-        """Equal for those who can be served by the same sources."""
-        hello = worker.hello
-        if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
-            return worker.session, acquire.request
-        if any(held.version == number for held in worker.holdings):
-            return worker.session, acquire.request
-        claim = hello.replica if acquire.claim else None
-        place = hello.location.data_center
-        return acquire.layouts, acquire.serve, claim, hello.shard, hello.shard_count, place
-
-    @staticmethod
-    def _leave_line(pending: Pending) -> None:
-        if pending.line is None:
-            return
-        (number, need), pending.line = pending.line, None
-        lines = pending.worker.history.lines
-        line = lines[number][need]
-        del line[pending.worker.session, pending.message.request]
-        if not line:
-            del lines[number][need]
-        if not lines[number]:
-            del lines[number]
 
     def _answer(self, pending: Pending, reply: m.Reply | None) -> None:
         if reply is not None:
@@ -959,7 +604,7 @@ class Hub:
                     acquire.request,
                     "DeadlineExceeded",
                     f"version {version.number} is visible but no source had room or a readable layout "
-                    f"({', '.join(acquire.layouts)}) before the deadline; held: {self._held_text(version)}",
+                    f"({', '.join(acquire.layouts)}) before the deadline; held: {version.held_text()}",
                 )
             what = f"version {number}" if number else f"a version from {acquire.at_least} on"
             return m.Refused(acquire.request, "NotPublished", f"{what} was not published before the deadline")
@@ -968,7 +613,7 @@ class Hub:
     def _resolve_latest(self, pending: Pending, acquire: m.Acquire, now: float) -> int | m.Refused:
         """Rule 2: one version for all shards of the reading replica; 0 when there is none yet."""
         worker, history = pending.worker, pending.worker.history
-        if self._is_visible(history, pending.version):
+        if history.is_visible(pending.version):
             return pending.version
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
         present = {w.hello.shard for w in history.replicas[replica].values()}
@@ -977,7 +622,7 @@ class Hub:
         at_least = max(acquire.at_least, worker.seen_version)
         latest = history.latest[replica]
         if latest.version and shard_count > 1 and (shard not in latest.told or pending.version):
-            if latest.version < at_least or not self._is_visible(history, latest.version):
+            if latest.version < at_least or not history.is_visible(latest.version):
                 if self.recovering(now):
                     return 0
                 text = (
@@ -994,11 +639,6 @@ class Hub:
         latest.told.add(shard)
         pending.version = latest.version
         return latest.version
-
-    @staticmethod
-    def _is_visible(history: History, number: int) -> bool:
-        version = history.versions.get(number)
-        return version is not None and version.visible
 
     def _grant(
         self, pending: Pending, acquire: m.Acquire, version: Version, layout: str, now: float
@@ -1101,27 +741,6 @@ class Hub:
         self._wants_to_cross.setdefault(place, {})[name] = None
         return False
 
-    def _reads_from(self, worker: Worker, reader: Worker) -> bool:
-        """Rule 3: whether worker's own reading depends on reader, over any number of steps, as far as we can see.
-
-        What a stranger reads, who has not said Hello since a restart, may be the reader's."""
-        if not reader.readers and not reader.history.leases_on_strangers:
-            return False
-        seen: set[bytes] = set()
-        todo = [worker]
-        while todo:
-            for lease in todo.pop().leases.values():
-                for session in lease.sources.values():
-                    if session == reader.session:
-                        return True
-                    source = self.workers.get(session)
-                    if source is None:
-                        return True
-                    if session not in seen:
-                        seen.add(session)
-                        todo.append(source)
-        return False
-
     @staticmethod
     def _claimed_by(version: Version, worker: Worker, layout: str) -> ShardKey:
         return ShardKey(version.number, layout, worker.hello.shard, worker.hello.shard_count)
@@ -1151,32 +770,7 @@ class Hub:
         text = f"version {number} has been unpublished or lost with its last holder; visible now: {visible or 'none'}"
         return m.Refused(request, "VersionGone", text)
 
-    def _forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
-        def idle(number: int) -> bool:
-            version = history.versions[number]
-            return not (version.holdings or version.claims or version.visible or version.sources)
-
-        for number in [n for n in numbers if n in history.versions and n < history.newest_visible and idle(n)]:
-            del history.versions[number]
-        if len(history.versions) > VERSIONS_REMEMBERED_MAX:
-            for number in sorted(filter(idle, history.versions))[:-VERSIONS_REMEMBERED_MAX]:
-                del history.versions[number]
-
     # --- sending ---
-
-    def _touch(self, history: History) -> None:
-        self._dirty[history.run, history.model] = history
-
-    def _look_at(self, pending: Pending) -> None:
-        """It may be possible to answer this request now."""
-        history = pending.worker.history
-        history.due[pending.worker.session, pending.message.request] = pending
-        self._touch(history)
-
-    def _change(self, history: History, number: int, *, room: bool) -> None:
-        """Something about this version has changed; room: so that readers may find a source."""
-        history.changed[number] = history.changed.get(number, False) or room
-        self._touch(history)
 
     def _send(self, session: bytes, message: m.HubMessage) -> None:
         self._effects.append(Send(session, message))
@@ -1197,118 +791,6 @@ class Hub:
     def _refuse_session(self, session: bytes, text: str) -> None:
         self._effects.append(Log(f"refused: {text}"))
         self._send(session, m.Refused(0, "UsageError", text))
-
-    # --- for people and for tests ---
-
-    def _version_infos(self, history: History) -> tuple[VersionInfo, ...]:
-        infos = []
-        for number, version in sorted(history.versions.items()):
-            layouts: dict[str, list[str]] = {}
-            for (layout, _), by_shard in version.holdings.items():
-                names = layouts.setdefault(layout, [])
-                for holders in by_shard.values():
-                    names.extend(h.worker.name for h in holders.values() if h.complete and h.worker.name not in names)
-            infos.append(VersionInfo(number, version.visible, {k: tuple(sorted(v)) for k, v in layouts.items()}))
-        return tuple(infos)
-
-    def _held_text(self, version: Version) -> str:
-        held = sorted({layout for layout, _ in version.layouts()})
-        return ", ".join(held) or "nothing"
-
-    def report(self, now: float) -> dict[str, object]:
-        """All of the state as plain lists and dicts, for `tensorhub status`."""
-        models = []
-        for history in self.histories.values():
-            versions = [
-                {
-                    "version": info.version,
-                    "visible": info.visible,
-                    "layouts": {k: list(v) for k, v in info.layouts.items()},
-                }
-                for info in self._version_infos(history)
-            ]
-            workers = [
-                {
-                    "worker": w.name,
-                    "location": msgspec.to_builtins(w.hello.location),
-                    "endpoints": dict(w.hello.endpoints),
-                    "last_heard_s": round(now - w.last_heard, 3),
-                    "holds": sorted({h.key.version for h in w.holdings.values() if h.complete}),
-                    "bytes_held": sum(h.size_bytes for h in w.holdings.values() if h.complete),
-                    "pending": len(w.pending),
-                }
-                for w in history.workers.values()
-            ]
-            leases = [
-                {
-                    "reader": w.name,
-                    "version": lease.version,
-                    "layout": lease.layout,
-                    "sources": {
-                        str(shard): self.workers[s].name if s in self.workers else "unknown"
-                        for shard, s in lease.sources.items()
-                    },
-                    "seconds_left": round(lease.deadline - now, 3),
-                }
-                for w in history.workers.values()
-                for lease in w.leases.values()
-            ]
-            models.append(
-                {
-                    "run": history.run,
-                    "model": history.model,
-                    "newest": history.newest_visible,
-                    "retain_newest": history.retain_newest,
-                    "versions": versions,
-                    "workers": workers,
-                    "leases": leases,
-                }
-            )
-        return {"hub": self.session.hex(), "up_s": round(now - self.started, 3), "models": models}
-
-    def validate(self) -> None:
-        """Assert what is true between any two calls of handle."""
-        for session, worker in self.workers.items():
-            assert worker.session == session and worker.history.workers[session] is worker
-            for key, h in worker.holdings.items():
-                assert h.worker is worker and h.key == key
-                version = worker.history.versions[key.version]
-                assert version.holders(key)[session] is h
-                assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
-            assert worker.mark in (0, m.mark((key, h.complete) for key, h in worker.holdings.items()))
-            for request, lease in worker.leases.items():
-                assert lease.request == request and lease.reader is worker and lease.sources
-                for source_session in lease.sources.values():
-                    source = worker.history.workers.get(source_session)
-                    assert source is None or source.readers[session, request] is lease
-            for (reader, request), lease in worker.readers.items():
-                assert self.workers[reader].leases[request] is lease
-                assert session in lease.sources.values()
-            for request, pending in worker.pending.items():
-                assert worker.history.waiting[session, request] is pending
-        for history in self.histories.values():
-            for number, version in history.versions.items():
-                assert version.number == number
-                assert not version.visible or version.may_be_lost or version.is_held()
-                for (layout, count), by_shard in version.holdings.items():
-                    for shard, holders in by_shard.items():
-                        assert shard < count and holders
-                        for session, h in holders.items():
-                            assert self.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
-                for claim in version.claims.values():
-                    assert claim.worker.session in self.workers
-                for sources in version.sources.values():
-                    assert all(session in self.workers for session in sources.sessions())
-            for number, lines in history.lines.items():
-                assert lines and all(lines.values())
-                for need, line in lines.items():
-                    assert all(pending.line == (number, need) for pending in line.values())
-            for (session, request), pending in history.waiting.items():
-                assert self.workers[session].pending[request] is pending
-                # Whoever waits is found when what he waits for comes.
-                assert pending.line is not None or isinstance(pending.message, m.Unpublish)
-        for place, crossing in self._crossings.items():
-            assert min(crossing.values(), default=1) > 0, place
 
 
 def _in_order(pending: dict[tuple[bytes, int], Pending]) -> list[Pending]:

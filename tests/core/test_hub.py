@@ -7,6 +7,7 @@ import pytest
 from tensorhub_plugins.core import hub as hub_module
 from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core.hub import GRACE_S, SESSION_TIMEOUT_S, Hub, Log, Received, Tick
+from tensorhub_plugins.core.hub_report import report, validate
 from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
 
 RUNTIME = "runtime:f"
@@ -78,7 +79,7 @@ class Stage:
             else:
                 name = next(w for w, s in self.sessions.items() if s == effect.session)
                 self.inbox.setdefault(name, []).append(effect.message)
-        self.hub.validate()
+        validate(self.hub)
 
 
 def _text(message: m.HubMessage) -> str:
@@ -235,11 +236,11 @@ def test_a_heartbeat_that_does_not_name_a_lease_ends_it(stage: Stage) -> None:
     stage.publish("trainer/0", 1)
     lease = stage.acquire("rollout/0", version=1)
     stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease, leases={lease: 1}))
-    assert stage.hub.report(stage.now)["models"][0]["leases"]
+    assert report(stage.hub, stage.now)["models"][0]["leases"]
     stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease - 1))  # sent before: says nothing of it
-    assert stage.hub.report(stage.now)["models"][0]["leases"]
+    assert report(stage.hub, stage.now)["models"][0]["leases"]
     stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease))  # its Release was lost
-    assert not stage.hub.report(stage.now)["models"][0]["leases"]
+    assert not report(stage.hub, stage.now)["models"][0]["leases"]
 
 
 # --- sources ---
@@ -691,7 +692,7 @@ def test_a_repeated_request_gets_the_same_answer_and_no_second_lease(stage: Stag
     stage.acquire("rollout/0")
     first, second = stage.heard("rollout/0")
     assert first == second
-    assert len(stage.hub.report(stage.now)["models"][0]["leases"]) == 1
+    assert len(report(stage.hub, stage.now)["models"][0]["leases"]) == 1
 
 
 # --- rule 5: nothing waits for ever ---
@@ -715,4 +716,4 @@ def test_validate_notices_a_broken_state(stage: Stage) -> None:
     stage.publish("trainer/0", 1)
     stage.hub.workers[stage.sessions["trainer/0"]].holdings.clear()
     with pytest.raises(AssertionError):
-        stage.hub.validate()
+        validate(stage.hub)

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core.hub import GRACE_S, Hub, Received, Send, Tick
+from tensorhub_plugins.core.hub_report import validate
 from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
 
 NAMES = ("a", "b", "c", "d")
@@ -214,7 +215,7 @@ class HubBesideModel(RuleBasedStateMachine):
 
     @invariant()
     def the_hub_agrees(self) -> None:
-        self.hub.validate()
+        validate(self.hub)
         history = self.hub.histories.get(("r", "m"))
         versions = history.versions if history else {}
         assert {n for n, v in versions.items() if v.visible} == self.visible

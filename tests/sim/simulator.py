@@ -40,6 +40,7 @@ from tensorhub_plugins.core import hub as hub_machine
 from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core import replication as r
 from tensorhub_plugins.core import session as s
+from tensorhub_plugins.core.hub_report import validate
 from tensorhub_plugins.core.values import CHECKPOINT, Location, Manifest, ShardKey, TensorSpec
 
 SEGMENT_SIZE_BYTES = 8
@@ -295,7 +296,7 @@ class World:
         if self.log is not None:
             self._log(event, effects)
         if not isinstance(event, hub_machine.Tick) or effects:
-            self.hub.validate()
+            validate(self.hub)
         self.trace.update(f"{self.now:.6f} {len(effects)}".encode())
         for effect in effects:
             if isinstance(effect, hub_machine.Send):
