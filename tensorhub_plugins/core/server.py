@@ -108,13 +108,15 @@ class Server:
     def _run(self) -> None:
         log.info("hub %s listens on %s", self._hub.session.hex()[:8], self.address)
         next_tick = self._clock()
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
         try:
             while not self._stop.is_set():
                 now = self._clock()
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
                     next_tick = self._hub.next_deadline(now)
-                if self._socket.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
+                if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._receive_burst()
         except Exception:
             log.exception("the hub has failed")
