@@ -63,8 +63,9 @@ def main() -> None:
             f"{row['workers']:6} workers  {row['seconds']:6.2f} s  {row['per_worker_us']:6.0f} us each  "
             f"{row['messages']:7} messages  service p50 {row['p50_ms']:.3f} p99 {row['p99_ms']:.3f} "
             f"({row['cpu_p99_ms']:.3f} on the processor) max {row['max_ms']:.1f} ms  "
-            f"hub's core {row['hub_core']:4.0%} (thread {row['thread_s']:.2f} s, ZeroMQ {row['zeromq_s']:.2f} s), "
-            f"workers' {row['workers_core']:4.0%}, hub's when idle {row['idle_core']:3.0%}  "
+            f"hub's core {row['hub_core']:4.0%} (thread {row['thread_s']:.2f} s, ZeroMQ {row['zeromq_s']:.2f} s: "
+            f"{row['hub_us']:.0f} us each beside heartbeats), workers' {row['workers_core']:4.0%}, "
+            f"hub's when idle {row['idle_core']:3.0%}  "
             f"{row['memory_before_mb']:.0f} to {row['memory_mb']:5.0f} MB  "
             f"{row['ratio']:.1f} x the bare wire  load {row['load']:.1f}",
             flush=True,
@@ -141,6 +142,7 @@ def _run(count: int, options: argparse.Namespace, kind: str) -> dict[str, Any]:
         **{name: after[name] for name in ("messages", "p50_ms", "p99_ms", "cpu_p99_ms", "max_ms")},
         "thread_s": thread_s,
         "zeromq_s": zeromq_s,
+        "hub_us": (thread_s + zeromq_s - idle_core * seconds) / count * 1e6,  # of its core, of each worker
         "hub_core": (thread_s + zeromq_s) / seconds,
         "workers_core": sum(cpu_s for _, cpu_s in ends) / seconds,
         "idle_core": idle_core,
