@@ -241,3 +241,16 @@ def test_closing_leaves_no_thread_and_no_descriptor():
 
 def threads_and_descriptors() -> tuple[list[str], int]:
     return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(os.sched_getscheduler(0) != os.SCHED_OTHER, reason="runs at another priority, which the hub keeps")
+def test_the_threads_of_zeromq_do_not_interrupt_the_hubs_own():
+    def policies() -> dict[int, int]:
+        return {int(thread): os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+    before = policies()
+    with start_server():
+        after = policies()
+    assert all(after.get(thread, policy) == policy for thread, policy in before.items())
+    started = sorted(policy for thread, policy in after.items() if thread not in before)
+    assert started == [os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_BATCH]  # the hub's; ZeroMQ's reaper and input/output
