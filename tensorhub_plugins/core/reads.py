@@ -33,22 +33,27 @@ def plan(source: Sequence[TensorSpec], target: Sequence[TensorSpec]) -> list[Mov
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's tensor of the same name.
     """
-    places = dict(zip((t.name for t in target), stream_offsets(tuple(target)), strict=True))
-    wanted = {t.name: t for t in target}
+    if source == target:
+        size_bytes = sum(spec.size_bytes for spec in source)
+        return [Move(0, 0, size_bytes)] if size_bytes else []
+    wanted = {spec.name: (spec, place) for spec, place in zip(target, stream_offsets(target), strict=True)}
     moves: list[Move] = []
-    for spec, start in zip(source, stream_offsets(tuple(source)), strict=True):
-        mine = wanted.get(spec.name)
-        if mine is None or not spec.size_bytes or not mine.size_bytes:
-            if mine is not None and mine != spec:
+    ends = (0, -1)  # of the last move, in both streams
+    for spec, start in zip(source, stream_offsets(source), strict=True):
+        if spec.name not in wanted:
+            continue
+        mine, place = wanted[spec.name]
+        if not spec.size_bytes or not mine.size_bytes:
+            if mine != spec:
                 _check_same_whole(spec, mine)
             continue
         for at, to, size_bytes in _runs(spec, mine):
-            move = Move(start + at, places[spec.name] + to, size_bytes)
-            last = moves[-1] if moves else Move(0, -1, 0)
-            if (last.source + last.size_bytes, last.target + last.size_bytes) == move[:2] and last.size_bytes:
-                moves[-1] = last._replace(size_bytes=last.size_bytes + size_bytes)
+            at, to = start + at, place + to
+            if ends == (at, to):
+                moves[-1] = Move(moves[-1].source, moves[-1].target, moves[-1].size_bytes + size_bytes)
             else:
-                moves.append(move)
+                moves.append(Move(at, to, size_bytes))
+            ends = at + size_bytes, to + size_bytes
     return moves
 
 
@@ -63,6 +68,8 @@ def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
 
 def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[TensorSpec]) -> None:
     """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
+    if list(sources.values()) == [target]:
+        return
     moves = sorted((move.target, move.size_bytes, shard) for shard in sources for move in plan(sources[shard], target))
     names = {name for specs in sources.values() for name in (spec.name for spec in specs)}
     missing = sorted(spec.name for spec in target if spec.name not in names)
@@ -88,8 +95,10 @@ def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[Te
 
 def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> tuple[TensorSpec, ...]:
     """The specs with what is said of some of them. Raise UsageError for a part that cannot be."""
+    if not parts:
+        return tuple(specs)
     described = []
-    left = dict(parts or {})
+    left = dict(parts)
     for spec in specs:
         part = left.pop(spec.name, None)
         if part is not None:

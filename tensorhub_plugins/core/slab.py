@@ -27,12 +27,15 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +49,7 @@ DIGESTER = xxhash.xxh3_128
 
 ALIGNMENT_BYTES = 64  # a cache line, the widest vector, and what torch's own allocator gives
 COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
+ADOPTIONS_MAX = 4  # sets of tensors that are remembered: a worker publishes one, reads into one or two
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
 DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
 
@@ -67,7 +71,7 @@ class Slab:
         self,
         kind: Literal["adopted", "allocated"],
         specs: tuple[TensorSpec, ...],
-        runs: list[_Run],
+        runs: Sequence[_Run],
         *,
         tensors: dict[str, torch.Tensor],
         staging: torch.device | None = None,
@@ -82,8 +86,7 @@ class Slab:
         self._starts = [run.start for run in runs]
         self._views = [run.view for run in runs if run.view is not None]  # none for a device
         self._tensors = tensors
-        self._spec_of = {spec.name: spec for spec in specs}
-        self._unwritten = dict.fromkeys(self._spec_of) if kind == "allocated" else {}
+        self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
         self._staging = staging
         self._fd = fd
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
@@ -100,36 +103,8 @@ class Slab:
         or on one device. Two names may be the same memory (tied weights), but may not overlap in part. UsageError
         names the tensor otherwise.
         """
-        specs: list[TensorSpec] = []
-        runs: list[_Run] = []
-        extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
-        start = 0
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            spec = spec_of(name, tensor)
-            specs.append(spec)
-            if not spec.size_bytes:
-                continue
-            if tensor.is_meta:
-                raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
-            flat = _flat(tensor)
-            extents.append((str(tensor.device), flat.data_ptr(), spec.size_bytes, name))
-            view = _memory(flat) if flat.device.type == "cpu" else None
-            runs.append(_Run(start, spec.size_bytes, view, flat))
-            start += spec.size_bytes
-        _check_overlap(extents)
-        devices = {run.flat.device for run in runs}
-        if len(devices) > 1:
-            names = sorted(map(str, devices))
-            raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
-        device = devices.pop() if devices else torch.device("cpu")
-        return cls(
-            "adopted",
-            tuple(specs),
-            runs,
-            tensors=dict(tensors),
-            staging=None if device.type == "cpu" else device,
-        )
+        found = _Adoption.of(tensors)
+        return cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
 
     @classmethod
     def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:
@@ -207,7 +182,11 @@ class Slab:
     def expect_writes(self) -> None:
         """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
         with self._lock:
-            self._unwritten = dict.fromkeys(self._spec_of)
+            self._unwritten = dict.fromkeys(self._tensors)
+
+    @cached_property
+    def _spec_of(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.specs}
 
     # --- bytes ---
 
@@ -369,6 +348,73 @@ class Slab:
             torch.cuda.current_stream(self._staging).synchronize()
 
 
+class _Adoption:
+    """What adopting these tensors has found out, kept for the next time: a training loop publishes the same ones in
+    every step, and to look at thousands of them takes longer than to read their bytes. It ends with the first of them
+    that dies, so that it never keeps memory that its owner has let go."""
+
+    _kept: ClassVar[deque[_Adoption]] = deque(maxlen=ADOPTIONS_MAX)
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> _Adoption:
+        """Raise UsageError naming a tensor that cannot be adopted."""
+        with cls._lock:
+            candidates = list(cls._kept)
+        for kept in candidates:
+            if kept._is_of(tensors):
+                return kept
+        found = cls(tensors)
+        with cls._lock:
+            cls._kept.append(found)
+        return found
+
+    @torch.inference_mode(False)  # as for `_flat`
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        specs: list[TensorSpec] = []
+        self.runs: list[_Run] = []
+        extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
+        start = 0
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            spec = spec_of(name, tensor)
+            specs.append(spec)
+            if not spec.size_bytes:
+                continue
+            if tensor.is_meta:
+                raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
+            flat = _flat_view(tensor)
+            extents.append((str(flat.device), flat.data_ptr(), spec.size_bytes, name))
+            view = _memory(flat) if flat.device.type == "cpu" else None
+            self.runs.append(_Run(start, spec.size_bytes, view, flat))
+            start += spec.size_bytes
+        _check_overlap(extents)
+        devices = {run.flat.device for run in self.runs}
+        if len(devices) > 1:
+            names = sorted(map(str, devices))
+            raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
+        self.staging = next((device for device in devices if device.type != "cpu"), None)
+        self.specs = tuple(specs)
+        self._names = tuple(tensors)
+        self._traits = [(id(t), t.data_ptr(), t.dtype, t.shape, _stride_of(t)) for t in tensors.values()]
+        self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
+
+    def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
+        return self._names == tuple(tensors) and all(
+            id(t) == identity
+            and t.data_ptr() == address
+            and t.dtype == dtype
+            and t.shape == shape
+            and (t.is_contiguous() if stride is None else _stride_of(t) == stride)
+            for t, (identity, address, dtype, shape, stride) in zip(tensors.values(), self._traits, strict=True)
+        )
+
+    def _forget(self, _: object) -> None:
+        with suppress(ValueError):
+            self._kept.remove(self)
+
+
 class Span(NamedTuple):
     """Stream bytes that are contiguous in an allocated block: [start, start + size_bytes) of the stream, at `place`."""
 
@@ -425,7 +471,7 @@ def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
 def spans(specs: Sequence[TensorSpec]) -> list[Span]:
     """An allocated block's layout as few spans as possible: neighbours without a gap between them are one."""
     merged: list[Span] = []
-    for spec, start, at in zip(specs, stream_offsets(tuple(specs)), place(specs)[0], strict=True):
+    for spec, start, at in zip(specs, stream_offsets(specs), place(specs)[0], strict=True):
         if not spec.size_bytes:
             continue
         if merged and merged[-1].place + merged[-1].size_bytes == at:
@@ -545,6 +591,10 @@ def _memory(flat: torch.Tensor) -> memoryview:
 
 @torch.inference_mode(False)
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return _flat_view(tensor)
+
+
+def _flat_view(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor's storage as uint8[size_bytes]; works for every dtype, packed ones too."""
     size_bytes = tensor.numel() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -397,7 +397,7 @@ class _Reader:
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
                     self._link = link
                 link.digests = self._verify
-                manifest = link.open(self.key, self.grant.sequence, deadline=deadline).check()
+                manifest = link.open(self.key, self.grant.sequence, deadline=deadline)
                 self.transport = name
                 return link, manifest
             except VersionGone as error:

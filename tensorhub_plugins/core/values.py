@@ -12,8 +12,9 @@ What makes two shards interchangeable
 
 from __future__ import annotations
 
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import Annotated
 
 import msgspec
@@ -30,6 +31,7 @@ TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
 VERSION_MAX = 1 << 48  # what a message can hold; a step every microsecond for nine years
 SHARDS_MAX = 1 << 16
+TABLES_KEPT = 8  # tables of tensors that are remembered: a layout has one for each shard
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
 LATEST = "latest"
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
@@ -44,14 +46,14 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     device: str = ""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a tensor lies in a larger one of the same name: that one's shape, and where this one's first element is."""
 
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # thousands, and no cycles
     """One tensor without its bytes.
 
     dtype is torch's name without the prefix ("bfloat16"); shape counts elements; stride is None for row-major
@@ -98,17 +100,34 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def root(self) -> bytes:
         """16 bytes that stand for all of it: equal roots mean equal tensors with equal bytes."""
-        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
+        return self._root
+
+    @cached_property
+    def _root(self) -> bytes:
+        return xxhash.xxh3_128_digest(self.encoded)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """For the wire; `decode` turns it back."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Manifest:
+        """A manifest that holds together, or ProtocolError."""
+        try:
+            outline = _outlines.decode(encoded)
+            tensors = _tensors_of(bytes(outline.tensors))
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a manifest that does not decode: {error}") from error
+        manifest = cls(tensors, outline.digests, outline.segment_size_bytes, outline.digest_algorithm)
+        return manifest._check_segments()
 
     def check(self) -> Manifest:
-        """Return self, or raise ProtocolError when a peer's manifest does not hold together."""
-        names = [t.name for t in self.tensors]
-        if len(names) > TENSORS_MAX:
-            raise ProtocolError(f"manifest has {len(names)} tensors, the limit is {TENSORS_MAX}")
-        if any(a >= b for a, b in zip(names, names[1:], strict=False)):
-            raise ProtocolError("manifest tensors are not sorted by unique name")
-        if any(t.size_bytes < 0 or min(t.shape, default=0) < 0 for t in self.tensors):
-            raise ProtocolError("manifest has a tensor of negative size")
+        """Return self, or raise ProtocolError when it does not hold together."""
+        _check_tensors(self.tensors)
+        return self._check_segments()
+
+    def _check_segments(self) -> Manifest:
         if self.size_bytes > SHARD_SIZE_BYTES_MAX:
             raise ProtocolError(f"manifest claims {self.size_bytes} bytes, the limit is {SHARD_SIZE_BYTES_MAX}")
         if self.segment_size_bytes <= 0 or len(self.digests) != self.segment_count * DIGEST_SIZE_BYTES:
@@ -116,6 +135,38 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         if self.digest_algorithm != DIGEST_ALGORITHM:
             raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build {DIGEST_ALGORITHM!r}")
         return self
+
+
+class _Outline(msgspec.Struct):
+    """A manifest whose tensors are not decoded yet."""
+
+    tensors: msgspec.Raw
+    digests: bytes
+    segment_size_bytes: int
+    digest_algorithm: str
+
+
+_outlines = msgspec.msgpack.Decoder(_Outline)
+_tables = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _tensors_of(encoded: bytes) -> tuple[TensorSpec, ...]:
+    """The very same object for the same bytes: a model's tensors do not change from version to version, and thousands
+    of them take longer to decode, to check and to compare than to read."""
+    tensors = _tables.decode(encoded)
+    _check_tensors(tensors)
+    return tensors
+
+
+def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
+    names = [t.name for t in tensors]
+    if len(names) > TENSORS_MAX:
+        raise ProtocolError(f"manifest has {len(names)} tensors, the limit is {TENSORS_MAX}")
+    if any(a >= b for a, b in pairwise(names)):
+        raise ProtocolError("manifest tensors are not sorted by unique name")
+    if any(t.size_bytes < 0 or min(t.shape, default=0) < 0 for t in tensors):
+        raise ProtocolError("manifest has a tensor of negative size")
 
 
 class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
@@ -146,7 +197,7 @@ def segment_size_for(size_bytes: int) -> int:
     return size
 
 
-def stream_offsets(specs: tuple[TensorSpec, ...]) -> tuple[int, ...]:
+def stream_offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     """Stream offset of every tensor, in bytes."""
     return tuple(accumulate((t.size_bytes for t in specs[:-1]), initial=0)) if specs else ()
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import warnings
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorhub_plugins.core import slab as slab_module
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.slab import ALIGNMENT_BYTES, Slab, copy_views, digest_of, place, spans, spec_of
 from tensorhub_plugins.core.testing import blank_like, sample_tensors
@@ -506,3 +508,52 @@ def test_blank_like_is_no_copy():
     blanks = blank_like(tensors)
     assert all(spec_of(name, blanks[name]) == spec_of(name, tensors[name]) for name in tensors)
     assert set(stream(blanks)) == {0xA5}
+
+
+# --- what was adopted before ---
+
+
+def test_adopting_the_same_tensors_again_looks_at_nothing_twice(monkeypatch):
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.int16), "empty": torch.zeros(0)}
+    first = Slab.adopt(tensors)
+    monkeypatch.setattr(slab_module, "spec_of", None)  # whoever looks at a tensor anew fails
+    second = Slab.adopt(dict(tensors))
+    assert second.specs == first.specs and second is not first
+    first.close()
+    tensors["b"][0] = 7
+    assert b"".join(second.readable(0, second.size_bytes)) == stream(tensors)
+    with pytest.raises(TypeError):  # the control: another tensor is looked at
+        Slab.adopt({**tensors, "b": torch.zeros(4, dtype=torch.int16)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.set_(torch.ones(2, 3)),
+        lambda t: t.t_(),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.resize_(3, 2),
+        lambda t: setattr(t, "data", torch.full((2, 3), 5.0)),
+        lambda t: setattr(t, "data", t.data.view(torch.int32)),
+    ],
+    ids=["set", "transpose", "unsqueeze", "resize", "data", "dtype"],
+)
+def test_a_tensor_that_is_not_what_it_was_is_looked_at_anew(change):
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)}
+    before = Slab.adopt(tensors)
+    change(tensors["a"])
+    slab = Slab.adopt(tensors)
+    assert slab.specs == tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
+    assert b"".join(slab.readable(0, slab.size_bytes)) == stream(tensors)
+    assert slab.specs != before.specs or slab.tensors()["a"].data_ptr() == tensors["a"].data_ptr()
+
+
+def test_what_is_remembered_of_tensors_keeps_no_memory():
+    tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    address = tensors["a"].data_ptr()
+    Slab.adopt(tensors).close()
+    kept = list(slab_module._Adoption._kept)
+    assert any(run.flat.data_ptr() == address for adoption in kept for run in adoption.runs)
+    del kept, tensors["b"]  # one of them is enough
+    gc.collect()
+    assert not any(run.flat.data_ptr() == address for each in slab_module._Adoption._kept for run in each.runs)

@@ -654,8 +654,8 @@ def manifest_of(size_bytes=4000, segment_size_bytes=1000):
         return slab.manifest(segment_size_bytes)
 
 
-def opened(**changes):
-    return frame(msgspec.structs.replace(Opened(0, manifest_of()), **changes))
+def opened(manifest=None):
+    return frame(Opened(0, msgspec.Raw((manifest or manifest_of()).encoded)))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,20 @@ def test_a_manifest_that_does_not_hold_together_is_refused(change, words):
         msgspec.structs.replace(a_manifest(4, 4), **change).check()
 
 
+def test_a_manifest_on_the_wire():
+    one, other = a_manifest(3, 0, 6), msgspec.structs.replace(a_manifest(3, 0, 6), digests=bytes(48))
+    decoded = [Manifest.decode(manifest.encoded) for manifest in (one, other)]
+    assert decoded == [one, other] and decoded[0].root() == one.root() != other.root()
+    assert decoded[0].tensors is decoded[1].tensors  # one table, decoded once
+    assert Manifest.decode(a_manifest(3, 6).encoded).tensors != one.tensors
+    for changes, words in (({"digests": b""}, "digests do not match"), ({"tensors": one.tensors[::-1]}, "not sorted")):
+        with pytest.raises(ProtocolError, match=words):
+            Manifest.decode(msgspec.structs.replace(one, **changes).encoded)
+    for garbage in (b"", one.encoded[:-1], msgspec.msgpack.encode({"tensors": 1}), msgspec.msgpack.encode(7)):
+        with pytest.raises(ProtocolError, match="does not decode"):
+            Manifest.decode(garbage)
+
+
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, VERSION_MAX + 1])
 def test_what_is_no_version(version):
     with pytest.raises(UsageError, match="positive integer"):

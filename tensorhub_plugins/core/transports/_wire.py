@@ -46,6 +46,7 @@ HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
 HEADER = struct.Struct("!BBxxIQ")  # kind, 1: the source had to wait for it, segment, length of what follows in bytes
 CONTROL, SEGMENT, ALIVE = 1, 2, 3
 DESCRIPTOR = b"F"
+NO_MANIFEST = msgspec.msgpack.encode(None)
 
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
@@ -92,7 +93,7 @@ Request: TypeAlias = Open | Read | Finish
 
 class Opened(_Message, frozen=True):
     epoch: Count
-    manifest: Manifest | None
+    manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
 
 
 class Refused(_Message, frozen=True):
@@ -470,7 +471,8 @@ class _Conversation:
             self._channel.send_message(Refused("not servable", error.message), deadline)
             return
         _log.debug("%s: %s opens %s, lease %d", self._dialect.name, self._channel.peer, offer.key, request.lease)
-        self._channel.send_message(Opened(offer.epoch, None if request.brief else offer.manifest), deadline)
+        manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
+        self._channel.send_message(Opened(offer.epoch, msgspec.Raw(manifest)), deadline)
         if not request.brief:
             self._dialect.hand_over(self._channel, offer, deadline)
 
@@ -621,9 +623,9 @@ class SocketLink:
                 with contextlib.suppress(VersionGone, NotServable):
                     self._reply(further, Opened, deadline)
             raise
-        if first.manifest is None:
+        if bytes(first.manifest) == NO_MANIFEST:
             raise ProtocolError("the source opened without a manifest")
-        manifest = first.manifest.check()
+        manifest = Manifest.decode(bytes(first.manifest))
         self._receive_hand_over(channel, manifest, deadline)
         for further in self._channels[1:]:
             if self._reply(further, Opened, deadline).epoch != first.epoch:
