@@ -263,6 +263,11 @@ class Slab:
             digests = b"".join(map(digest, starts))
         return Manifest(self.specs, digests, segment_size_bytes)
 
+    def addresses(self) -> list[tuple[int, int]] | None:
+        """Where the stream lies in this process's memory: (address, size in bytes) of each piece; None on a device."""
+        self._check_open()
+        return None if self._staging is not None else [(run.flat.data_ptr(), run.size_bytes) for run in self._runs]
+
     # --- the end ---
 
     def close(self) -> None:

@@ -114,6 +114,7 @@ class TransportSuite:
     make_source: another factory for the sources, to test one release's readers against another's sources.
     processes: False for a transport that does not leave its process; cases that need another one are skipped.
     garbage: what strangers send, in addition to what they send everywhere: bytes that look like this transport's own.
+    slabs: what sources offer, "allocated" slabs or "adopted" tensors.
     patience_s: how long to wait for what must happen, and for what must be over.
     """
 
@@ -126,12 +127,14 @@ class TransportSuite:
         make_source: MakeTransport | None = None,
         processes: bool = True,
         garbage: Sequence[bytes] = (),
+        slabs: str = "allocated",
         patience_s: float = 20.0,
     ) -> None:
         self._make = make_transport
         self._make_source = make_source or make_transport
         self._processes = processes
         self._garbage = (*GARBAGE, *garbage)
+        self._slabs = slabs
         self._patience_s = patience_s
         self._peer: _Peer | None = None
 
@@ -559,7 +562,10 @@ class TransportSuite:
 
     def _check_frozen_source(self) -> None:
         """SIGSTOP when half was read: the deadline holds for reading, for opening and for connecting."""
-        with contextlib.closing(self._make()) as reader, _Remote(self._process(), self._make_source) as remote:
+        with (
+            contextlib.closing(self._make()) as reader,
+            _Remote(self._process(), self._make_source, self._slabs) as remote,
+        ):
             other = reader.connect(remote.endpoint, deadline=_far())
             for seconds in MIDDLE_S:
                 link, manifest, tensors = remote.open(reader)
@@ -606,7 +612,10 @@ class TransportSuite:
 
     def _check_killed_source(self) -> None:
         """SIGKILL when half was read and the other half is awaited."""
-        with contextlib.closing(self._make()) as reader, _Remote(self._process(), self._make_source) as remote:
+        with (
+            contextlib.closing(self._make()) as reader,
+            _Remote(self._process(), self._make_source, self._slabs) as remote,
+        ):
             link, manifest, tensors = remote.open(reader)
             target = blank_like(tensors)
             reading = link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=_far())
@@ -703,7 +712,7 @@ class TransportSuite:
 
     @contextlib.contextmanager
     def _source(self) -> Iterator[_Source]:
-        source = _Source(self._make_source())
+        source = _Source(self._make_source(), self._slabs)
         try:
             yield source
         finally:
@@ -982,8 +991,9 @@ def _address(endpoint: str) -> _Address | None:
 class _Source:
     """A serving transport of this process and what it offers."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, slabs: str) -> None:
         self.transport = transport
+        self.slabs = slabs
         self.shelf = SimpleShelf()
         self.endpoint = transport.serve(self.shelf)
         self.offers: list[Offer] = []
@@ -994,11 +1004,11 @@ class _Source:
         *,
         key: ShardKey | None = None,
         version: int = 1,
-        kind: str = "allocated",
+        kind: str | None = None,
         ready: bool = True,
         segment_size_bytes: int = SEGMENT_SIZE_BYTES,
     ) -> Offer:
-        if kind == "adopted":
+        if (kind or self.slabs) == "adopted":
             slab = Slab.adopt(dict(tensors))
         else:
             slab = Slab.allocate([spec_of(name, tensor) for name, tensor in tensors.items()])
@@ -1087,11 +1097,12 @@ class _Remote:
 
     peer: _Peer
     make: MakeTransport
+    slabs: str
     key: ShardKey = field(default=ShardKey(7, "checkpoint"))
     endpoint: str = ""
 
     def __enter__(self) -> _Remote:
-        self.endpoint = self.peer.ask("serve", self.make, self.key)
+        self.endpoint = self.peer.ask("serve", self.make, self.slabs, self.key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -1145,8 +1156,9 @@ def _peer_main(pipe: Connection) -> None:
             return
         try:
             if what == "serve":
-                make, key = arguments
-                source = _Source(make())
+                make, slabs, key = arguments
+                source = _Source(make(), slabs)
+                kept.append(source)
                 offer = source.offer(_remote_tensors(), key=key, ready=False)
                 for segment in range(offer.manifest.segment_count // 2):
                     offer.mark_ready(segment)

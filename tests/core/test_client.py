@@ -59,7 +59,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core import client as client_module
 from tensorhub_plugins.core import hub as hub_module
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.transports import _wire, memory, tcp
+from tensorhub_plugins.core.transports import _process, _wire, memory, tcp
 
 NEAR, FAR = Location("dc", "rack", "here"), Location("dc", "other rack", "there")
 RUNTIME = "runtime:f"
@@ -240,9 +240,12 @@ def test_a_published_slab_is_not_copied_and_adopted_tensors_are_served_in_place(
     assert same_bytes(rollout.fetch(2).tensors(), live)
 
 
-def test_what_is_adopted_travels_over_tcp_when_shared_memory_cannot(stage):
+def test_what_is_adopted_travels_over_tcp_when_shared_memory_cannot(stage, monkeypatch):
     trainer, rollout = stage.client("trainer", transports=("shm", "tcp")), stage.client("r", transports=("shm", "tcp"))
     trainer.publish(1, tensors_of(1), copy=False)
+    assert rollout.fetch().report.transports == {"shm": SIZE}  # by its address
+    monkeypatch.setattr(_process, "available", lambda: False)
+    rollout = stage.client("other", transports=("shm", "tcp"))
     assert rollout.fetch().report.transports == {"tcp": SIZE}
     trainer.publish(2, tensors_of(2))
     report = rollout.fetch().report

@@ -1,6 +1,7 @@
 """Every transport passes the shipped conformance suite; a broken one does not; and the wire refuses what it must."""
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -19,7 +20,8 @@ import torch
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _wire, choices, create, shm
+from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _process, _wire, choices, create, shm
+from tensorhub_plugins.core.transports._process import ProcessMemory
 from tensorhub_plugins.core.transports._wire import (
     CONTROL,
     HEADER,
@@ -31,7 +33,7 @@ from tensorhub_plugins.core.transports._wire import (
     Read,
 )
 from tensorhub_plugins.core.transports.memory import MemoryLink, MemoryTransport
-from tensorhub_plugins.core.transports.shm import ShmTransport, _Block
+from tensorhub_plugins.core.transports.shm import ShmTransport, _File
 from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport, local_host_towards
 from tensorhub_plugins.core.values import ShardKey
 
@@ -65,6 +67,7 @@ TRANSPORTS = {
     "tcp": (TcpTransport, {"garbage": FORGED}),
     "tcp-3-streams": (functools.partial(TcpTransport, streams=3), {"garbage": FORGED}),
     "shm": (ShmTransport, {"garbage": FORGED}),
+    "shm-by-address": (ShmTransport, {"slabs": "adopted", "garbage": FORGED}),
 }
 
 
@@ -330,17 +333,20 @@ def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
-def withdrawn_while_copied(monkeypatch):
+KINDS = {"allocated": _File, "adopted": ProcessMemory}
+
+
+def withdrawn_while_copied(monkeypatch, kind):
     """Read segment 0, whose memory is withdrawn and overwritten while it is copied: what is yielded, what is torn."""
-    copy = _Block.read
-    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+    copy = KINDS[kind].read
+    with served(ShmTransport(), kind=kind) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
 
         def read(self, start, stop, views):
             offer.withdraw()
             offer.slab.tensors()["a"].fill_(-1)
             copy(self, start, stop, views)
 
-        monkeypatch.setattr(_Block, "read", read)
+        monkeypatch.setattr(KINDS[kind], "read", read)
         link = reader.connect(endpoint, deadline=soon())
         manifest = link.open(KEY, 1, deadline=soon())
         got = []
@@ -350,19 +356,68 @@ def withdrawn_while_copied(monkeypatch):
         return got, torn
 
 
-def test_shm_yields_nothing_that_was_overwritten_while_it_copied(monkeypatch):
-    assert withdrawn_while_copied(monkeypatch) == ([], [])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shm_yields_nothing_that_was_overwritten_while_it_copied(monkeypatch, kind):
+    assert withdrawn_while_copied(monkeypatch, kind) == ([], [])
 
 
-def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(monkeypatch, kind):
     monkeypatch.setattr(_wire.Channel, "is_cut", lambda self: False)
-    assert withdrawn_while_copied(monkeypatch) == ([0], [0])
+    assert withdrawn_while_copied(monkeypatch, kind) == ([0], [0])
 
 
-# --- shm ---
+# --- shm: the memory of other processes ---
 
 
-def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it(monkeypatch):
+@pytest.fixture
+def forbidden(monkeypatch):
+    """No process may read another's memory."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(_process, "_read", refuse)
+
+
+def test_shm_tells_no_addresses_of_what_it_can_pass_on_as_a_file(monkeypatch):
+    monkeypatch.setattr(_process, "pack", None)
+    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+        assert reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon()) == offer.manifest
+
+
+def test_shm_believes_no_source_about_its_addresses(monkeypatch):
+    monkeypatch.setattr(_process, "pack", lambda extents: b"x" * 16)
+    tensors = {"a": torch.arange(100)}
+    with (
+        served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint),
+        contextlib.closing(ShmTransport()) as reader,
+    ):
+        with pytest.raises(ProtocolError, match="as its manifest says"):
+            reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon())
+        assert offer.wait_no_readers(soon())
+
+
+def test_what_cannot_be_read_any_more_is_a_source_that_is_lost(monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EFAULT, "Bad address")
+
+    tensors = {"a": torch.arange(100)}
+    with (
+        served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint),
+        contextlib.closing(ShmTransport()) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(_process, "_read", fails)
+        with pytest.raises(SourceLost, match="cannot be read any more: .*Bad address"):
+            list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon()))
+
+
+# --- shm: where that is forbidden ---
+
+
+def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it(forbidden, monkeypatch):
     monkeypatch.setattr(shm, "TOGETHER_S", 1000.0)
     tensors = {"a": torch.arange(5000, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int64)}
     with served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint), contextlib.ExitStack() as stack:
@@ -391,7 +446,7 @@ def test_shm_stages_adopted_memory_once_for_the_second_reader_and_those_after_it
         assert offer.active_readers == 0 and not later[0].check(deadline=soon())
 
 
-def test_shm_stages_nothing_for_readers_that_come_one_after_the_other(monkeypatch):
+def test_shm_stages_nothing_for_readers_that_come_one_after_the_other(forbidden, monkeypatch):
     monkeypatch.setattr(shm, "TOGETHER_S", 0.0)
     with (
         served(ShmTransport(), {"a": torch.arange(100)}, kind="adopted") as (offer, endpoint),
@@ -406,7 +461,8 @@ def test_shm_stages_nothing_for_readers_that_come_one_after_the_other(monkeypatc
         offer.detach(elsewhere)
 
 
-def test_shm_does_not_serve_adopted_memory_and_tcp_does():
+def test_shm_does_not_serve_adopted_memory_and_tcp_does(forbidden, caplog):
+    caplog.set_level(logging.INFO)
     tensors = {"a": torch.arange(100, dtype=torch.int16)}
     with (
         served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint),
@@ -419,6 +475,7 @@ def test_shm_does_not_serve_adopted_memory_and_tcp_does():
         with pytest.raises(VersionGone):  # the link is still good
             link.open(ShardKey(9, "checkpoint"), 1, deadline=soon())
         assert offer.active_readers == 0
+        assert caplog.text.count("memory of other processes cannot be read here") == 1  # once, and never tried again
     with served(TcpTransport(), tensors, kind="adopted") as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
         link = reader.connect(endpoint, deadline=soon())
         assert link.open(KEY, 1, deadline=soon()).size_bytes == 200
@@ -493,7 +550,7 @@ def test_shm_file_that_is_cut_while_it_is_read(tmp_path):
         manifest = slab.manifest(1000)
     path = tmp_path / "memory"
     path.write_bytes(bytes(50_000 + 4096))
-    block = _Block(manifest, os.open(path, os.O_RDONLY))
+    block = _File(manifest, os.open(path, os.O_RDONLY))
     block.read(0, 1000, [memoryview(bytearray(1000))])
     os.truncate(path, 500)
     with pytest.raises(ProtocolError, match="ends before"):

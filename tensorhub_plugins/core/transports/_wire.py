@@ -4,7 +4,7 @@
     HELLO magic, version        ->
                                 <-      HELLO magic, version
     Open(shard)                 ->
-                                <-      Opened(epoch, manifest) or Refused(reason); shm: its file
+                                <-      Opened(epoch, manifest) or Refused(reason); shm: its file, or its addresses
     Read(segment runs, seconds) ->      (any number, without waiting for what was asked for before)
                                 <-      for each segment, once it is ready: SEGMENT header, then its bytes (shm: none);
                                         ALIVE now and then while the source itself waits; Refused when it gives up
@@ -41,7 +41,7 @@ from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, check_s
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 MAGIC = b"TENSORHB"
-PROTOCOL = 2
+PROTOCOL = 3
 HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
 HEADER = struct.Struct("!BBxxIQ")  # kind, 1: the source had to wait for it, segment, length of what follows in bytes
 CONTROL, SEGMENT, ALIVE = 1, 2, 3
@@ -77,6 +77,7 @@ class Open(_Message, frozen=True):
     key: ShardKey
     lease: Count
     brief: bool = False  # a further stream of the same reader has the manifest already
+    by_address: bool = False  # shm: it can read this process's memory itself
 
 
 class Read(_Message, frozen=True):
@@ -94,6 +95,7 @@ Request: TypeAlias = Open | Read | Finish
 class Opened(_Message, frozen=True):
     epoch: Count
     manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
+    addresses: bytes | None = None  # shm: where its bytes lie in the source's memory; None: what is handed over follows
 
 
 class Refused(_Message, frozen=True):
@@ -299,6 +301,10 @@ class Dialect:
         """Why this transport cannot serve this offer; None: it can."""
         raise NotImplementedError
 
+    def addresses(self, offer: Offer) -> bytes | None:
+        """For a reader that reads this process's memory itself, and then gets nothing else; None: it cannot."""
+        return None
+
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         """What follows an Opened message."""
         raise NotImplementedError
@@ -463,7 +469,7 @@ class _Conversation:
     def _open(self, request: Open, deadline: float) -> None:
         self._release()
         try:
-            offer = self._begin(request.key, request.lease)
+            offer, addresses = self._begin(request)
         except VersionGone as error:
             self._channel.send_message(Refused("gone", error.message), deadline)
             return
@@ -472,23 +478,25 @@ class _Conversation:
             return
         _log.debug("%s: %s opens %s, lease %d", self._dialect.name, self._channel.peer, offer.key, request.lease)
         manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
-        self._channel.send_message(Opened(offer.epoch, msgspec.Raw(manifest)), deadline)
-        if not request.brief:
+        self._channel.send_message(Opened(offer.epoch, msgspec.Raw(manifest), addresses), deadline)
+        if not request.brief and addresses is None:
             self._dialect.hand_over(self._channel, offer, deadline)
 
-    def _begin(self, key: ShardKey, lease: int) -> Offer:
-        """Attach to the offer. VersionGone, NotServable."""
+    def _begin(self, request: Open) -> tuple[Offer, bytes | None]:
+        """Attach to the offer; its addresses if it is read by them. VersionGone, NotServable."""
+        key, lease = request.key, request.lease
         offer = self._shelf.find(key)
         if offer is None and hasattr(self._shelf, "expect"):  # it may be about to: the hub lends what is on its way
             offer = self._shelf.expect(key, lease, time.monotonic() + EXPECT_S_MAX)
         if offer is None or offer.birth > lease:
             raise VersionGone("the source does not offer it")
-        reason = self._dialect.refusal(offer)
+        addresses = self._dialect.addresses(offer) if request.by_address else None
+        reason = self._dialect.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
         self._reader = offer.attach(self._channel.cut)
         self._offer = offer
-        return offer
+        return offer, addresses
 
     def _read(self, request: Read) -> None:
         offer = self._offer
@@ -591,6 +599,7 @@ class SocketLink:
         self.heard_at = time.monotonic()  # the source's last sign of life
         self.alive_at = 0.0  # when it last said that it waits itself
         self.digests = True
+        self._by_address = False
         self._more: More | None = None
         self.late: set[int] = set()  # segments of this read that it had to wait for
         self._guard = threading.Lock()
@@ -613,7 +622,7 @@ class SocketLink:
 
     def _open(self, key: ShardKey, lease: int, deadline: float) -> Manifest:
         channel = self._channels[0]
-        channel.send_message(Open(key, lease), deadline)
+        channel.send_message(Open(key, lease, by_address=self._by_address), deadline)
         for further in self._channels[1:]:
             further.send_message(Open(key, lease, brief=True), deadline)
         try:
@@ -626,7 +635,7 @@ class SocketLink:
         if bytes(first.manifest) == NO_MANIFEST:
             raise ProtocolError("the source opened without a manifest")
         manifest = Manifest.decode(bytes(first.manifest))
-        self._receive_hand_over(channel, manifest, deadline)
+        self._receive_hand_over(channel, manifest, first.addresses, deadline)
         for further in self._channels[1:]:
             if self._reply(further, Opened, deadline).epoch != first.epoch:
                 raise SourceLost("the source published anew while it was opened")
@@ -676,8 +685,10 @@ class SocketLink:
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         raise NotImplementedError
 
-    def _receive_hand_over(self, channel: Channel, manifest: Manifest, deadline: float) -> None:
-        """What a transport sends after Opened."""
+    def _receive_hand_over(
+        self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float
+    ) -> None:
+        """What a transport sends after Opened, unless that told its addresses."""
 
     def digest(self, segment: int) -> bytes:
         if self._plan is None:

@@ -504,7 +504,9 @@ class RdmaLink(SocketLink):
 
     # opening
 
-    def _receive_hand_over(self, channel: Channel, manifest: Manifest, deadline: float) -> None:
+    def _receive_hand_over(
+        self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float
+    ) -> None:
         self._rested = False
         self._drop_staging()  # of the size of another offer's segments
         told = _hear(channel, Rails, REPLY_SIZE_BYTES_MAX, deadline)

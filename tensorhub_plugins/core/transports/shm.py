@@ -1,23 +1,25 @@
-"""Between processes of one host: the reader copies once, from the source's memfd into its own memory.
+"""Between processes of one host: the reader copies once, from the source's memory into its own.
 
-The source passes its allocated slab's memfd, opened read-only, over a UNIX socket in the abstract namespace. Being able
-to connect to it is what "the same host" means here: containers that share no network namespace use tcp. The
-conversation is that of tcp, with segment headers that mean "ready" and no bytes behind them.
+Being able to connect to the source's UNIX socket in the abstract namespace is what "the same host" means here:
+containers that share no network namespace use tcp. The conversation is that of tcp, with segment headers that mean
+"ready" and no bytes behind them. Where the reader copies from:
 
-Adopted memory is nobody's to share. Its first reader on this host is sent away, to tcp. When another comes beside it,
-the source copies the shard into a slab of its own while they read, segment by segment as the first of them gets there,
-and keeps that until the last of them has gone: two copies for each reader become one, and one for all.
+* An allocated slab is a memfd, which the source passes over the socket, opened read-only. The reader uses preadv, not a
+  mapping. For memory that is read once it is faster than page faults (9 against 8 GB/s on two cores; only a mapping
+  kept from read to read is faster still, and it would pin memory its owner has long given up), it scatters into
+  thousands of tiny tensors in one call, and no truncated file can kill the reader with SIGBUS.
+* Adopted memory is read by its addresses, where the system lets one process read another's (_process).
+* Where it does not, the first reader is sent away, to tcp. When another comes beside it, the source copies the shard
+  into a slab of its own while they read, segment by segment as the first of them gets there, and keeps that until the
+  last of them has gone: two copies for each reader become one, and one for all.
 
-The reader uses preadv, not a mapping. For memory that is read once it is faster than page faults (9 against 8 GB/s on
-two cores; only a mapping kept from read to read is faster still, and it would pin memory its owner has long given up),
-it scatters into thousands of tiny tensors in one call, and no truncated file can kill the reader with SIGBUS.
-
-A cut-off source cannot take the file back. It closes the connection before its owner touches the memory, so a reader
+A cut-off source cannot take its memory back. It closes the connection before its owner touches the memory, so a reader
 that finds its connection open after copying a segment has copied the published bytes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
@@ -27,12 +29,12 @@ import uuid
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.slab import Slab, copy_views, place, spans
-from tensorhub_plugins.core.transports import Offer, Shelf
+from tensorhub_plugins.core.transports import Offer, Shelf, _process
 from tensorhub_plugins.core.transports._plan import ReadPlan
 from tensorhub_plugins.core.transports._wire import (
     BACKLOG,
@@ -46,13 +48,16 @@ from tensorhub_plugins.core.transports._wire import (
     greet,
     rest,
 )
-from tensorhub_plugins.core.values import Manifest
+from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
 TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
-WINDOW = 8  # segments being copied or waiting to be yielded; what a given-up read still has to wait for
+COPY_SIZE_BYTES = 2 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
+WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+_log = logging.getLogger(__name__)
 
 
 class ShmTransport:
@@ -62,6 +67,7 @@ class ShmTransport:
 
     def __init__(self, *, copy_threads: int | None = None, stall_s: float = STALL_S) -> None:
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
+        self._by_address = _process.available()  # until it turns out to be forbidden
         self._stall_s = stall_s
         self._pool: ThreadPoolExecutor | None = None
         self._server: Server | None = None
@@ -85,6 +91,7 @@ class ShmTransport:
         except OSError as error:
             listener.close()
             raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
+        _process.let_others_read()
         self._server = Server(listener, shelf, _ShmDialect())
         return SCHEME + name
 
@@ -104,9 +111,16 @@ class ShmTransport:
         channel = greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
-        link = ShmLink(channel, self._pool)
+        link = ShmLink(channel, self._pool, by_address=self._by_address, forbidden=self._is_forbidden)
         self._links.add(link)
         return link
+
+    def _is_forbidden(self, error: OSError) -> None:
+        if self._by_address:
+            _log.info(
+                "shm: the memory of other processes cannot be read here (%s): it is staged, or goes by tcp", error
+            )
+        self._by_address = False
 
     def close(self) -> None:
         self._closed = True
@@ -121,64 +135,94 @@ class ShmTransport:
 class ShmLink(SocketLink):
     """Copies several segments at a time, in the transport's threads."""
 
-    def __init__(self, channel: Channel, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, channel: Channel, pool: ThreadPoolExecutor, *, by_address: bool, forbidden: Callable[[OSError], None]
+    ) -> None:
         super().__init__([channel])
         self._pool = pool
-        self._block: _Block | None = None
+        self._pid = _peer_of(channel.sock)[0]
+        self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
+        self._forbidden = forbidden
+        self._block: _File | _process.ProcessMemory | None = None
 
     def _dispose(self) -> None:
         super()._dispose()
         if self._block is not None:
             self._block.close()
 
-    def _receive_hand_over(self, channel: Channel, manifest: Manifest, deadline: float) -> None:
+    def _open(self, key: ShardKey, lease: int, deadline: float) -> Manifest:
+        manifest = super()._open(key, lease, deadline)
+        if isinstance(self._block, _process.ProcessMemory):
+            try:
+                self._block.probe()
+            except OSError as error:
+                self._forbidden(error)
+                self._by_address = False
+                return super()._open(key, lease, deadline)
+        return manifest
+
+    def _receive_hand_over(
+        self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float
+    ) -> None:
         if self._block is not None:
             self._block.close()
-        self._block = _Block(manifest, channel.receive_descriptor(deadline))
+        if addresses is not None:
+            self._block = _process.ProcessMemory(self._pid, addresses, manifest.size_bytes)
+        else:
+            self._block = _File(manifest, channel.receive_descriptor(deadline))
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         block = self._block
         assert block is not None
         channel = self._channels[0]
 
-        def copy(segment: int) -> int:
-            with plan.receiving(segment) as views:
-                block.read(*manifest.segment_range(segment), views)
-            return segment
+        def copy(segments: list[int]) -> list[int]:
+            for segment in segments:
+                with plan.receiving(segment) as views:
+                    block.read(*manifest.segment_range(segment), views)
+            return segments
 
         self._request(channel, segments, deadline)
         due = deque(segments)
-        copying: deque[Future[int]] = deque()
+        copying: deque[Future[list[int]]] = deque()
+        ready: list[int] = []  # and not copied yet: small segments are copied together
         try:
             while True:
                 due.extend(self._further(channel, deadline))
                 if not due:
                     if not copying:
                         break
-                    yield self._copied(channel, copying.popleft())
+                    yield from self._copied(channel, copying.popleft())
                     continue
-                segment = due.popleft()
                 # What is copied is handed on before the source is waited for: somebody may wait for it in turn.
                 while copying and (len(copying) >= WINDOW or copying[0].done() or not channel.has_input()):
-                    yield self._copied(channel, copying.popleft())
+                    yield from self._copied(channel, copying.popleft())
+                segment = due.popleft()
                 self._expect(channel, segment, 0, deadline)
-                try:
-                    copying.append(self._pool.submit(copy, segment))
-                except RuntimeError as error:
-                    raise Disconnected("cannot be read any more: this side's transport was closed") from error
+                ready.append(segment)
+                full = len(ready) * manifest.segment_size_bytes >= COPY_SIZE_BYTES
+                if full or not due or not channel.has_input():
+                    try:
+                        copying.append(self._pool.submit(copy, ready))
+                    except RuntimeError as error:
+                        raise Disconnected("cannot be read any more: this side's transport was closed") from error
+                    ready = []
         finally:
             for future in copying:
                 future.cancel()
             wait(copying)  # none may write into the target once this read has ended
 
-    def _copied(self, channel: Channel, future: Future[int]) -> int:
-        segment = future.result()  # a copy takes milliseconds; it waits for nobody
+    def _copied(self, channel: Channel, future: Future[list[int]]) -> list[int]:
+        try:
+            segments = future.result()  # a copy takes milliseconds; it waits for nobody
+        except OSError as error:
+            raise Disconnected(f"its memory cannot be read any more: {error}") from error
         if channel.is_cut():
             raise Disconnected("cut the connection while its memory was copied")
-        return segment
+        return segments
 
 
-class _Block:
+class _File:
     """Another process' allocated slab, by its file."""
 
     def __init__(self, manifest: Manifest, fd: int) -> None:
@@ -231,11 +275,17 @@ def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
     return taken
 
 
+def _peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; process 0: not to be seen from here."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
 class _ShmDialect(Dialect):
     name = "shm"
 
     def welcome(self, sock: socket.socket) -> str:
-        pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = _peer_of(sock)
         if uid not in (os.geteuid(), 0):  # the abstract namespace has no permissions of its own
             raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
         return f"pid {pid}"
@@ -257,6 +307,10 @@ class _ShmDialect(Dialect):
                 return None
             self._refused_at[offer] = now
         return "its tensors lie in memory that was adopted, or cannot be shared"
+
+    def addresses(self, offer: Offer) -> bytes | None:
+        extents = None if offer.slab.shared_fd is not None else offer.slab.addresses()
+        return None if extents is None else _process.pack(extents)
 
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         fd = offer.slab.shared_fd
