@@ -20,6 +20,7 @@ Host and device
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import math
@@ -90,6 +91,9 @@ class Slab:
         self._staging = staging
         self._fd = fd
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
+        self._storages: list[
+            torch.UntypedStorage
+        ] = []  # what adopted views point into, whatever becomes of the tensors
         self._closed = False
         self._lock = threading.Lock()
 
@@ -104,7 +108,9 @@ class Slab:
         names the tensor otherwise.
         """
         found = _Adoption.of(tensors)
-        return cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
+        slab = cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
+        slab._storages = [tensor.untyped_storage() for tensor in tensors.values()]
+        return slab
 
     @classmethod
     def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:
@@ -135,7 +141,10 @@ class Slab:
                 os.close(fd)
             raise
         tensors = {spec.name: _view(base, spec, at) for spec, at in zip(ordered, places, strict=True)}
-        runs = [_Run(span.start, span.size_bytes, memory[span.slice], base[span.slice]) for span in spans(ordered)]
+        runs = [
+            _Run(span.start, span.size_bytes, base.data_ptr() + span.place, memory[span.slice], None)
+            for span in spans(ordered)
+        ]
         return cls("allocated", ordered, runs, tensors=tensors, fd=fd, pinned=pinned)
 
     # --- tensors ---
@@ -266,7 +275,7 @@ class Slab:
     def addresses(self) -> list[tuple[int, int]] | None:
         """Where the stream lies in this process's memory: (address, size in bytes) of each piece; None on a device."""
         self._check_open()
-        return None if self._staging is not None else [(run.flat.data_ptr(), run.size_bytes) for run in self._runs]
+        return None if self._staging is not None else [(run.address, run.size_bytes) for run in self._runs]
 
     # --- the end ---
 
@@ -338,7 +347,7 @@ class Slab:
         if start == stop:
             return []
         first, last, skip, take = self._cut(start, stop)
-        flats = [run.flat for run in self._runs[first:last]]
+        flats = [_block(run.view) if run.flat is None else run.flat for run in self._runs[first:last]]
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]
         return flats
@@ -355,8 +364,8 @@ class Slab:
 
 class _Adoption:
     """What adopting these tensors has found out, kept for the next time: a training loop publishes the same ones in
-    every step, and to look at thousands of them takes longer than to read their bytes. It ends with the first of them
-    that dies, so that it never keeps memory that its owner has let go."""
+    every step, and to look at thousands of them takes longer than to read their bytes. It keeps no memory: its views
+    are good as long as the tensors still lie where they lay, which is looked at, and somebody has these."""
 
     _kept: ClassVar[deque[_Adoption]] = deque(maxlen=ADOPTIONS_MAX)
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -370,8 +379,9 @@ class _Adoption:
             if kept._is_of(tensors):
                 return kept
         found = cls(tensors)
-        with cls._lock:
-            cls._kept.append(found)
+        if found.staging is None:
+            with cls._lock:
+                cls._kept.append(found)
         return found
 
     @torch.inference_mode(False)  # as for `_flat`
@@ -379,6 +389,7 @@ class _Adoption:
         specs: list[TensorSpec] = []
         self.runs: list[_Run] = []
         extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
+        devices: set[torch.device] = set()
         start = 0
         for name in sorted(tensors):
             tensor = tensors[name]
@@ -388,13 +399,13 @@ class _Adoption:
                 continue
             if tensor.is_meta:
                 raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
-            flat = _flat_view(tensor)
-            extents.append((str(flat.device), flat.data_ptr(), spec.size_bytes, name))
-            view = _memory(flat) if flat.device.type == "cpu" else None
-            self.runs.append(_Run(start, spec.size_bytes, view, flat))
+            address, on_host = tensor.data_ptr(), tensor.device.type == "cpu"
+            extents.append((str(tensor.device), address, spec.size_bytes, name))
+            devices.add(tensor.device)
+            view = _memory_at(address, spec.size_bytes) if on_host else None
+            self.runs.append(_Run(start, spec.size_bytes, address, view, None if on_host else _flat_view(tensor)))
             start += spec.size_bytes
         _check_overlap(extents)
-        devices = {run.flat.device for run in self.runs}
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
@@ -437,8 +448,9 @@ class _Run(NamedTuple):
 
     start: int
     size_bytes: int
-    view: memoryview | None  # host memory; None on a device
-    flat: torch.Tensor  # uint8
+    address: int
+    view: memoryview | None  # host memory, which the slab keeps alive; None on a device
+    flat: torch.Tensor | None  # uint8, on a device
 
 
 # --- pure functions ---
@@ -588,6 +600,11 @@ def _memory(flat: torch.Tensor) -> memoryview:
     """A uint8 host tensor's own memory."""
     array: Any = flat.numpy()
     return memoryview(array)
+
+
+def _memory_at(address: int, size_bytes: int) -> memoryview:
+    """Host memory that others keep alive."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 # The three below make normal tensors even when the caller is in inference mode (engines call us from there): a tensor
