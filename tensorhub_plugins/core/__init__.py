@@ -1,17 +1,14 @@
 """The reference-oriented store: publish a version of a model's weights, replicate it from whoever holds it.
 
-`Client` is a worker's way in, `start_server` or `tensorhub server` the hub. Importing this needs torch and ZeroMQ,
-and no framework.
+`Client` is a worker's way in, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
+framework; torch comes with the first name that needs it, so that the hub, which never sees a tensor, does without.
 """
 
-from tensorhub_plugins.core.client import (
-    Client,
-    Fetched,
-    PublishReport,
-    ReplicateReport,
-    UnpublishReport,
-    here,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from tensorhub_plugins.core.errors import (
     CorruptBytes,
     DeadlineExceeded,
@@ -24,7 +21,6 @@ from tensorhub_plugins.core.errors import (
     VersionGone,
 )
 from tensorhub_plugins.core.server import Server, start_server
-from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.values import (
     CHECKPOINT,
@@ -36,6 +32,22 @@ from tensorhub_plugins.core.values import (
     TensorSpec,
     VersionInfo,
 )
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.client import (
+        Client,
+        Fetched,
+        PublishReport,
+        ReplicateReport,
+        UnpublishReport,
+        here,
+    )
+    from tensorhub_plugins.core.slab import Slab, spec_of
+
+_WITH_TORCH = {
+    **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport", "UnpublishReport", "here"), "client"),
+    **dict.fromkeys(("Slab", "spec_of"), "slab"),
+}
 
 __all__ = [
     "CHECKPOINT",
@@ -67,3 +79,9 @@ __all__ = [
     "spec_of",
     "start_server",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tensorhub_plugins
+from tensorhub_plugins import core
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"verl", "openrlhf", "vllm", "ray", "transformers"}
@@ -32,6 +33,18 @@ def test_core_loads_no_framework(module: str) -> None:
 def test_the_check_above_sees_a_framework() -> None:
     pytest.importorskip("ray")
     assert "ray" in frameworks_loaded_by("import tensorhub_plugins.core, ray")
+
+
+def test_the_hub_does_without_torch() -> None:
+    hub = "import tensorhub_plugins.core.cli, tensorhub_plugins.core.server"
+    see = "import sys; assert ('torch' in sys.modules) is {}"
+    for statements, torch in ((hub, False), ("from tensorhub_plugins.core import Client", True)):
+        program = f"{statements}; {see.format(torch)}"
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=100)
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(hasattr(core, name) for name in core.__all__) and not hasattr(core, "Trainer")
 
 
 def test_version_is_the_same_everywhere() -> None:
