@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -20,7 +22,7 @@ import torch
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _process, _wire, choices, create, shm
+from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _process, _wire, choices, create, shm, tcp
 from tensorhub_plugins.core.transports._process import ProcessMemory
 from tensorhub_plugins.core.transports._wire import (
     CONTROL,
@@ -678,6 +680,31 @@ def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
     assert len(signs) >= 3
     assert len(allowed) > len(signs)
     assert set(allowed) == {20.0}
+
+
+def test_a_stream_that_runs_out_of_work_waits_for_more():
+    later = deque([[], [], [4, 5, 6]])
+    work = tcp._Work([0, 1, 2, 3], lambda: later.popleft() if later else [], 2)
+    assert [work.take(0), work.take(0), work.take(2)] == [[0, 1], [2], [3]]
+    with ThreadPoolExecutor(2) as pool:
+        idle = pool.submit(work.take, 0)  # it asks for more in vain, as does the other one
+        while not work._idle:
+            time.sleep(0)
+        assert work.take(3) == []
+        assert not idle.done()
+        assert work.take(1) == [4, 5] and idle.result(60) == [6]
+        ends = [pool.submit(work.take, 0) for _ in range(2)]
+        assert [end.result(60) for end in ends] == [[], []]
+
+
+def test_a_stream_that_waits_for_work_ends_with_the_read():
+    work = tcp._Work([], None, 2)
+    with ThreadPoolExecutor(1) as pool:
+        idle = pool.submit(work.take, 0)
+        while not work._idle:
+            time.sleep(0)
+        work.end()
+        assert idle.result(60) == [] and work.take(0) == []
 
 
 # --- the reader against forged sources ---

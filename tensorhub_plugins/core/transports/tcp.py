@@ -134,24 +134,17 @@ class TcpLink(SocketLink):
         # The streams take from one queue, so that they finish together. Entries of `arrived`: a segment that has
         # arrived, or the exception or None that ended a stream.
         arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-        todo = deque(segments)
-        guard = threading.Lock()
-
-        def take() -> list[int]:
-            with guard:
-                if not todo and self._more is not None:
-                    todo.extend(self._more())
-                return [todo.popleft() for _ in range(min(len(todo), STREAM_SEGMENTS))]
+        running = min(len(self._channels), len(segments))
+        work = _Work(segments, self._more, running)
 
         def run(channel: Channel) -> None:
             try:
-                for segment in self._stream(channel, manifest, plan, [], deadline, take):
+                for segment in self._stream(channel, manifest, plan, [], deadline, work):
                     arrived.put(segment)
                 arrived.put(None)
             except BaseException as error:
                 arrived.put(error)
 
-        running = min(len(self._channels), len(segments))
         threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in self._channels[:running]]
         for thread in threads:
             thread.start()
@@ -167,6 +160,7 @@ class TcpLink(SocketLink):
         finally:
             if running:
                 self.cut()
+            work.end()
             for thread in threads:  # none may write into the target once this read has ended
                 thread.join()
 
@@ -177,16 +171,16 @@ class TcpLink(SocketLink):
         plan: ReadPlan,
         segments: list[int],
         deadline: float,
-        take: More | None = None,
+        work: _Work | None = None,
     ) -> Iterator[int]:
         due = deque(segments)
         if segments:
             self._request(channel, segments, deadline)
         while True:
-            if take is None:
+            if work is None:
                 due.extend(self._further(channel, deadline))
-            elif len(due) < STREAM_SEGMENTS:
-                batch = list(take())
+            else:
+                batch = work.take(len(due))
                 if batch:
                     self._request(channel, batch, deadline)
                     due.extend(batch)
@@ -198,6 +192,49 @@ class TcpLink(SocketLink):
             with plan.receiving(segment) as views:
                 channel.fill(views, deadline)
             yield segment
+
+
+class _Work:
+    """What several streams still have to read, and when they are done: when none of them has anything left, and there
+    is no more. One that runs out before waits for what the others are told of."""
+
+    def __init__(self, segments: list[int], more: More | None, streams: int) -> None:
+        self._todo = deque(segments)
+        self._more = more
+        self._streams = streams
+        self._idle = 0
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def take(self, due: int) -> list[int]:
+        """The next ones for a stream that still waits for so many, perhaps none; for one that waits for none: until
+        there are some, empty when all is done."""
+        with self._changed:
+            while not self._ended:
+                if not self._todo and self._more is not None:
+                    self._todo.extend(self._more())
+                share = -(-len(self._todo) // self._streams)  # the last ones are for all, so that they end together
+                batch = [self._todo.popleft() for _ in range(max(0, min(STREAM_SEGMENTS - due, share)))]
+                if self._todo:
+                    self._changed.notify()
+                if batch or due:
+                    return batch
+                self._idle += 1
+                if self._idle == self._streams:
+                    self._end()
+                else:
+                    self._changed.wait()
+                self._idle -= 1
+            return []
+
+    def end(self) -> None:
+        """Whatever is left is not read."""
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._changed.notify_all()
 
 
 class _TcpDialect(Dialect):
