@@ -138,8 +138,8 @@ class Client:
     names in order of preference; those that do not work here are left out, which the log says. advertise_host:
     the address under which peers reach this host; defaults to the one that faces the hub.
 
-    verify: compare the digest of every segment that is read; without it only the source's word after the reading says
-    that its bytes were still the published ones.
+    verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
+    a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
 
     Raise HubUnreachable when no hub answers within connect_deadline_s (seconds), UsageError for what cannot work.
     """
@@ -252,7 +252,7 @@ class Client:
         copied = time.monotonic()
         try:
             described = with_parts(slab.specs, parts)
-            manifest = msgspec.structs.replace(slab.manifest(), tensors=described)
+            manifest = msgspec.structs.replace(slab.manifest(digests=self._verify), tensors=described)
             if version == newest and manifest.root() != root:
                 raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()

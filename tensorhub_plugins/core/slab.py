@@ -43,7 +43,14 @@ import torch
 import xxhash
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.values import Manifest, TensorSpec, segment_size_for, stream_offsets
+from tensorhub_plugins.core.values import (
+    DIGEST_SIZE_BYTES,
+    NO_DIGESTS,
+    Manifest,
+    TensorSpec,
+    segment_size_for,
+    stream_offsets,
+)
 
 # 30 GB/s on one core where memcpy reaches 13, releases the GIL, and sees two swapped blocks (an XOR or a sum does not).
 DIGESTER = xxhash.xxh3_128
@@ -244,11 +251,13 @@ class Slab:
         """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
         return digest_of(self.readable(start, stop))
 
-    def manifest(self, segment_size_bytes: int | None = None, *, threads: int | None = None) -> Manifest:
+    def manifest(
+        self, segment_size_bytes: int | None = None, *, threads: int | None = None, digests: bool = True
+    ) -> Manifest:
         """Names, sizes and the digest of every segment, from the bytes as they are now.
 
-        segment_size_bytes, threads: None picks by size. On an accelerator this first waits for the work queued on the
-        device, so that it is the finished bytes that are described.
+        segment_size_bytes, threads: None picks by size. digests: False for a manifest without them. On an accelerator
+        this first waits for the work queued on the device, so that it is the finished bytes that are described.
         """
         self._check_open()
         if segment_size_bytes is None:
@@ -257,6 +266,8 @@ class Slab:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
         if self._staging is not None and self._staging.type == "cuda":
             torch.cuda.synchronize(self._staging)
+        if not digests:
+            return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
         starts = range(0, self.size_bytes, segment_size_bytes)
 
         def digest(start: int) -> bytes:
@@ -267,10 +278,10 @@ class Slab:
             threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if big else 1
         if threads > 1:
             with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
-                digests = b"".join(pool.map(digest, starts))
+                joined = b"".join(pool.map(digest, starts))
         else:
-            digests = b"".join(map(digest, starts))
-        return Manifest(self.specs, digests, segment_size_bytes)
+            joined = b"".join(map(digest, starts))
+        return Manifest(self.specs, joined, segment_size_bytes)
 
     def addresses(self) -> list[tuple[int, int]] | None:
         """Where the stream lies in this process's memory: (address, size in bytes) of each piece; None on a device."""

@@ -155,6 +155,11 @@ class Transfer:
             reader = self._readers.get((event.shard, event.session))
             if reader is None or event.manifest.root() != reader.grant.root:
                 return event
+            if self._machine.verify and not event.manifest.has_digests:
+                raise UsageError(
+                    f"{reader.key} was published without digests: read with verify=False, or publish with verify=True",
+                    peer=reader.grant.worker,
+                )
             if event.shard not in self._slabs:
                 slab = self._targets.prepare(reader.key, event.manifest)
                 self._slabs[event.shard] = slab

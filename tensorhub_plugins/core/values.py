@@ -33,6 +33,7 @@ VERSION_MAX = 1 << 48  # what a message can hold; a step every microsecond for n
 SHARDS_MAX = 1 << 16
 TABLES_KEPT = 8  # tables of tensors that are remembered: a layout has one for each shard
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
+NO_DIGESTS = "none"  # what is said in their place then stands for one publish and nothing else
 LATEST = "latest"
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
 
@@ -70,7 +71,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of one shard in stream order, with a digest for every segment of the stream."""
+    """The tensors of one shard in stream order, with a digest for every segment of the stream; or, where these are
+    switched off, with DIGEST_SIZE_BYTES random bytes, so that no two publishes are taken for the same bytes."""
 
     tensors: tuple[TensorSpec, ...]
     digests: bytes
@@ -94,6 +96,10 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """Stream range [start, stop) of a segment, in bytes."""
         start = segment * self.segment_size_bytes
         return start, min(start + self.segment_size_bytes, self.size_bytes)
+
+    @property
+    def has_digests(self) -> bool:
+        return self.digest_algorithm != NO_DIGESTS
 
     def digest(self, segment: int) -> bytes:
         return self.digests[segment * DIGEST_SIZE_BYTES : (segment + 1) * DIGEST_SIZE_BYTES]
@@ -130,10 +136,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def _check_segments(self) -> Manifest:
         if self.size_bytes > SHARD_SIZE_BYTES_MAX:
             raise ProtocolError(f"manifest claims {self.size_bytes} bytes, the limit is {SHARD_SIZE_BYTES_MAX}")
-        if self.segment_size_bytes <= 0 or len(self.digests) != self.segment_count * DIGEST_SIZE_BYTES:
-            raise ProtocolError("manifest digests do not match its segments")
-        if self.digest_algorithm != DIGEST_ALGORITHM:
+        if self.digest_algorithm not in (DIGEST_ALGORITHM, NO_DIGESTS):
             raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build {DIGEST_ALGORITHM!r}")
+        if self.segment_size_bytes <= 0 or len(self.digests) != DIGEST_SIZE_BYTES * (
+            self.segment_count if self.has_digests else 1
+        ):
+            raise ProtocolError("manifest digests do not match its segments")
         return self
 
 

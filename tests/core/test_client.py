@@ -252,6 +252,24 @@ def test_what_is_adopted_travels_over_tcp_when_shared_memory_cannot(stage, monke
     assert report.transports == {"shm": SIZE} and report.losses == ()
 
 
+def test_digests_can_be_switched_off_by_all(stage):
+    trainer = stage.client("trainer", verify=False)
+    published = trainer.publish(1, tensors_of(1))
+    assert not published.manifest.has_digests
+    first, second = (stage.client(name, verify=False) for name in ("first", "second"))
+    fetched = first.fetch(serve=True)
+    assert same_bytes(fetched.tensors(), tensors_of(1))
+    trainer.retain(0)
+    trainer.unpublish(1)
+    again = second.fetch()  # from the first, under the same root
+    assert same_bytes(again.tensors(), tensors_of(1)) and list(again.report.sources) == ["first/0"]
+    assert again.report.roots == {0: published.manifest.root().hex()}
+    with pytest.raises(UsageError, match="published without digests: read with verify=False"):
+        stage.client("careful").fetch()
+    with pytest.raises(UsageError, match="with other bytes"):  # who can tell?
+        trainer.publish(1, tensors_of(1))
+
+
 def test_a_rank_reads_its_rows_of_what_two_trainer_ranks_hold_in_other_parts(stage):
     whole = torch.arange(4096 * 1024, dtype=torch.int32).reshape(4096, 1024)  # 16 MB, in 64 segments
     for shard in (0, 1):

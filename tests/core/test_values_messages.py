@@ -87,6 +87,7 @@ def test_the_root_depends_on_everything():
         ({"segment_size_bytes": 0}, "digests do not match"),
         ({"segment_size_bytes": -4}, "digests do not match"),
         ({"digest_algorithm": "crc32"}, "'crc32'"),
+        ({"digest_algorithm": "none"}, "digests do not match"),
     ],
 )
 def test_a_manifest_that_does_not_hold_together_is_refused(change, words):
