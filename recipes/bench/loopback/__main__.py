@@ -4,9 +4,10 @@
     python -m recipes.bench.loopback --work tiny --methods stream,store,gloo
 
 Time runs from the first process past the barrier to the last reader that has all bytes in its own tensors: publish,
-digests, packing, put and save are in it; connections, registration, allocation and one round to warm up are not. Pages
-are touched first. Content is fresh in every round and compared afterwards. The methods take turns within a round, and
-so do the limits: memcpy in one process, and one plain TCP stream. CPU seconds are those of all processes together.
+digests, packing, put and save are in it; connections, registration, allocation and one time to warm up are not. Pages
+are touched first. Content is fresh every time and compared afterwards. The methods take turns within a round, each for
+the median of three times, and so do the limits: memcpy in one process, and one plain TCP stream. CPU seconds are those
+of all processes together.
 """
 
 from __future__ import annotations
@@ -141,10 +142,13 @@ def cell(name: str, readers: int, shapes: list[tuple[int, ...]]) -> dict[str, An
         if errors:
             real = [error for error in errors if "BrokenBarrier" not in error] or errors
             return {"error": real[0]}
+        times = list(zip(*(a["times"] for a in answers), strict=True))  # each of all processes, the source first
         return {
-            "seconds": max(a["ended"] for a in answers[1:]) - min(a["began"] for a in answers),
-            "cpu_s": sum(a["cpu_s"] for a in answers),
-            "source_cpu_s": answers[0]["cpu_s"],
+            "seconds": statistics.median(
+                max(t["ended"] for t in each[1:]) - min(t["began"] for t in each) for each in times
+            ),
+            "cpu_s": statistics.median(sum(t["cpu_s"] for t in each) for each in times),
+            "source_cpu_s": statistics.median(each[0]["cpu_s"] for each in times),
             **answers[-1]["notes"],
         }
     finally:
@@ -179,7 +183,8 @@ def _run(
         tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         method = methods.METHODS[name](place, tensors)
         tensors = method.tensors
-        for round_ in (1, 2):  # the first one warms up
+        measured: list[dict[str, float]] = []
+        for round_ in range(1, methods.TIMES + 1):  # the first one warms up
             if rank == 0:
                 _fill(tensors, round_)
             method.prepare(round_)
@@ -191,7 +196,8 @@ def _run(
             if rank and not _is(tensors, round_):
                 raise RuntimeError("other bytes arrived than were sent")
             barrier.wait(CELL_S_MAX)
-        line.send({"began": began, "ended": ended, "cpu_s": cpu_s, "notes": method.notes})
+            measured.append({"began": began, "ended": ended, "cpu_s": cpu_s})
+        line.send({"times": measured[1:], "notes": method.notes})
         barrier.wait(CELL_S_MAX)
         method.close()
     except BaseException:

@@ -21,6 +21,7 @@ from tensorhub_plugins.core.values import Location
 
 IOV_MAX = 512
 DEADLINE_S = 60.0
+TIMES = 4  # that every process moves the tensors; the first one warms up
 
 
 @dataclass
@@ -348,7 +349,7 @@ class Ray(Method):
         import ray
 
         self.ray = ray
-        store_bytes = 3 * sum(2 * tensor.numel() for tensor in self.tensors) + (256 << 20)
+        store_bytes = (TIMES + 1) * sum(2 * tensor.numel() for tensor in self.tensors) + (256 << 20)  # none is freed
         quiet: dict[str, Any] = {"log_to_driver": False, "include_dashboard": False, "logging_level": "ERROR"}
         if self.place.rank == 0:
             context = ray.init(num_cpus=1, object_store_memory=store_bytes, **quiet)
