@@ -1,6 +1,6 @@
 """A real verl GRPO run whose rollouts get every new policy from the store, in front of your eyes.
 
-    python -m recipes.demo [--size small|tiny] [--steps 8] [--control-steps 4] [--out FOLDER]
+    python -m recipes.demo [--size small|tiny] [--steps 8] [--control-steps 7] [--out FOLDER]
 
 One trainer, two vLLM replicas, pull mode. After --steps steps the replicas stop pulling (the negative control) while
 training goes on for --control-steps more: trainer and rollouts must then drift apart. Ends with a table, the reward
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model")
     parser.add_argument("--steps", type=int, default=8, help="of training with pulling on")
-    parser.add_argument("--control-steps", type=int, default=5, help="of training after it was switched off")
+    parser.add_argument("--control-steps", type=int, default=7, help="of training after it was switched off")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "demo")
     parser.add_argument("--deadline-s", type=float, default=900.0, help="for the whole run")
     parser.add_argument("--report-only", action="store_true", help="of the run that FOLDER already holds")
