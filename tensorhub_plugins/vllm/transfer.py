@@ -24,6 +24,8 @@ For servers that follow by themselves (engine.py), client=FollowingEngines(): no
 from __future__ import annotations
 
 import logging
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,6 +47,8 @@ from tensorhub_plugins.vllm.updater import Updater, WorkerConfig
 from tensorhub_plugins.vllm.worker import configure, extend, join, leave
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+LINGER_STEP_S = 0.1
 
 
 @dataclass
@@ -106,7 +110,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
 
 @dataclass
 class TensorHubTrainerInitInfo(TrainerInitInfo):
-    """engine: more keys of updater.WorkerConfig for the engines, such as install."""
+    """engine: more keys of updater.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
+    for somebody else to hold the last version, which would be lost with the trainer."""
 
     backend: ClassVar[str] = "tensorhub"
     hub: str
@@ -114,6 +119,7 @@ class TensorHubTrainerInitInfo(TrainerInitInfo):
     run: str = "default"
     replica: str = "trainer"
     engine: dict[str, Any] = field(default_factory=dict)
+    linger_s: float = 60.0
 
     def __post_init__(self) -> None:
         register()  # vLLM loads no plug-ins in a process that only trains, and its factory is asked next
@@ -124,9 +130,10 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
     init_info_cls = TensorHubTrainerInitInfo
 
-    def __init__(self, *, store: Client | None, **others: Any) -> None:
+    def __init__(self, *, store: Client | None, linger_s: float, **others: Any) -> None:
         super().__init__(**others)
         self._store, self._version = store, 0
+        self._linger_s = linger_s
 
     @classmethod
     def trainer_init(
@@ -139,7 +146,13 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             names = {"run": init_info.run, "model": init_info.model}
             store = Client(init_info.hub, replica=init_info.replica, **names)
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
-        return cls(store=store, client=client, source=source, is_sender=init_info.is_sender)
+        return cls(
+            store=store,
+            linger_s=init_info.linger_s,
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+        )
 
     def send_weights(self, version: int | None = None) -> None:
         """Publish the source's weights as this version (None: one more than the last), and have the engines take it."""
@@ -161,8 +174,23 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             self._store.unpublish(previous)
 
     def shutdown(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        """Leave the store, once somebody else holds the last version (or `linger_s` is over)."""
+        if self._store is None:
+            return
+        end = time.monotonic() + self._linger_s
+        with suppress(TensorHubError):
+            while self._version and not self._is_held_elsewhere():
+                if time.monotonic() >= end:
+                    logger.warning("version %d is lost with the trainer: nobody has read it", self._version)
+                    break
+                time.sleep(LINGER_STEP_S)
+        self._store.close()
+
+    def _is_held_elsewhere(self) -> bool:
+        assert self._store is not None
+        held = {info.version: info.layouts for info in self._store.versions()}.get(self._version, {})
+        me = f"{self._store.replica}/{self._store.shard}"
+        return any(worker != me for workers in held.values() for worker in workers)
 
 
 class FollowingEngines:

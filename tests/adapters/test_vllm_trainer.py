@@ -1,0 +1,57 @@
+"""The trainer's side of vLLM's weight transfer: what it published outlives it, if anybody wants it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.distributed.weight_transfer import ModuleSource
+
+from tensorhub_plugins.core import Client, Server
+from tensorhub_plugins.vllm.transfer import FollowingEngines, TensorHubTrainerEngine, TensorHubTrainerInitInfo
+
+
+def trainer(hub: Server, linger_s: float) -> TensorHubTrainerEngine:
+    info = TensorHubTrainerInitInfo(hub=hub.address, model="actor", rank=0, linger_s=linger_s)
+    source = ModuleSource(torch.nn.Linear(4, 4))
+    return TensorHubTrainerEngine.trainer_init(info, client=FollowingEngines(), source=source)
+
+
+def test_a_trainer_stays_until_somebody_else_holds_its_last_version(hub: Server) -> None:
+    engine = trainer(hub, linger_s=60.0)
+    engine.send_weights()
+    engine.send_weights()
+    leaving = threading.Thread(target=engine.shutdown)
+    leaving.start()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        fetched = reader.fetch(2, serve=True)
+        leaving.join(60.0)
+        assert not leaving.is_alive()
+        assert fetched.report.sources.keys() == {"trainer/0"}
+        assert reader.versions()[-1].layouts == {"checkpoint": ("reader/0",)}
+
+
+def test_a_trainer_whom_nobody_reads_leaves_all_the_same(hub: Server, caplog: pytest.LogCaptureFixture) -> None:
+    engine = trainer(hub, linger_s=0.3)
+    engine.send_weights()
+    logging.getLogger("vllm").propagate = True
+    began = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - began >= 0.3
+    assert "version 1 is lost with the trainer" in caplog.text
+    with Client(hub.address, run="default", model="actor", replica="late") as late:
+        assert not any(info.visible for info in late.versions())
+
+
+def test_a_trainer_without_a_version_or_a_hub_leaves_at_once(hub: Server) -> None:
+    trainer(hub, linger_s=600.0).shutdown()
+    engine = trainer(hub, linger_s=600.0)
+    engine.send_weights()
+    hub.close()
+    engine.shutdown()
