@@ -167,6 +167,7 @@ class World:
         self.cut_off: dict[
             tuple[bytes, ShardKey], set[str]
         ] = {}  # source, shard -> readers that it was told to cut off
+        self.unpublishing: dict[tuple[bytes, int], tuple[ShardKey, ...]] = {}  # session, request -> what it gives up
         self.rounds: dict[tuple[str, int], dict[int, int]] = {}
         self.last_version = -1
         self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
@@ -274,6 +275,8 @@ class World:
 
     def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
         frame, sent = m.encode(message), self.now
+        if isinstance(message, m.Unpublish):
+            self.unpublishing[worker.session, message.request] = message.keys
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
                 self.at(delay, lambda: self._hub_receives(worker, frame, sent))
@@ -331,6 +334,8 @@ class World:
     def _check_reply(self, effect: hub_machine.Send) -> None:
         if not isinstance(effect.message, m.Unpublished) or effect.message.keep:
             return
+        for key in self.unpublishing.get((effect.session, effect.message.request), ()):
+            self.cut_off.setdefault((effect.session, key), set()).update(effect.message.cut_off)
         source = self.workers.get(effect.session)
         asked = source.machine.asked.get(effect.message.request) if source else None
         if asked is None or not isinstance(asked.message, m.Unpublish):
@@ -340,10 +345,8 @@ class World:
             if not asked.message.gone and offer is not None and offer.complete:
                 self._check_retained(source, key)
         for link in self.links:
-            # Another unpublish of the same shard may have ended at the same moment, and named it.
-            cut_off = self.cut_off.setdefault((effect.session, link.key), set())
-            cut_off.update(effect.message.cut_off if link.key in asked.message.keys else ())
-            named = link.reader.name in cut_off
+            # Another unpublish of the same shard may have ended before, and named it, though nobody waits for it now.
+            named = link.reader.name in self.cut_off.get((effect.session, link.key), ())
             if link.source is source and link.key in asked.message.keys and not named:
                 self._check_lease(link, f"unpublish of {link.key} was confirmed to {source.name}")
 
