@@ -278,7 +278,7 @@ def test_6_nothing_torn_was_served_and_no_sample_lost(run):
     for event in run.find("digests"):
         for key, digest in event["digests"].items():
             digests.setdefault((event["version"], event["layout"], key), {})[event["worker"]] = digest
-    assert sum(len(by_worker) > 1 for by_worker in digests.values()) >= 10  # a slow machine makes fewer versions
+    assert sum(len(by_worker) > 1 for by_worker in digests.values()) > 20
     assert not {k: v for k, v in digests.items() if len(set(v.values())) > 1}
     assert run.find("request_retried")
     log = run.log.read_text(errors="replace")
