@@ -98,9 +98,8 @@ class Slab:
         self._staging = staging
         self._fd = fd
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
-        self._storages: list[
-            torch.UntypedStorage
-        ] = []  # what adopted views point into, whatever becomes of the tensors
+        # What adopted views point into, whatever becomes of the tensors.
+        self._storages = [tensor.untyped_storage() for tensor in tensors.values()] if kind == "adopted" else []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -115,9 +114,7 @@ class Slab:
         names the tensor otherwise.
         """
         found = _Adoption.of(tensors)
-        slab = cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
-        slab._storages = [tensor.untyped_storage() for tensor in tensors.values()]
-        return slab
+        return cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
 
     @classmethod
     def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.transports._wire import IOV_MAX
 
-IOV_MAX = 1024  # Linux' limit of buffers in one call, on either side
 YAMA_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = -1
