@@ -50,14 +50,22 @@ def _router() -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
     workers are served in three quarters of the time (recipes/bench/hub). A wish, no more: who refuses it is slower.
     """
-    before = os.listdir("/proc/self/task")
+    before = _threads()
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    for thread in map(int, set(os.listdir("/proc/self/task")).difference(before)):
+    for thread in _threads() - before:
         with contextlib.suppress(OSError):
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
     return context, socket
+
+
+def _threads() -> set[int]:
+    """Of this process; none where the system does not tell (it is not Linux)."""
+    try:
+        return set(map(int, os.listdir("/proc/self/task")))
+    except OSError:
+        return set()
 
 
 class Server:
