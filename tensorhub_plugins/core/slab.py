@@ -97,6 +97,7 @@ class Slab:
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
         self._staging = staging
         self._fd = fd
+        self._lifeline, self._alive = os.pipe() if fd >= 0 else (-1, -1)
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = [tensor.untyped_storage() for tensor in tensors.values()] if kind == "adopted" else []
@@ -208,6 +209,12 @@ class Slab:
         """The memfd behind an allocated slab, its file descriptor still owned by the slab; None: not shareable."""
         return self._fd if self._fd >= 0 and not self._closed else None
 
+    @property
+    def lifeline_fd(self) -> int | None:
+        """The end of a pipe for whoever is passed `shared_fd`. It hangs up when the slab is closed, or its process dies:
+        then the memory is to be let go. Still owned by the slab."""
+        return self._lifeline if self._lifeline >= 0 and not self._closed else None
+
     def readable(self, start: int, stop: int) -> list[memoryview]:
         """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
         self._check_range(start, stop)
@@ -295,9 +302,10 @@ class Slab:
             self._closed = True
             if self._pinned:
                 _cudart().cudaHostUnregister(self._pinned)
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
+            for fd in (self._fd, self._lifeline, self._alive):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._lifeline = self._alive = -1
             self._tensors = {}
             self._runs = []
             self._starts = []

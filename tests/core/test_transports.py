@@ -4,6 +4,7 @@ import contextlib
 import errno
 import functools
 import logging
+import mmap
 import os
 import socket
 import struct
@@ -22,7 +23,19 @@ import torch
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import NotServable, Offer, _plan, _process, _wire, choices, create, shm, tcp
+from tensorhub_plugins.core.transports import (
+    NotServable,
+    Offer,
+    _memfile,
+    _plan,
+    _process,
+    _wire,
+    choices,
+    create,
+    shm,
+    tcp,
+)
+from tensorhub_plugins.core.transports._memfile import Mappings, MemoryFile
 from tensorhub_plugins.core.transports._process import ProcessMemory
 from tensorhub_plugins.core.transports._wire import (
     CONTROL,
@@ -35,7 +48,7 @@ from tensorhub_plugins.core.transports._wire import (
     Read,
 )
 from tensorhub_plugins.core.transports.memory import MemoryLink, MemoryTransport
-from tensorhub_plugins.core.transports.shm import ShmTransport, _File
+from tensorhub_plugins.core.transports.shm import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport, local_host_towards
 from tensorhub_plugins.core.values import ShardKey
 
@@ -69,6 +82,7 @@ TRANSPORTS = {
     "tcp": (TcpTransport, {"garbage": FORGED}),
     "tcp-3-streams": (functools.partial(TcpTransport, streams=3), {"garbage": FORGED}),
     "shm": (ShmTransport, {"garbage": FORGED}),
+    "shm-mapped": (functools.partial(ShmTransport, map_from=1), {"garbage": FORGED}),
     "shm-by-address": (ShmTransport, {"slabs": "adopted", "garbage": FORGED}),
 }
 
@@ -335,20 +349,26 @@ def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
-KINDS = {"allocated": _File, "adopted": ProcessMemory}
+# How the source's memory is read: the kind of its slab, the reader's options, and who copies.
+WAYS = {
+    "file": ("allocated", {}, MemoryFile),
+    "mapped": ("allocated", {"map_from": 1}, MemoryFile),
+    "address": ("adopted", {}, ProcessMemory),
+}
 
 
-def withdrawn_while_copied(monkeypatch, kind):
+def withdrawn_while_copied(monkeypatch, way):
     """Read segment 0, whose memory is withdrawn and overwritten while it is copied: what is yielded, what is torn."""
-    copy = KINDS[kind].read
-    with served(ShmTransport(), kind=kind) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+    kind, options, copier = WAYS[way]
+    copy = copier.read
+    with served(ShmTransport(), kind=kind) as (offer, endpoint), contextlib.closing(ShmTransport(**options)) as reader:
 
         def read(self, start, stop, views):
             offer.withdraw()
             offer.slab.tensors()["a"].fill_(-1)
             copy(self, start, stop, views)
 
-        monkeypatch.setattr(KINDS[kind], "read", read)
+        monkeypatch.setattr(copier, "read", read)
         link = reader.connect(endpoint, deadline=soon())
         manifest = link.open(KEY, 1, deadline=soon())
         got = []
@@ -358,15 +378,148 @@ def withdrawn_while_copied(monkeypatch, kind):
         return got, torn
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_shm_yields_nothing_that_was_overwritten_while_it_copied(monkeypatch, kind):
-    assert withdrawn_while_copied(monkeypatch, kind) == ([], [])
+@pytest.mark.parametrize("way", WAYS)
+def test_shm_yields_nothing_that_was_overwritten_while_it_copied(monkeypatch, way):
+    assert withdrawn_while_copied(monkeypatch, way) == ([], [])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(monkeypatch, kind):
+@pytest.mark.parametrize("way", WAYS)
+def test_without_looking_at_the_connection_it_would_and_the_digest_would_tell(monkeypatch, way):
     monkeypatch.setattr(_wire.Channel, "is_cut", lambda self: False)
-    assert withdrawn_while_copied(monkeypatch, kind) == ([0], [0])
+    assert withdrawn_while_copied(monkeypatch, way) == ([0], [0])
+
+
+# --- shm: memory that is met again ---
+
+
+def read_all(reader, endpoint):
+    """Through a link of its own; the tensor "a" as it was read."""
+    link = reader.connect(endpoint, deadline=soon())
+    manifest = link.open(KEY, 1, deadline=soon())
+    target = Slab.allocate(manifest.tensors)
+    segments = range(manifest.segment_count)
+    for segment in link.read(segments, target, [0], deadline=soon()):
+        assert link.digest(segment) == manifest.digest(segment)
+    link.close()
+    return target.tensors()["a"]
+
+
+def inode_of(slab):
+    return str(os.fstat(slab.shared_fd).st_ino)
+
+
+def maps_of(inode):
+    """How many mappings of this memory this process has; its owner, which is the same one, has one."""
+    with open("/proc/self/maps") as maps:
+        return sum(line.split()[4] == inode for line in maps)
+
+
+def until(condition):
+    patience = soon()
+    while not condition():
+        assert time.monotonic() < patience
+        time.sleep(0.001)
+
+
+def test_shm_maps_memory_that_it_meets_again_and_sees_what_is_written_there(monkeypatch):
+    preadv = os.preadv
+    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+        tensor = offer.slab.tensors()["a"]
+        assert torch.equal(read_all(reader, endpoint), tensor)
+        assert len(reader._mappings) == 0 and maps_of(inode_of(offer.slab)) == 1
+        monkeypatch.setattr(os, "preadv", None)  # from the second time on nothing is read through the file
+        assert torch.equal(read_all(reader, endpoint), tensor)
+        assert len(reader._mappings) == 1 and maps_of(inode_of(offer.slab)) == 2
+        tensor.add_(1)
+        offer.manifest = offer.slab.manifest(1000)
+        assert torch.equal(read_all(reader, endpoint), tensor)
+        assert len(reader._mappings) == 1 and maps_of(inode_of(offer.slab)) == 2
+        monkeypatch.setattr(os, "preadv", preadv)
+        assert torch.equal(read_all(ShmTransport(), endpoint), tensor)  # another reader begins anew
+    assert len(reader._mappings) == 0
+
+
+def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
+    with contextlib.closing(ShmTransport(map_from=1)) as reader:
+        with served(ShmTransport()) as (offer, endpoint):
+            inode = inode_of(offer.slab)
+            read_all(reader, endpoint)
+            assert len(reader._mappings) == 1 and maps_of(inode) == 2
+        until(lambda: len(reader._mappings) == 0)
+        assert maps_of(inode) <= 1
+
+
+def test_shm_lets_go_of_a_mapping_when_its_owner_dies():
+    mappings = Mappings(map_from=1)
+    with Slab.allocate([spec_of("a", torch.zeros(100))]) as slab:
+        owner, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        holder = subprocess.Popen(  # it holds the other end of a lifeline, and nothing else
+            [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[owner.fileno()],
+        )
+        owner.close()
+        holder.stdout.readline()
+        assert mappings.meet(slab.shared_fd, os.dup(mine.fileno())) is not None
+        assert len(mappings) == 1
+        holder.kill()
+        holder.communicate()
+        until(lambda: len(mappings) == 0)
+    mine.close()
+    mappings.close()
+
+
+def test_shm_never_maps_a_file_that_could_become_shorter():
+    mappings = Mappings(map_from=1)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    other, lifeline = os.pipe()
+    assert mappings.meet(unsealed, lifeline) is None
+    with pytest.raises(OSError):
+        os.fstat(lifeline)  # nobody needs it any more
+    for fd in (unsealed, other):
+        os.close(fd)
+    mappings.close()
+
+
+def test_shm_keeps_a_bounded_number_of_mappings_those_it_met_last():
+    before = len(os.listdir("/proc/self/fd"))
+    mappings = Mappings(map_from=1)
+    slabs = [Slab.allocate([spec_of("a", torch.zeros(1))]) for _ in range(_memfile.MAPPINGS_MAX + 3)]
+    for slab in slabs:
+        assert mappings.meet(slab.shared_fd, os.dup(slab.lifeline_fd)) is not None
+    assert len(mappings) == _memfile.MAPPINGS_MAX
+    assert [maps_of(inode_of(slab)) for slab in (*slabs[:4], slabs[-1])] == [1, 1, 1, 2, 2]
+    mappings.close()
+    mappings.close()
+    assert [maps_of(inode_of(slab)) for slab in slabs] == [1] * len(slabs)
+    for slab in slabs:
+        slab.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_shm_believes_no_source_about_what_is_ready(monkeypatch):
+    read = _wire._Conversation._read
+
+    def boast(self, request):
+        monkeypatch.setattr(_wire, "HEADER", Boasting())
+        read(self, request)
+
+    class Boasting:
+        size = HEADER.size
+        unpack = HEADER.unpack
+
+        def pack(self, kind, waited, segment, length):
+            return HEADER.pack(kind, waited, segment, length + 1 if kind == _wire.READY else length)
+
+    monkeypatch.setattr(_wire._Conversation, "_read", boast)
+    with (
+        served(ShmTransport()) as (_, endpoint),
+        contextlib.closing(ShmTransport()) as reader,
+        pytest.raises(ProtocolError, match="17 segments from 0 on are said to be ready, due are"),
+    ):
+        read_all(reader, endpoint)
 
 
 # --- shm: the memory of other processes ---
@@ -484,17 +637,36 @@ def test_shm_does_not_serve_adopted_memory_and_tcp_does(forbidden, caplog):
 
 
 def test_shm_gives_readers_no_right_to_write(monkeypatch):
-    fds = []
-    receive = _wire.Channel.receive_descriptor
-    monkeypatch.setattr(
-        _wire.Channel, "receive_descriptor", lambda self, deadline: fds.append(receive(self, deadline)) or fds[-1]
-    )
-    with served(ShmTransport()) as (_, endpoint), contextlib.closing(ShmTransport()) as reader:
+    received = []
+    receive = _wire.Channel.receive_descriptors
+
+    def receive_descriptors(self, count, deadline):
+        fds = receive(self, count, deadline)
+        received.extend(fds)
+        return fds
+
+    monkeypatch.setattr(_wire.Channel, "receive_descriptors", receive_descriptors)
+    with served(ShmTransport()) as (_, endpoint), contextlib.closing(ShmTransport(map_from=1)) as reader:
         link = reader.connect(endpoint, deadline=soon())
         link.open(KEY, 1, deadline=soon())
+        memory, lifeline = received
+        for fd in received:
+            assert not os.get_inheritable(fd)
+            with pytest.raises(OSError):
+                os.write(fd, b"x")
         with pytest.raises(OSError):
-            os.pwrite(fds[0], b"x", 0)
-        assert not os.get_inheritable(fds[0])
+            mmap.mmap(memory, 1000)  # to write, which is the default
+
+
+@pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_tcp_within_a_host_is_not_paced(host, known):
+    """A peer that has this end's own address is on this host; another address of the same host is not recognized."""
+    with served(TcpTransport(host)) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        with socket.socket() as plain:
+            default = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        used = link._channels[0].sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert used.rstrip(b"\0") == tcp.SAME_HOST_CONGESTION if known else used == default
 
 
 def test_shm_refuses_other_users(monkeypatch, caplog):
@@ -518,22 +690,20 @@ class _Credentials:
         return 1234, self._uid, 0
 
 
-@pytest.mark.parametrize("what", ["too short", "no descriptor", "two descriptors", "not the byte"])
+@pytest.mark.parametrize("what", ["too short", "no descriptor", "one descriptor", "not the byte"])
 def test_shm_believes_no_source_about_its_memory(what, monkeypatch):
     """A file that ends early is an error, never a SIGBUS."""
 
-    def send_descriptor(self, fd, deadline):
+    def send_descriptors(self, fds, deadline):
         short = os.memfd_create("short")
         os.ftruncate(short, 100)
-        fds = {"too short": [short], "no descriptor": [], "two descriptors": [short, short], "not the byte": [short]}[
-            what
-        ]
+        fds = {"no descriptor": [], "one descriptor": [short]}.get(what, [short, short])
         data = b"x" if what == "not the byte" else _wire.DESCRIPTOR
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
         self.sock.sendmsg([data], rights)
         os.close(short)
 
-    monkeypatch.setattr(_wire.Channel, "send_descriptor", send_descriptor)
+    monkeypatch.setattr(_wire.Channel, "send_descriptors", send_descriptors)
     with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
         link = reader.connect(endpoint, deadline=soon())
         before = len(os.listdir("/proc/self/fd"))
@@ -552,7 +722,7 @@ def test_shm_file_that_is_cut_while_it_is_read(tmp_path):
         manifest = slab.manifest(1000)
     path = tmp_path / "memory"
     path.write_bytes(bytes(50_000 + 4096))
-    block = _File(manifest, os.open(path, os.O_RDONLY))
+    block = MemoryFile(manifest, os.open(path, os.O_RDONLY))
     block.read(0, 1000, [memoryview(bytearray(1000))])
     os.truncate(path, 500)
     with pytest.raises(ProtocolError, match="ends before"):
@@ -753,8 +923,8 @@ def opened(manifest=None):
         ((GREETING, frame(["Finished", True])), ProtocolError, "Finished where Opened"),
         ((GREETING, frame(["Opened", 0, None])), ProtocolError, "without a manifest"),
         ((GREETING, opened(manifest=msgspec.structs.replace(manifest_of(), digests=b""))), ProtocolError, "digests"),
-        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 1, 1000)), ProtocolError, "segment 0 of 1000 bytes was due"),
-        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 0, 1 << 60)), ProtocolError, "segment 0 of 1000 bytes was due"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 1, 1000)), ProtocolError, "segment 0 was due"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 0, 1 << 60)), ProtocolError, "segment 0 has 1000 bytes"),
         ((GREETING, opened(), HEADER.pack(99, 0, 0, 0)), ProtocolError, "came kind 99"),
         ((GREETING, opened(), frame(["Finished", True])), ProtocolError, "Finished where"),
         ((GREETING, opened(), frame(["Refused", "late", "not here yet"])), SourceLost, "not here yet"),

@@ -112,8 +112,11 @@ class Store(Method):
 
 @dataclass
 class Stream(Method):
-    """A plain TCP stream to each reader, one thread each, straight from and into the tensors."""
+    """A plain TCP stream to each reader, one thread each, straight from and into the tensors.
 
+    congestion: the congestion control; None is the system's, which on some paces its bytes even within a host."""
+
+    congestion: str | None = None
     needs_board: ClassVar[bool] = True
 
     def set_up(self) -> None:
@@ -127,6 +130,8 @@ class Stream(Method):
             self.socks = [socket.create_connection(("127.0.0.1", self.place.board["port"]))]
         for sock in self.socks:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.congestion is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
 
     def run(self, round_: int) -> None:
         if self.place.rank:
@@ -391,6 +396,7 @@ class _Made:
 
 METHODS: dict[str, _Made] = {
     "stream": _Made(Stream),
+    "stream-reno": _Made(Stream, congestion="reno"),  # as the store's own within a host
     "store": _Made(Store),  # adopted tensors, as a trainer has them; the transports that Client picks
     "store-tcp": _Made(Store, transports=("tcp",)),
     "store-tcp-bare": _Made(Store, transports=("tcp",), verify=False),

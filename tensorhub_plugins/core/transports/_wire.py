@@ -6,7 +6,8 @@
     Open(shard)                 ->
                                 <-      Opened(epoch, manifest) or Refused(reason); shm: its file, or its addresses
     Read(segment runs, seconds) ->      (any number, without waiting for what was asked for before)
-                                <-      for each segment, once it is ready: SEGMENT header, then its bytes (shm: none);
+                                <-      for each segment, once it is ready: SEGMENT header, then its bytes; shm, for all
+                                        that are ready: READY header (the first of them, how many);
                                         ALIVE now and then while the source itself waits; Refused when it gives up
     Finish()                    ->
                                 <-      Finished(current)
@@ -41,16 +42,17 @@ from tensorhub_plugins.core.transports._plan import Placement, ReadPlan, check_s
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 MAGIC = b"TENSORHB"
-PROTOCOL = 3
+PROTOCOL = 4
 HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
 HEADER = struct.Struct("!BBxxIQ")  # kind, 1: the source had to wait for it, segment, length of what follows in bytes
-CONTROL, SEGMENT, ALIVE = 1, 2, 3
+CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
 DESCRIPTOR = b"F"
 NO_MANIFEST = msgspec.msgpack.encode(None)
 
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
 CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not as it is announced
+READY_MAX = 16  # segments in one READY: to say it for each takes time from those that copy, on the same cores
 IOV_MAX = 1024  # Linux' limit of buffers in one sendmsg, recvmsg or process_vm_readv
 CONNECTIONS_MAX = 256  # threads of one source; the hub spreads readers long before
 BACKLOG = 128
@@ -192,10 +194,10 @@ class Channel:
                     raise Disconnected("closed the connection")
                 batch = rest(batch, count)
 
-    def send_descriptor(self, fd: int, deadline: float) -> None:
-        """Pass an open file to the process at the other end of a UNIX socket, with one byte to carry it."""
+    def send_descriptors(self, fds: Sequence[int], deadline: float) -> None:
+        """Pass open files to the process at the other end of a UNIX socket, with one byte to carry them."""
         self._allow(socket.SO_SNDTIMEO, deadline)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
         try:
             self.sock.sendmsg([DESCRIPTOR], [rights], socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -203,10 +205,10 @@ class Channel:
         except OSError as error:
             raise Disconnected(str(error)) from error
 
-    def receive_descriptor(self, deadline: float) -> int:
-        """The file that `send_descriptor` passes; the caller owns it."""
+    def receive_descriptors(self, count: int, deadline: float) -> list[int]:
+        """The files that `send_descriptors` passes; the caller owns them."""
         self._allow(socket.SO_RCVTIMEO, deadline)
-        room = socket.CMSG_LEN(struct.calcsize("i"))  # for one; the kernel closes what does not fit
+        room = socket.CMSG_LEN(count * struct.calcsize("i"))  # the kernel closes what does not fit
         try:
             data, ancillary, _, _ = self.sock.recvmsg(1, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
         except BlockingIOError:
@@ -214,17 +216,18 @@ class Channel:
         except OSError as error:
             raise Disconnected(str(error)) from error
         fds = [
-            struct.unpack("i", content)[0]
+            fd
             for level, kind, content in ancillary
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(content) == struct.calcsize("i")
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for (fd,) in struct.iter_unpack("i", content[: len(content) // 4 * 4])
         ]
         if not data:
             raise Disconnected("closed the connection")
-        if data != DESCRIPTOR or len(fds) != 1:
+        if data != DESCRIPTOR or len(fds) != count:
             for fd in fds:
                 os.close(fd)
-            raise ProtocolError("no file came where the source's memory should be")
-        return int(fds[0])
+            raise ProtocolError(f"{len(fds)} files came where {count} should, with the source's memory")
+        return fds
 
     def send_message(self, message: Request | Reply, deadline: float | None) -> None:
         body = _encoder.encode(message)
@@ -292,6 +295,7 @@ class Dialect:
     """What a transport does its own way at the source."""
 
     name: ClassVar[str]
+    sends_bytes: ClassVar[bool] = True  # False: it only says which segments are ready
 
     def welcome(self, sock: socket.socket) -> str:
         """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
@@ -310,7 +314,7 @@ class Dialect:
         raise NotImplementedError
 
     def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
-        """The bytes that follow a segment's header."""
+        """The bytes that follow a segment's header; what else it takes until a segment is ready, where none do."""
         raise NotImplementedError
 
     def sent(self, channel: Channel, deadline: float) -> None:
@@ -507,12 +511,24 @@ class _Conversation:
             raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
         deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
         for start, stop in request.runs:
-            for segment in range(start, stop):
+            segment = start
+            while segment < stop:
                 waited = self._await(offer, segment, deadline)
-                payload = self._dialect.payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
-                header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
-                self._channel.send([header, *payload], deadline)
+                payload = self._payload(offer, segment, deadline)
+                if self._dialect.sends_bytes:
+                    header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
+                    self._channel.send([header, *payload], deadline)
+                    segment += 1
+                    continue
+                first, segment = segment, segment + 1
+                while segment < min(stop, first + READY_MAX) and offer.poll_ready(segment, 0.0):
+                    self._payload(offer, segment, deadline)
+                    segment += 1
+                self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
         self._dialect.sent(self._channel, deadline)
+
+    def _payload(self, offer: Offer, segment: int, deadline: float) -> list[memoryview]:
+        return self._dialect.payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
         """Until the segment is ready, with a sign of life now and then; whether that took time. SourceLost when
@@ -751,23 +767,21 @@ class SocketLink:
     def _request(self, channel: Channel, segments: Sequence[int], deadline: float) -> None:
         channel.send_message(Read(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
 
-    def _expect(self, channel: Channel, segment: int, length: int, deadline: float) -> None:
-        """Wait for the header of this segment."""
+    def _expect(self, channel: Channel, kind: int, segment: int, deadline: float) -> int:
+        """Wait for the header of this kind that begins with this segment; the length it tells."""
         while True:
-            kind, got, got_length = channel.receive_header(deadline)
+            got_kind, got, length = channel.receive_header(deadline)
             self.heard_at = time.monotonic()
-            if kind == ALIVE:
+            if got_kind == ALIVE:
                 self.alive_at = self.heard_at
                 continue
-            if kind == CONTROL:
-                self._reply_body(channel, got_length, Opened, deadline)  # a refusal, which it raises
-            if (kind, got, got_length) != (SEGMENT, segment, length):
-                raise ProtocolError(
-                    f"segment {segment} of {length} bytes was due, there came kind {kind}, {got}, {got_length} bytes"
-                )
+            if got_kind == CONTROL:
+                self._reply_body(channel, length, Opened, deadline)  # a refusal, which it raises
+            if (got_kind, got) != (kind, segment):
+                raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
             if channel.waited:
                 self.late.add(segment)
-            return
+            return length
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float) -> _Expected:
         frame, _, length = channel.receive_header(deadline)

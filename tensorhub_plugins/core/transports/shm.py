@@ -1,13 +1,10 @@
 """Between processes of one host: the reader copies once, from the source's memory into its own.
 
 Being able to connect to the source's UNIX socket in the abstract namespace is what "the same host" means here:
-containers that share no network namespace use tcp. The conversation is that of tcp, with segment headers that mean
-"ready" and no bytes behind them. Where the reader copies from:
+containers that share no network namespace use tcp. The conversation is that of tcp, but it says which segments are
+ready and sends no bytes. Where the reader copies from:
 
-* An allocated slab is a memfd, which the source passes over the socket, opened read-only. The reader uses preadv, not a
-  mapping. For memory that is read once it is faster than page faults (9 against 8 GB/s on two cores; only a mapping
-  kept from read to read is faster still, and it would pin memory its owner has long given up), it scatters into
-  thousands of tiny tensors in one call, and no truncated file can kill the reader with SIGBUS.
+* An allocated slab is a memfd, which the source passes over the socket, opened read-only (_memfile).
 * Adopted memory is read by its addresses, where the system lets one process read another's (_process).
 * Where it does not, the first reader is sent away, to tcp. When another comes beside it, the source copies the shard
   into a slab of its own while they read, segment by segment as the first of them gets there, and keeps that until the
@@ -27,18 +24,18 @@ import threading
 import time
 import uuid
 import weakref
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
-from tensorhub_plugins.core.slab import Slab, copy_views, place, spans
+from tensorhub_plugins.core.slab import Slab, copy_views
 from tensorhub_plugins.core.transports import Offer, Shelf, _process
+from tensorhub_plugins.core.transports._memfile import Mappings, MemoryFile
 from tensorhub_plugins.core.transports._plan import ReadPlan
 from tensorhub_plugins.core.transports._wire import (
     BACKLOG,
-    IOV_MAX,
+    READY,
     STALL_S,
     Channel,
     Dialect,
@@ -46,14 +43,13 @@ from tensorhub_plugins.core.transports._wire import (
     Server,
     SocketLink,
     greet,
-    rest,
 )
 from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
 TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
-COPY_SIZE_BYTES = 2 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
+COPY_SIZE_BYTES = 4 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
 WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -61,14 +57,16 @@ _log = logging.getLogger(__name__)
 
 
 class ShmTransport:
-    """copy_threads: None picks by the number of cores. stall_s: as for tcp."""
+    """copy_threads: None picks by the number of cores. map_from: which time it reads the same shared memory it maps it,
+    and keeps it mapped as long as its owner has it. stall_s: as for tcp."""
 
     name = "shm"
 
-    def __init__(self, *, copy_threads: int | None = None, stall_s: float = STALL_S) -> None:
+    def __init__(self, *, copy_threads: int | None = None, map_from: int = 2, stall_s: float = STALL_S) -> None:
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
         self._by_address = _process.available()  # until it turns out to be forbidden
         self._stall_s = stall_s
+        self._mappings = Mappings(map_from)
         self._pool: ThreadPoolExecutor | None = None
         self._server: Server | None = None
         self._links: weakref.WeakSet[ShmLink] = weakref.WeakSet()
@@ -111,7 +109,7 @@ class ShmTransport:
         channel = greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
-        link = ShmLink(channel, self._pool, by_address=self._by_address, forbidden=self._is_forbidden)
+        link = ShmLink(channel, self._pool, self._mappings, by_address=self._by_address, forbidden=self._is_forbidden)
         self._links.add(link)
         return link
 
@@ -130,20 +128,28 @@ class ShmTransport:
             link.cut()
         if self._pool is not None:
             self._pool.shutdown()
+        self._mappings.close()
 
 
 class ShmLink(SocketLink):
     """Copies several segments at a time, in the transport's threads."""
 
     def __init__(
-        self, channel: Channel, pool: ThreadPoolExecutor, *, by_address: bool, forbidden: Callable[[OSError], None]
+        self,
+        channel: Channel,
+        pool: ThreadPoolExecutor,
+        mappings: Mappings,
+        *,
+        by_address: bool,
+        forbidden: Callable[[OSError], None],
     ) -> None:
         super().__init__([channel])
         self._pool = pool
+        self._mappings = mappings
         self._pid = _peer_of(channel.sock)[0]
         self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
         self._forbidden = forbidden
-        self._block: _File | _process.ProcessMemory | None = None
+        self._block: MemoryFile | _process.ProcessMemory | None = None
 
     def _dispose(self) -> None:
         super()._dispose()
@@ -169,7 +175,8 @@ class ShmLink(SocketLink):
         if addresses is not None:
             self._block = _process.ProcessMemory(self._pid, addresses, manifest.size_bytes)
         else:
-            self._block = _File(manifest, channel.receive_descriptor(deadline))
+            fd, lifeline = channel.receive_descriptors(2, deadline)
+            self._block = MemoryFile(manifest, fd, self._mappings.meet(fd, lifeline))
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         block = self._block
@@ -184,33 +191,39 @@ class ShmLink(SocketLink):
 
         self._request(channel, segments, deadline)
         due = deque(segments)
+        ready: deque[int] = deque()  # and not copied yet: small segments are copied together
+        together = max(1, COPY_SIZE_BYTES // manifest.segment_size_bytes)
         copying: deque[Future[list[int]]] = deque()
-        ready: list[int] = []  # and not copied yet: small segments are copied together
         try:
             while True:
                 due.extend(self._further(channel, deadline))
-                if not due:
+                if not (due or ready):
                     if not copying:
                         break
                     yield from self._copied(channel, copying.popleft())
                     continue
                 # What is copied is handed on before the source is waited for: somebody may wait for it in turn.
-                while copying and (len(copying) >= WINDOW or copying[0].done() or not channel.has_input()):
+                while copying and (len(copying) >= WINDOW or copying[0].done() or not (ready or channel.has_input())):
                     yield from self._copied(channel, copying.popleft())
-                segment = due.popleft()
-                self._expect(channel, segment, 0, deadline)
-                ready.append(segment)
-                full = len(ready) * manifest.segment_size_bytes >= COPY_SIZE_BYTES
-                if full or not due or not channel.has_input():
-                    try:
-                        copying.append(self._pool.submit(copy, ready))
-                    except RuntimeError as error:
-                        raise Disconnected("cannot be read any more: this side's transport was closed") from error
-                    ready = []
+                while due and (not ready or (len(ready) < together and channel.has_input())):
+                    ready.extend(self._said_ready(channel, due, deadline))
+                try:
+                    copying.append(self._pool.submit(copy, [ready.popleft() for _ in range(min(together, len(ready)))]))
+                except RuntimeError as error:
+                    raise Disconnected("cannot be read any more: this side's transport was closed") from error
         finally:
             for future in copying:
                 future.cancel()
             wait(copying)  # none may write into the target once this read has ended
+
+    def _said_ready(self, channel: Channel, due: deque[int], deadline: float) -> list[int]:
+        """The next segments of those that are due, once the source says that they may be copied."""
+        first = due[0]
+        count = self._expect(channel, READY, first, deadline)
+        segments = [due.popleft() for _ in range(min(count, len(due)))]
+        if segments != list(range(first, first + count)):
+            raise ProtocolError(f"{count} segments from {first} on are said to be ready, due are {segments}")
+        return segments
 
     def _copied(self, channel: Channel, future: Future[list[int]]) -> list[int]:
         try:
@@ -222,59 +235,6 @@ class ShmLink(SocketLink):
         return segments
 
 
-class _File:
-    """Another process' allocated slab, by its file."""
-
-    def __init__(self, manifest: Manifest, fd: int) -> None:
-        """Takes `fd` over. ProtocolError when the file is not what the manifest says."""
-        self._fd = fd
-        self._spans = spans(manifest.tensors)
-        self._starts = [span.start for span in self._spans]
-        size_bytes, extent = os.fstat(fd).st_size, place(manifest.tensors)[1]
-        if size_bytes < extent:
-            self.close()
-            raise ProtocolError(f"the source's memory has {size_bytes} bytes, its manifest needs {extent}")
-
-    def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        """Fill the views with the stream's bytes [start, stop)."""
-        pending = deque(views)
-        index = bisect_right(self._starts, start) - 1
-        while start < stop:
-            span = self._spans[index]
-            end = min(stop, span.start + span.size_bytes)
-            self._read_span(span.place + start - span.start, _take(pending, end - start))
-            start = end
-            index += 1
-
-    def _read_span(self, at: int, views: list[memoryview]) -> None:
-        for first in range(0, len(views), IOV_MAX):
-            batch = views[first : first + IOV_MAX]
-            while batch:
-                count = os.preadv(self._fd, batch, at)
-                if not count:
-                    raise ProtocolError("the source's memory ends before its manifest does")
-                at += count
-                batch = rest(batch, count)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
-    """The first `size_bytes` of the views, taken off them."""
-    taken = []
-    while size_bytes:
-        view = pending.popleft()
-        if len(view) > size_bytes:
-            pending.appendleft(view[size_bytes:])
-            view = view[:size_bytes]
-        taken.append(view)
-        size_bytes -= len(view)
-    return taken
-
-
 def _peer_of(sock: socket.socket) -> tuple[int, int]:
     """(process, user) at the other end; process 0: not to be seen from here."""
     pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -283,6 +243,7 @@ def _peer_of(sock: socket.socket) -> tuple[int, int]:
 
 class _ShmDialect(Dialect):
     name = "shm"
+    sends_bytes = False
 
     def welcome(self, sock: socket.socket) -> str:
         pid, uid = _peer_of(sock)
@@ -313,20 +274,21 @@ class _ShmDialect(Dialect):
         return None if extents is None else _process.pack(extents)
 
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
-        fd = offer.slab.shared_fd
-        if fd is None and offer.slab.kind == "adopted":
+        slab = offer.slab
+        if slab.shared_fd is None and slab.kind == "adopted":
             with self._guard:
                 stage = self._stages.get(offer)
                 if stage is None:
                     stage = self._stages[offer] = _Stage(offer)
                 stage.readers += 1
                 self._reading[channel] = offer
-            fd = stage.slab.shared_fd
-        if fd is None:
+            slab = stage.slab
+        fd, lifeline = slab.shared_fd, slab.lifeline_fd
+        if fd is None or lifeline is None:
             raise SourceLost("the slab was closed", version=offer.version)
         readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
         try:
-            channel.send_descriptor(readable, deadline)
+            channel.send_descriptors([readable, lifeline], deadline)
         finally:
             os.close(readable)
 
