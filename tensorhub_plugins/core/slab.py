@@ -211,8 +211,8 @@ class Slab:
 
     @property
     def lifeline_fd(self) -> int | None:
-        """The end of a pipe for whoever is passed `shared_fd`. It hangs up when the slab is closed, or its process dies:
-        then the memory is to be let go. Still owned by the slab."""
+        """The end of a pipe for whoever is passed `shared_fd`. It hangs up when the slab is closed, or its process
+        dies: then the memory is to be let go. Still owned by the slab."""
         return self._lifeline if self._lifeline >= 0 and not self._closed else None
 
     def readable(self, start: int, stop: int) -> list[memoryview]:
