@@ -729,8 +729,10 @@ class _InPlace(_Targets):
             check_cover(self._sources, self._wanted)
 
     def _memory(self, manifest: Manifest) -> Slab:
-        names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
         slab, self._adopted = self._adopted, None
+        if slab is not None and slab.specs is manifest.tensors and not self._parts:
+            return slab  # what the rest would find out, without looking at thousands of tensors
+        names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
         if slab is None or len(names) < len(self._tensors):  # else one source shard has all of it
             slab = Slab.adopt({name: self._tensors[name] for name in names})
         slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})

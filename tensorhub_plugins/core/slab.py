@@ -31,12 +31,13 @@ import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ from tensorhub_plugins.core.values import (
     Manifest,
     TensorSpec,
     segment_size_for,
+    shared_table,
     stream_offsets,
 )
 
@@ -79,7 +81,7 @@ class Slab:
         self,
         kind: Literal["adopted", "allocated"],
         specs: tuple[TensorSpec, ...],
-        runs: Sequence[_Run],
+        runs: _Runs,
         *,
         tensors: dict[str, torch.Tensor],
         staging: torch.device | None = None,
@@ -89,10 +91,8 @@ class Slab:
         """Private: use `adopt` or `allocate`."""
         self.kind = kind
         self.specs = specs
-        self.size_bytes = sum(spec.size_bytes for spec in specs)
+        self.size_bytes = runs.size_bytes
         self._runs = runs
-        self._starts = [run.start for run in runs]
-        self._views = [run.view for run in runs if run.view is not None]  # none for a device
         self._tensors = tensors
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
         self._staging = staging
@@ -100,7 +100,7 @@ class Slab:
         self._lifeline, self._alive = os.pipe() if fd >= 0 else (-1, -1)
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
         # What adopted views point into, whatever becomes of the tensors.
-        self._storages = [tensor.untyped_storage() for tensor in tensors.values()] if kind == "adopted" else []
+        self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -150,7 +150,7 @@ class Slab:
             _Run(span.start, span.size_bytes, base.data_ptr() + span.place, memory[span.slice], None)
             for span in spans(ordered)
         ]
-        return cls("allocated", ordered, runs, tensors=tensors, fd=fd, pinned=pinned)
+        return cls("allocated", ordered, _Runs(runs), tensors=tensors, fd=fd, pinned=pinned)
 
     # --- tensors ---
 
@@ -290,7 +290,7 @@ class Slab:
     def addresses(self) -> list[tuple[int, int]] | None:
         """Where the stream lies in this process's memory: (address, size in bytes) of each piece; None on a device."""
         self._check_open()
-        return None if self._staging is not None else [(run.address, run.size_bytes) for run in self._runs]
+        return None if self._staging is not None else [(run.address, run.size_bytes) for run in self._runs.all]
 
     # --- the end ---
 
@@ -307,9 +307,7 @@ class Slab:
                     os.close(fd)
             self._fd = self._lifeline = self._alive = -1
             self._tensors = {}
-            self._runs = []
-            self._starts = []
-            self._views = []
+            self._runs = _Runs([])
 
     def __enter__(self) -> Slab:
         return self
@@ -346,15 +344,16 @@ class Slab:
     def _cut(self, start: int, stop: int) -> tuple[int, int, int, int]:
         """The runs that hold a range that is not empty, as indices [first, last), where in the first one it begins, and
         where in the last one it ends."""
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, stop)
-        return first, last, start - self._starts[first], stop - self._starts[last - 1]
+        starts = self._runs.starts
+        first = bisect_right(starts, start) - 1
+        last = bisect_left(starts, stop)
+        return first, last, start - starts[first], stop - starts[last - 1]
 
     def _pieces(self, start: int, stop: int) -> list[memoryview]:
         if start == stop:
             return []
         first, last, skip, take = self._cut(start, stop)
-        views = self._views[first:last]  # whole runs: thousands of tiny tensors cost one slice
+        views = self._runs.views[first:last]  # whole runs: thousands of tiny tensors cost one slice
         views[-1] = views[-1][:take]
         views[0] = views[0][skip:]
         return views
@@ -363,7 +362,7 @@ class Slab:
         if start == stop:
             return []
         first, last, skip, take = self._cut(start, stop)
-        flats = [_block(run.view) if run.flat is None else run.flat for run in self._runs[first:last]]
+        flats = [_block(run.view) if run.flat is None else run.flat for run in self._runs.all[first:last]]
         flats[-1] = flats[-1][:take]
         flats[0] = flats[0][skip:]
         return flats
@@ -403,7 +402,7 @@ class _Adoption:
     @torch.inference_mode(False)  # as for `_flat`
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         specs: list[TensorSpec] = []
-        self.runs: list[_Run] = []
+        runs: list[_Run] = []
         extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
         devices: set[torch.device] = set()
         start = 0
@@ -419,32 +418,37 @@ class _Adoption:
             extents.append((str(tensor.device), address, spec.size_bytes, name))
             devices.add(tensor.device)
             view = _memory_at(address, spec.size_bytes) if on_host else None
-            self.runs.append(_Run(start, spec.size_bytes, address, view, None if on_host else _flat_view(tensor)))
+            runs.append(_Run(start, spec.size_bytes, address, view, None if on_host else _flat_view(tensor)))
             start += spec.size_bytes
         _check_overlap(extents)
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
         self.staging = next((device for device in devices if device.type != "cpu"), None)
-        self.specs = tuple(specs)
-        self._names = tuple(tensors)
-        self._traits = [(id(t), t.data_ptr(), t.dtype, t.shape, _stride_of(t)) for t in tensors.values()]
+        self.specs = shared_table(tuple(specs))
+        self.runs = _Runs(runs)
+        self._names = list(tensors)
+        self._traits = [list(map(trait, tensors.values())) for trait in _TRAITS]
         self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
 
     def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
-        return self._names == tuple(tensors) and all(
-            id(t) == identity
-            and t.data_ptr() == address
-            and t.dtype == dtype
-            and t.shape == shape
-            and (t.is_contiguous() if stride is None else _stride_of(t) == stride)
-            for t, (identity, address, dtype, shape, stride) in zip(tensors.values(), self._traits, strict=True)
+        return self._names == list(tensors) and all(
+            list(map(trait, tensors.values())) == ours for trait, ours in zip(_TRAITS, self._traits, strict=True)
         )
 
     def _forget(self, _: object) -> None:
         with suppress(ValueError):
             self._kept.remove(self)
+
+
+# All there is to one but its bytes. Asked of thousands at a time, without a line of Python for each.
+_TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    id,
+    torch.Tensor.data_ptr,
+    attrgetter("dtype", "shape"),
+    torch.Tensor.stride,
+)
 
 
 class Span(NamedTuple):
@@ -469,7 +473,37 @@ class _Run(NamedTuple):
     flat: torch.Tensor | None  # uint8, on a device
 
 
+class _Runs:
+    """All of one slab, in the stream's order, as it takes to find those of a range."""
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self.all = runs
+        self.starts = [run.start for run in runs]
+        self.views = [run.view for run in runs if run.view is not None]  # none for a device
+        self.size_bytes = sum(run.size_bytes for run in runs)
+
+
 # --- pure functions ---
+
+
+_Result = TypeVar("_Result")
+
+
+def _remembered(function: Callable[[Sequence[TensorSpec]], _Result]) -> Callable[[Sequence[TensorSpec]], _Result]:
+    """For one that asks all of a model's tensors: the same tuple (see `values.shared_table`) is asked once."""
+    kept: deque[tuple[Sequence[TensorSpec], _Result]] = deque(maxlen=ADOPTIONS_MAX)
+
+    @wraps(function)
+    def remembering(specs: Sequence[TensorSpec]) -> _Result:
+        for known, result in list(kept):
+            if known is specs:
+                return result
+        result = function(specs)
+        if isinstance(specs, tuple):  # else it may change
+            kept.append((specs, result))
+        return result
+
+    return remembering
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -494,6 +528,7 @@ def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> Tens
     return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
 
 
+@_remembered
 def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     """Where each tensor of an allocated block begins, in bytes, and how long the block is. Part of the shm protocol."""
     ends = accumulate((_aligned(spec.size_bytes) for spec in specs), initial=0)
@@ -501,6 +536,7 @@ def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     return tuple(places), extent
 
 
+@_remembered
 def spans(specs: Sequence[TensorSpec]) -> list[Span]:
     """An allocated block's layout as few spans as possible: neighbours without a gap between them are one."""
     merged: list[Span] = []

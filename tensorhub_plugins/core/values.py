@@ -126,6 +126,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"a manifest that does not decode: {error}") from error
         manifest = cls(tensors, outline.digests, outline.segment_size_bytes, outline.digest_algorithm)
+        manifest.__dict__["encoded"] = encoded  # passed on, and its root taken, as it came
         return manifest._check_segments()
 
     def check(self) -> Manifest:
@@ -165,6 +166,14 @@ def _tensors_of(encoded: bytes) -> tuple[TensorSpec, ...]:
     tensors = _tables.decode(encoded)
     _check_tensors(tensors)
     return tensors
+
+
+def shared_table(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """The same table as the object that a decoded manifest of these tensors has: to compare the two costs nothing."""
+    try:
+        return _tensors_of(msgspec.msgpack.encode(tensors))
+    except ProtocolError:  # it will be said where it matters
+        return tensors
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> None:

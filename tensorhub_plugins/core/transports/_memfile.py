@@ -49,8 +49,12 @@ class MemoryFile:
 
     def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
         """Fill the views with the stream's bytes [start, stop). ProtocolError where the file ends early."""
-        pending = deque(views)
         index = bisect_right(self._starts, start) - 1
+        span = self._spans[index]
+        if stop <= span.start + span.size_bytes:  # nearly always
+            self._read_span(span.place + start - span.start, stop - start, list(views))
+            return
+        pending = deque(views)
         while start < stop:
             span = self._spans[index]
             end = min(stop, span.start + span.size_bytes)

@@ -27,12 +27,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.slab import Slab, copy_views
 from tensorhub_plugins.core.transports import Offer, Shelf, _process
 from tensorhub_plugins.core.transports._memfile import Mappings, MemoryFile
-from tensorhub_plugins.core.transports._plan import ReadPlan
+from tensorhub_plugins.core.transports._plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports._wire import (
     BACKLOG,
     READY,
@@ -184,9 +185,10 @@ class ShmLink(SocketLink):
         channel = self._channels[0]
 
         def copy(segments: list[int]) -> list[int]:
-            for segment in segments:
-                with plan.receiving(segment) as views:
-                    block.read(*manifest.segment_range(segment), views)
+            for first, end in runs_of(segments):  # neighbours by one call, however small they and their tensors are
+                with ExitStack() as stack:
+                    views = [v for each in range(first, end) for v in stack.enter_context(plan.receiving(each))]
+                    block.read(manifest.segment_range(first)[0], manifest.segment_range(end - 1)[1], views)
             return segments
 
         self._request(channel, segments, deadline)
