@@ -616,6 +616,98 @@ def test_shm_stages_nothing_for_readers_that_come_one_after_the_other(forbidden,
         offer.detach(elsewhere)
 
 
+def open_at_once(endpoint, count):
+    """So many links that have opened the offer, each of another reader, and what closes them."""
+    stack = contextlib.ExitStack()
+    links = []
+    for _ in range(count):
+        reader = stack.enter_context(contextlib.closing(ShmTransport()))
+        links.append(reader.connect(endpoint, deadline=soon()))
+        links[-1].open(KEY, 1, deadline=soon())
+    return links, stack
+
+
+def ways_of(links):
+    return ["address" if isinstance(link._block, ProcessMemory) else "file" for link in links]
+
+
+def finish(links):
+    """Read everything, and let go of it."""
+    for link in links:
+        target = Slab.allocate(link._manifest.tensors)
+        for segment in link.read(range(link._manifest.segment_count), target, [0], deadline=soon()):
+            assert link.digest(segment) == link._manifest.digest(segment)
+    assert all(link.check(deadline=soon()) for link in links)
+
+
+def test_shm_stages_for_several_readers_at_a_time_and_keeps_that_memory_while_there_are_several():
+    source = ShmTransport()
+    with served(source, kind="adopted") as (offer, endpoint):
+        dialect = source._server._dialect
+        links, stack = open_at_once(endpoint, 4)
+        with stack:
+            assert ways_of(links) == ["address", "address", "file", "file"]
+            finish(links)
+        until(lambda: dialect._idle is not None)
+        inode = os.fstat(dialect._idle.slab.shared_fd).st_ino
+
+        offer.slab.tensors()["a"].add_(1)  # the next version of the same tensors
+        following = Offer(KEY, offer.slab.manifest(1000), offer.slab)
+        following.mark_all_ready()
+        source._server._shelf = SimpleShelf(following)
+        links, stack = open_at_once(endpoint, 3)
+        with stack:
+            assert ways_of(links) == ["file"] * 3
+            assert {os.fstat(link._block._fd).st_ino for link in links} == {inode}
+            finish(links)
+        until(lambda: dialect._idle is not None)
+
+        links, stack = open_at_once(endpoint, 1)  # one alone still uses what there is, and it is not kept for it
+        with stack:
+            assert ways_of(links) == ["file"]
+            finish(links)
+        until(lambda: following.active_readers == 0)
+        assert dialect._idle is None and not dialect._stages
+        links, stack = open_at_once(endpoint, 1)
+        with stack:
+            assert ways_of(links) == ["address"]
+
+
+def test_shm_gives_staged_memory_back_when_the_transport_closes():
+    source = ShmTransport()
+    with served(source, kind="adopted") as (_, endpoint):
+        links, stack = open_at_once(endpoint, 3)
+        with stack:
+            finish(links)
+        dialect = source._server._dialect
+        until(lambda: dialect._idle is not None)
+        slab = dialect._idle.slab
+        assert slab.shared_fd is not None
+    assert slab.shared_fd is None and dialect._idle is None
+
+
+def test_shm_cuts_a_reader_off_before_the_staged_memory_it_copies_from_is_used_again(monkeypatch):
+    """When a conversation ends by a fault of the source, its reader may still be copying."""
+    heard = []
+    let_go = shm._ShmDialect.let_go
+
+    def listen(self, channel, *, ended):
+        let_go(self, channel, ended=ended)
+        heard.append([link._channels[0].is_cut() for link in links])
+
+    def fail(self, request):
+        raise ProtocolError("it is broken")
+
+    with served(ShmTransport(), kind="adopted") as (_, endpoint):
+        links, stack = open_at_once(endpoint, 3)
+        with stack:
+            monkeypatch.setattr(shm._ShmDialect, "let_go", listen)
+            monkeypatch.setattr(_wire._Conversation, "_read", fail)
+            with pytest.raises(SourceLost):
+                list(links[2].read([0], Slab.allocate(links[2]._manifest.tensors), [0], deadline=soon()))
+            assert heard[0] == [False, False, True]
+
+
 def test_shm_does_not_serve_adopted_memory_and_tcp_does(forbidden, caplog):
     caplog.set_level(logging.INFO)
     tensors = {"a": torch.arange(100, dtype=torch.int16)}

@@ -323,6 +323,9 @@ class Dialect:
     def let_go(self, channel: Channel, *, ended: bool) -> None:
         """The reader is done with what was handed over (ended: and with the connection). Memory may change after it."""
 
+    def close(self) -> None:
+        """No reader will come any more, and none is left."""
+
 
 class Server:
     """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
@@ -358,6 +361,7 @@ class Server:
                 _log.error("%s: thread %s does not end", self._dialect.name, thread.name)
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
+        self._dialect.close()
 
     def _accept(self) -> None:
         poll = select.poll()

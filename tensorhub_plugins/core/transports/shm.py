@@ -5,10 +5,12 @@ containers that share no network namespace use tcp. The conversation is that of 
 ready and sends no bytes. Where the reader copies from:
 
 * An allocated slab is a memfd, which the source passes over the socket, opened read-only (_memfile).
-* Adopted memory is read by its addresses, where the system lets one process read another's (_process).
-* Where it does not, the first reader is sent away, to tcp. When another comes beside it, the source copies the shard
-  into a slab of its own while they read, segment by segment as the first of them gets there, and keeps that until the
-  last of them has gone: two copies for each reader become one, and one for all.
+* Adopted memory is read by its addresses, where the system lets one process read another's (_process). Where it does
+  not, the first reader is sent away, to tcp.
+* For several readers at a time, from the third on (the second, where addresses are forbidden), the source copies the
+  shard into a slab of its own while they read, segment by segment as the first of them gets there. Where three did read
+  it, that memory is kept for the next version, which all of them then read from a mapping: one copy for all and the
+  cheapest one for each.
 
 A cut-off source cannot take its memory back. It closes the connection before its owner touches the memory, so a reader
 that finds its connection open after copying a segment has copied the published bytes.
@@ -49,6 +51,7 @@ from tensorhub_plugins.core.values import Manifest, ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
+STAGE_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
 TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
 COPY_SIZE_BYTES = 4 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
 WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
@@ -258,6 +261,7 @@ class _ShmDialect(Dialect):
         self._refused_at: weakref.WeakKeyDictionary[Offer, float] = weakref.WeakKeyDictionary()
         self._stages: weakref.WeakKeyDictionary[Offer, _Stage] = weakref.WeakKeyDictionary()
         self._reading: dict[Channel, Offer] = {}  # through a stage
+        self._idle: _Stage | None = None  # nobody reads from it now, and several did
 
     def refusal(self, offer: Offer) -> str | None:
         if offer.slab.shared_fd is not None:
@@ -265,26 +269,31 @@ class _ShmDialect(Dialect):
         with self._guard:
             now = time.monotonic()
             refused_at = self._refused_at.get(offer)
-            together = refused_at is not None and (offer.active_readers or now - refused_at < TOGETHER_S)
-            if offer in self._stages or (together and offer.slab.kind == "adopted"):
+            together = refused_at is not None and (bool(offer.active_readers) or now - refused_at < TOGETHER_S)
+            if self._staged(offer, several=together):
                 return None
             self._refused_at[offer] = now
         return "its tensors lie in memory that was adopted, or cannot be shared"
 
     def addresses(self, offer: Offer) -> bytes | None:
         extents = None if offer.slab.shared_fd is not None else offer.slab.addresses()
-        return None if extents is None else _process.pack(extents)
+        if extents is None:
+            return None
+        with self._guard:
+            if self._staged(offer, several=offer.active_readers >= STAGE_READERS - 1):
+                return None
+        return _process.pack(extents)
 
     def hand_over(self, channel: Channel, offer: Offer, deadline: float) -> None:
         slab = offer.slab
-        if slab.shared_fd is None and slab.kind == "adopted":
+        if slab.shared_fd is None:
             with self._guard:
-                stage = self._stages.get(offer)
-                if stage is None:
-                    stage = self._stages[offer] = _Stage(offer)
-                stage.readers += 1
-                self._reading[channel] = offer
-            slab = stage.slab
+                stage = self._staged(offer, several=True)
+                if stage is not None:
+                    stage.readers += 1
+                    stage.together = max(stage.together, offer.active_readers)
+                    self._reading[channel] = offer
+                    slab = stage.slab
         fd, lifeline = slab.shared_fd, slab.lifeline_fd
         if fd is None or lifeline is None:
             raise SourceLost("the slab was closed", version=offer.version)
@@ -301,14 +310,41 @@ class _ShmDialect(Dialect):
         return []
 
     def let_go(self, channel: Channel, *, ended: bool) -> None:
+        if ended:
+            channel.cut()  # before its memory is used again: whoever still copies from it finds out
         with self._guard:
             offer = self._reading.pop(channel, None)
             stage = self._stages.get(offer) if offer is not None else None
-            if offer is not None and stage is not None:
-                stage.readers -= 1
-                if not stage.readers:
-                    del self._stages[offer]
-                    stage.slab.close()
+            if offer is None or stage is None:
+                return
+            stage.readers -= 1
+            if stage.readers:
+                return
+            del self._stages[offer]
+            if stage.together >= STAGE_READERS:
+                stage, self._idle = self._idle, stage
+            if stage is not None:
+                stage.slab.close()
+
+    def close(self) -> None:
+        with self._guard:
+            idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.slab.close()
+
+    def _staged(self, offer: Offer, *, several: bool) -> _Stage | None:
+        """With the guard. The copy of this offer to read from: where there is one, or memory for one, or if `several`
+        want to read at the same time."""
+        stage = self._stages.get(offer)
+        if stage is None and offer.slab.kind == "adopted":
+            if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
+                stage, self._idle = self._idle, None
+                stage.begin(offer)
+            elif several:
+                stage = _Stage(offer)
+            if stage is not None:
+                self._stages[offer] = stage
+        return stage
 
 
 class _Stage:
@@ -317,8 +353,16 @@ class _Stage:
     def __init__(self, offer: Offer) -> None:
         self.slab = Slab.allocate(offer.manifest.tensors, pin=False)
         self.readers = 0
-        self._locks = [threading.Lock() for _ in range(offer.manifest.segment_count)]
-        self._copied = bytearray(offer.manifest.segment_count)
+        self._of: weakref.ref[Offer] | None = None
+        self.begin(offer)
+
+    def begin(self, offer: Offer) -> None:
+        """Be a copy of this one from now on; what was copied of it before is not copied again."""
+        self.together = 0  # readers at a time, those of the offer's own memory too
+        if self._of is None or self._of() is not offer:
+            self._of = weakref.ref(offer)
+            self._locks = [threading.Lock() for _ in range(offer.manifest.segment_count)]
+            self._copied = bytearray(offer.manifest.segment_count)
 
     def copy(self, offer: Offer, start: int, stop: int) -> None:
         """Once for all readers; the others wait for it."""
