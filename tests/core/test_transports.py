@@ -80,7 +80,8 @@ FORGED = (
 TRANSPORTS = {
     "memory": (MemoryTransport, {"processes": False}),
     "tcp": (TcpTransport, {"garbage": FORGED}),
-    "tcp-3-streams": (functools.partial(TcpTransport, streams=3), {"garbage": FORGED}),
+    "tcp-beside": (functools.partial(TcpTransport, beside_size_bytes=0), {"garbage": FORGED}),
+    "tcp-3-streams": (functools.partial(TcpTransport, streams=3, beside_size_bytes=0), {"garbage": FORGED}),
     "shm": (ShmTransport, {"garbage": FORGED}),
     "shm-mapped": (functools.partial(ShmTransport, map_from=1), {"garbage": FORGED}),
     "shm-by-address": (ShmTransport, {"slabs": "adopted", "garbage": FORGED}),
@@ -499,25 +500,27 @@ def test_shm_keeps_a_bounded_number_of_mappings_those_it_met_last():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_shm_believes_no_source_about_what_is_ready(monkeypatch):
+@pytest.mark.parametrize("count", [0, 17, 1 << 60])
+def test_shm_believes_no_source_about_what_is_ready(monkeypatch, count):
+    """It is asked for 16 segments."""
     read = _wire._Conversation._read
-
-    def boast(self, request):
-        monkeypatch.setattr(_wire, "HEADER", Boasting())
-        read(self, request)
 
     class Boasting:
         size = HEADER.size
         unpack = HEADER.unpack
 
         def pack(self, kind, waited, segment, length):
-            return HEADER.pack(kind, waited, segment, length + 1 if kind == _wire.READY else length)
+            return HEADER.pack(kind, waited, segment, count if kind == _wire.READY else length)
+
+    def boast(self, request):
+        monkeypatch.setattr(_wire, "HEADER", Boasting())
+        read(self, request)
 
     monkeypatch.setattr(_wire._Conversation, "_read", boast)
     with (
         served(ShmTransport()) as (_, endpoint),
         contextlib.closing(ShmTransport()) as reader,
-        pytest.raises(ProtocolError, match="17 segments from 0 on are said to be ready, due are"),
+        pytest.raises(ProtocolError, match=f"{count} segments from 0 on are said to be ready, due are"),
     ):
         read_all(reader, endpoint)
 
@@ -748,6 +751,23 @@ def test_shm_gives_readers_no_right_to_write(monkeypatch):
                 os.write(fd, b"x")
         with pytest.raises(OSError):
             mmap.mmap(memory, 1000)  # to write, which is the default
+
+
+def test_tcp_says_what_fails_beside_the_reading(monkeypatch):
+    def fail(views):
+        raise ZeroDivisionError
+
+    with (
+        served(TcpTransport()) as (_, endpoint),
+        contextlib.closing(TcpTransport(beside_size_bytes=0)) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(_plan, "digest_of", fail)
+        got = []
+        with pytest.raises(ZeroDivisionError):
+            got.extend(link.read(range(16), Slab.allocate(manifest.tensors), [0], deadline=soon()))
+        assert got == []
 
 
 @pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("127.0.0.2", False)])

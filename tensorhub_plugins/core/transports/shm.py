@@ -226,7 +226,7 @@ class ShmLink(SocketLink):
         first = due[0]
         count = self._expect(channel, READY, first, deadline)
         segments = [due.popleft() for _ in range(min(count, len(due)))]
-        if segments != list(range(first, first + count)):
+        if len(segments) != count or segments != list(range(first, first + len(segments))) or not segments:
             raise ProtocolError(f"{count} segments from {first} on are said to be ready, due are {segments}")
         return segments
 

@@ -15,8 +15,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.transports import More, Offer, Shelf
@@ -36,6 +37,8 @@ from tensorhub_plugins.core.values import Manifest
 SCHEME = "tcp://"
 STREAMS_MAX = 16
 FAR_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
+BESIDE_SIZE_BYTES = 1 << 20  # to hand less to another thread takes longer than to digest it
+BESIDE_SEGMENTS = 2  # that wait for it
 STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
 # A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
 # kernel counts a closed window as silence too.
@@ -51,14 +54,21 @@ class TcpTransport:
     """advertise_host: the address of this host that peers connect to, and the only one listened on if it is local (if
     it is not, behind address translation, all are). None: loopback, for readers on this host.
 
-    streams: connections a reader opens to one source. stall_s: a source that sends nothing for so long, not even a
-    sign of life, is lost.
+    streams: connections a reader opens to one source. beside_size_bytes: segments of at least so much are digested, and
+    copied to a device, in another thread while the next one arrives. stall_s: a source that sends nothing for so long,
+    not even a sign of life, is lost.
     """
 
     name = "tcp"
 
     def __init__(
-        self, advertise_host: str | None = None, *, port: int = 0, streams: int = 1, stall_s: float = STALL_S
+        self,
+        advertise_host: str | None = None,
+        *,
+        port: int = 0,
+        streams: int = 1,
+        beside_size_bytes: int = BESIDE_SIZE_BYTES,
+        stall_s: float = STALL_S,
     ) -> None:
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
@@ -69,6 +79,7 @@ class TcpTransport:
         self._host = LOOPBACK if advertise_host is None else advertise_host
         self._port = port
         self._streams = streams
+        self._beside_size_bytes = beside_size_bytes
         self._stall_s = stall_s
         self._server: Server | None = None
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
@@ -101,7 +112,7 @@ class TcpTransport:
                 for channel in channels:
                     channel.close()
                 raise next(error for error in (future.exception() for future in futures) if error is not None)
-        link = TcpLink(channels)
+        link = TcpLink(channels, self._beside_size_bytes)
         self._links.add(link)
         return link
 
@@ -130,6 +141,10 @@ class TcpTransport:
 
 class TcpLink(SocketLink):
     """Segments follow each other on each stream without a request between them."""
+
+    def __init__(self, channels: Sequence[Channel], beside_size_bytes: int = BESIDE_SIZE_BYTES) -> None:
+        super().__init__(channels)
+        self._beside_size_bytes = beside_size_bytes
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         if len(self._channels) == 1:
@@ -180,24 +195,36 @@ class TcpLink(SocketLink):
         due = deque(segments)
         if segments:
             self._request(channel, segments, deadline)
-        while True:
-            if work is None:
-                due.extend(self._further(channel, deadline))
-            else:
-                batch = work.take(len(due))
-                if batch:
-                    self._request(channel, batch, deadline)
-                    due.extend(batch)
-            if not due:
-                return
-            segment = due.popleft()
-            start, stop = manifest.segment_range(segment)
-            length = self._expect(channel, SEGMENT, segment, deadline)
-            if length != stop - start:
-                raise ProtocolError(f"segment {segment} has {stop - start} bytes, the source sends {length}")
-            with plan.receiving(segment) as views:
-                channel.fill(views, deadline)
-            yield segment
+        beside = manifest.segment_size_bytes >= self._beside_size_bytes
+        finishing: deque[tuple[int, Future[None]]] = deque()  # what has arrived: it is digested, a device gets its copy
+        with ThreadPoolExecutor(1, thread_name_prefix="tensorhub-tcp-finish") as pool:  # ends when all of it has ended
+            while True:
+                while finishing and (
+                    not due or len(finishing) >= BESIDE_SEGMENTS or finishing[0][1].done() or not channel.has_input()
+                ):
+                    segment, finished = finishing.popleft()
+                    finished.result()
+                    yield segment
+                if work is None:
+                    due.extend(self._further(channel, deadline))
+                else:
+                    batch = work.take(len(due))
+                    if batch:
+                        self._request(channel, batch, deadline)
+                        due.extend(batch)
+                if not due:
+                    return
+                segment = due.popleft()
+                start, stop = manifest.segment_range(segment)
+                length = self._expect(channel, SEGMENT, segment, deadline)
+                if length != stop - start:
+                    raise ProtocolError(f"segment {segment} has {stop - start} bytes, the source sends {length}")
+                with ExitStack() as stack:
+                    channel.fill(stack.enter_context(plan.receiving(segment)), deadline)
+                    if beside:
+                        finishing.append((segment, pool.submit(stack.pop_all().close)))
+                if not beside:
+                    yield segment
 
 
 class _Work:
