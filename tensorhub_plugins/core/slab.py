@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property, wraps
-from itertools import accumulate, pairwise
-from operator import attrgetter
+from itertools import accumulate, islice, pairwise
+from operator import attrgetter, eq
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -428,27 +428,32 @@ class _Adoption:
         self.specs = shared_table(tuple(specs))
         self.runs = _Runs(runs)
         self._names = list(tensors)
-        self._traits = [list(map(trait, tensors.values())) for trait in _TRAITS]
+        self._traits = list(_traits_of(tensors))
         self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
 
     def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
-        return self._names == list(tensors) and all(
-            list(map(trait, tensors.values())) == ours for trait, ours in zip(_TRAITS, self._traits, strict=True)
-        )
+        return self._names == list(tensors) and all(map(eq, _traits_of(tensors), self._traits))
 
     def _forget(self, _: object) -> None:
         with suppress(ValueError):
             self._kept.remove(self)
 
 
-# All there is to one but its bytes. Asked of thousands at a time, without a line of Python for each.
 _TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
     id,
     torch.Tensor.data_ptr,
     attrgetter("dtype", "shape"),
     torch.Tensor.stride,
 )
+
+
+def _traits_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[list[Any]]]:
+    """All there is to each but its bytes. So many at a time without a line of Python for each of them, and so few that
+    they are still in the cache when the next trait is asked for."""
+    rest = iter(tensors.values())
+    while some := list(islice(rest, 256)):
+        yield [list(map(trait, some)) for trait in _TRAITS]
 
 
 class Span(NamedTuple):
