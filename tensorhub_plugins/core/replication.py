@@ -32,7 +32,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core.placement import FAR, distance
+from tensorhub_plugins.core.placement import FAR, HOST, distance
 from tensorhub_plugins.core.values import Location, Manifest, ShardKey
 
 CORRUPT_SEGMENTS_MAX = 3  # from one source; more is a broken source rather than a flipped bit on the way
@@ -43,6 +43,7 @@ SOURCES_MAX = 3  # of one shard at a time; more only take each other's bandwidth
 WINDOW_S = 0.5  # what a source is given ahead: beyond any round trip, and little to do again when it is lost
 WINDOW_SEGMENTS_MIN = 4
 WINDOW_FIRST_SEGMENTS = 16  # before its rate is known
+WINDOW_HERE_SEGMENTS = 128  # the same of one on this host: 16 small ones are copied before the next are asked for
 RATE_S = 0.1  # rates are measured over at least so long
 SLOW_S = 0.5  # without a segment, or a sign that the source itself waits
 SLOW_FAR_S = 2.0  # across data centres: a lost packet or a full queue on the way is no reason to begin again
@@ -205,6 +206,7 @@ class _Source:
     request: int
     last_at: float  # progress, or a sign of life
     is_far: bool
+    first: int  # its window before its rate is known
     is_open: bool = False
     is_checked: bool = False
     assigned: dict[int, None] = field(default_factory=dict)
@@ -228,7 +230,7 @@ class _Source:
 
     @property
     def window(self) -> int:
-        return max(WINDOW_SEGMENTS_MIN, int(self.rate * WINDOW_S)) if self.rate else WINDOW_FIRST_SEGMENTS
+        return max(WINDOW_SEGMENTS_MIN, int(self.rate * WINDOW_S)) if self.rate else self.first
 
     def silence_s(self) -> float:
         """How long it may say nothing before it counts as slow."""
@@ -236,7 +238,7 @@ class _Source:
 
     def rest_s(self, now: float) -> float:
         """How long what it was asked for will take, as far as we can see."""
-        rate = self.rate or WINDOW_FIRST_SEGMENTS / SLOW_S
+        rate = self.rate or self.first / SLOW_S
         silent = now - self.last_at
         if silent > 1.0 / rate:  # the next one is due: believe what is seen
             rate = 1.0 / silent
@@ -440,8 +442,9 @@ class Replication:
             ):
                 self._effects.append(EndLease(request, grant.shard, False))
                 continue
-            is_far = distance(self.location, grant.location) == FAR
-            state.sources[grant.session] = _Source(grant, request, now, is_far)
+            away = distance(self.location, grant.location)
+            first = WINDOW_HERE_SEGMENTS if away == HOST else WINDOW_FIRST_SEGMENTS
+            state.sources[grant.session] = _Source(grant, request, now, away == FAR, first)
             key = ShardKey(reply.version, reply.layout, grant.shard, reply.shard_count)
             self._effects.append(Open(key, grant, request))
 

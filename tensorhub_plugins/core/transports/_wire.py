@@ -52,7 +52,6 @@ NO_MANIFEST = msgspec.msgpack.encode(None)
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
 CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not as it is announced
-READY_MAX = 16  # segments in one READY: to say it for each takes time from those that copy, on the same cores
 IOV_MAX = 1024  # Linux' limit of buffers in one sendmsg, recvmsg or process_vm_readv
 CONNECTIONS_MAX = 256  # threads of one source; the hub spreads readers long before
 BACKLOG = 128
@@ -295,7 +294,6 @@ class Dialect:
     """What a transport does its own way at the source."""
 
     name: ClassVar[str]
-    sends_bytes: ClassVar[bool] = True  # False: it only says which segments are ready
 
     def welcome(self, sock: socket.socket) -> str:
         """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
@@ -316,6 +314,10 @@ class Dialect:
     def payload(self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float) -> list[memoryview]:
         """The bytes that follow a segment's header; what else it takes until a segment is ready, where none do."""
         raise NotImplementedError
+
+    def at_once(self, channel: Channel) -> int:
+        """How many segments this reader is told of by one READY; 0: it is sent their bytes."""
+        return 0
 
     def sent(self, channel: Channel, deadline: float) -> None:
         """Everything that was asked for has been sent."""
@@ -514,18 +516,19 @@ class _Conversation:
         if any(not start < stop <= count for start, stop in request.runs):
             raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
         deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
+        at_once = self._dialect.at_once(self._channel)
         for start, stop in request.runs:
             segment = start
             while segment < stop:
                 waited = self._await(offer, segment, deadline)
                 payload = self._payload(offer, segment, deadline)
-                if self._dialect.sends_bytes:
+                if not at_once:
                     header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
                     self._channel.send([header, *payload], deadline)
                     segment += 1
                     continue
                 first, segment = segment, segment + 1
-                while segment < min(stop, first + READY_MAX) and offer.poll_ready(segment, 0.0):
+                while segment < min(stop, first + at_once) and offer.poll_ready(segment, 0.0):
                     self._payload(offer, segment, deadline)
                     segment += 1
                 self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
