@@ -153,6 +153,7 @@ class Channel:
         self.peer = peer
         self.waited = False  # the source had to wait for the segment whose header came last
         self._stall_s = stall_s
+        self._allowed: dict[int, tuple[int, int]] = {}  # seconds and microseconds, by option
         self._guard = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | getattr(select, "POLLRDHUP", 0))
@@ -281,10 +282,13 @@ class Channel:
         micros = int((seconds - whole) * 1e6)
         if deadline is not None and not whole:
             micros = max(micros, 1000)  # zero would mean for ever
+        if self._allowed.get(option) == (whole, micros):  # usually all that a peer may stay silent
+            return
         try:
             self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micros))
         except OSError as error:
             raise Disconnected(str(error)) from error
+        self._allowed[option] = whole, micros
 
 
 # --- the source's end ---
