@@ -54,6 +54,7 @@ COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
 READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
 STAGED_AT_ONCE = 8  # while its reader copies these the source stages the next ones
 STAGE_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
+STAGE_KEPT_S = 600.0  # for the next version; a worker whose tensors stay as they are gets its memory back then
 TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
 COPY_SIZE_BYTES = 4 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
 WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
@@ -263,6 +264,7 @@ class _ShmDialect(Dialect):
         self._stages: weakref.WeakKeyDictionary[Offer, _Stage] = weakref.WeakKeyDictionary()
         self._reading: dict[Channel, Offer] = {}  # through a stage
         self._idle: _Stage | None = None  # nobody reads from it now, and several did
+        self._idle_ends: threading.Timer | None = None
 
     def refusal(self, offer: Offer) -> str | None:
         if offer.slab.shared_fd is not None:
@@ -325,16 +327,31 @@ class _ShmDialect(Dialect):
             if stage.readers:
                 return
             del self._stages[offer]
-            if stage.together >= STAGE_READERS:
-                stage, self._idle = self._idle, stage
-            if stage is not None:
+            if stage.together < STAGE_READERS:
                 stage.slab.close()
+                return
+            self._take_idle(close=True)
+            self._idle, self._idle_ends = stage, threading.Timer(STAGE_KEPT_S, self._end_idle, [stage])
+            self._idle_ends.daemon = True
+            self._idle_ends.start()
 
     def close(self) -> None:
         with self._guard:
-            idle, self._idle = self._idle, None
-        if idle is not None:
-            idle.slab.close()
+            self._take_idle(close=True)
+
+    def _end_idle(self, stage: _Stage) -> None:
+        with self._guard:
+            if self._idle is stage:
+                self._take_idle(close=True)
+
+    def _take_idle(self, *, close: bool = False) -> _Stage | None:
+        """With the guard."""
+        stage, self._idle = self._idle, None
+        if self._idle_ends is not None:
+            self._idle_ends.cancel()
+        if stage is not None and close:
+            stage.slab.close()
+        return stage
 
     def _staged(self, offer: Offer, *, several: bool) -> _Stage | None:
         """With the guard. The copy of this offer to read from: where there is one, or memory for one, or if `several`
@@ -342,11 +359,11 @@ class _ShmDialect(Dialect):
         stage = self._stages.get(offer)
         if stage is None and offer.slab.kind == "adopted":
             if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
-                stage, self._idle = self._idle, None
-                stage.begin(offer)
+                stage = self._take_idle()
             elif several:
-                stage = _Stage(offer)
+                stage = _Stage(offer.manifest)
             if stage is not None:
+                stage.begin(offer)
                 self._stages[offer] = stage
         return stage
 
@@ -354,11 +371,10 @@ class _ShmDialect(Dialect):
 class _Stage:
     """A shareable copy of an adopted shard, made as it is read."""
 
-    def __init__(self, offer: Offer) -> None:
-        self.slab = Slab.allocate(offer.manifest.tensors, pin=False)
+    def __init__(self, manifest: Manifest) -> None:
+        self.slab = Slab.allocate(manifest.tensors, pin=False)
         self.readers = 0
         self._of: weakref.ref[Offer] | None = None
-        self.begin(offer)
 
     def begin(self, offer: Offer) -> None:
         """Be a copy of this one from now on; what was copied of it before is not copied again."""
