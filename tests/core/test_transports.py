@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import functools
 import logging
 import mmap
@@ -443,32 +444,55 @@ def test_shm_maps_memory_that_it_meets_again_and_sees_what_is_written_there(monk
 def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
     with contextlib.closing(ShmTransport(map_from=1)) as reader:
         with served(ShmTransport()) as (offer, endpoint):
-            inode = inode_of(offer.slab)
+            inode, owners = inode_of(offer.slab), offer.slab.tensors()
             read_all(reader, endpoint)
             assert len(reader._mappings) == 1 and maps_of(inode) == 2
         until(lambda: len(reader._mappings) == 0)
-        assert maps_of(inode) <= 1
+        assert maps_of(inode) == len(owners) == 1  # the owner still looks at its tensor
 
 
-def test_shm_lets_go_of_a_mapping_when_its_owner_dies():
+OWNER = """
+import sys, torch
+from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.testing import SimpleShelf
+from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.transports.shm import ShmTransport
+from tensorhub_plugins.core.values import ShardKey
+tensor = torch.arange(8000, dtype=torch.int16)
+slab = Slab.allocate([spec_of("a", tensor)])
+slab.write("a", tensor)
+offer = Offer(ShardKey(1, "checkpoint"), slab.manifest(1000), slab)
+offer.mark_all_ready()
+print(ShmTransport().serve(SimpleShelf(offer)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_shm_lets_go_of_a_mapping_when_its_owner_is_killed():
+    with contextlib.closing(ShmTransport(map_from=1)) as reader:
+        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            read_all(reader, owner.stdout.readline().decode().strip())
+            assert len(reader._mappings) == 1
+            with open("/proc/self/maps") as maps:
+                held = {line.split()[4] for line in maps if "memfd:tensorhub" in line}
+            assert sum(map(maps_of, held)) == len(held) == 1
+        finally:
+            owner.kill()
+            owner.communicate()
+        until(lambda: len(reader._mappings) == 0)
+        assert maps_of(held.pop()) == 0
+
+
+def test_shm_maps_nothing_of_an_empty_file():
     mappings = Mappings(map_from=1)
-    with Slab.allocate([spec_of("a", torch.zeros(100))]) as slab:
-        owner, mine = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        holder = subprocess.Popen(  # it holds the other end of a lifeline, and nothing else
-            [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[owner.fileno()],
-        )
-        owner.close()
-        holder.stdout.readline()
-        assert mappings.meet(slab.shared_fd, os.dup(mine.fileno())) is not None
-        assert len(mappings) == 1
-        holder.kill()
-        holder.communicate()
-        until(lambda: len(mappings) == 0)
-    mine.close()
+    empty = os.memfd_create("empty", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(empty, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    lifeline, other = os.pipe()
+    assert mappings.meet(empty, lifeline) is None
     mappings.close()
+    for fd in (empty, other):
+        os.close(fd)
 
 
 def test_shm_never_maps_a_file_that_could_become_shorter():
@@ -796,12 +820,18 @@ def test_tcp_says_what_fails_beside_the_reading(monkeypatch):
 @pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("127.0.0.2", False)])
 def test_tcp_within_a_host_is_not_paced(host, known):
     """A peer that has this end's own address is on this host; another address of the same host is not recognized."""
-    with served(TcpTransport(host)) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+    source = TcpTransport(host)
+    with served(source) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
         link = reader.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
         with socket.socket() as plain:
-            default = plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        used = link._channels[0].sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        assert used.rstrip(b"\0") == tcp.SAME_HOST_CONGESTION if known else used == default
+            default = congestion_of(plain)
+        for channel in (*link._channels, *source._server._connections):  # the reader's end, and the one that sends
+            assert congestion_of(channel.sock) == (tcp.SAME_HOST_CONGESTION if known else default)
+
+
+def congestion_of(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
 def test_shm_refuses_other_users(monkeypatch, caplog):
@@ -825,14 +855,14 @@ class _Credentials:
         return 1234, self._uid, 0
 
 
-@pytest.mark.parametrize("what", ["too short", "no descriptor", "one descriptor", "not the byte"])
+@pytest.mark.parametrize("what", ["too short", "no descriptor", "one descriptor", "three descriptors", "not the byte"])
 def test_shm_believes_no_source_about_its_memory(what, monkeypatch):
     """A file that ends early is an error, never a SIGBUS."""
 
     def send_descriptors(self, fds, deadline):
         short = os.memfd_create("short")
         os.ftruncate(short, 100)
-        fds = {"no descriptor": [], "one descriptor": [short]}.get(what, [short, short])
+        fds = [short] * {"no descriptor": 0, "one descriptor": 1, "three descriptors": 3}.get(what, 2)
         data = b"x" if what == "not the byte" else _wire.DESCRIPTOR
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
         self.sock.sendmsg([data], rights)

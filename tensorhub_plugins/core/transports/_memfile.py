@@ -126,21 +126,21 @@ class Mappings:
         status = os.fstat(fd)
         identity = status.st_dev, status.st_ino, status.st_size
         with self._guard:
-            kept = self._kept.get(identity)
-            if kept is not None and _is_over(kept.lifeline):  # the number was given to another file since
-                self._drop(identity)
-                kept = None
-            if kept is not None or self._closed or not _is_sealed(fd):
+            if identity in self._kept and _is_over(self._kept[identity].lifeline):
+                self._drop(identity)  # the number was given to another file since
+            if identity in self._kept or self._closed or not _is_sealed(fd):
                 os.close(lifeline)
             else:
-                kept = self._kept[identity] = _Kept(lifeline)
+                self._kept[identity] = _Kept(lifeline)
                 self._watch()
+            kept = self._kept.get(identity)
             if kept is None:
                 return None
             self._kept.move_to_end(identity)
             kept.meetings += 1
             if kept.memory is None and kept.meetings >= self._map_from:
-                with contextlib.suppress(OSError):  # out of address space, or of mappings: preadv needs none
+                # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
+                with contextlib.suppress(OSError, ValueError):
                     kept.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
             while len(self._kept) > MAPPINGS_MAX:
                 self._drop(next(iter(self._kept)))
@@ -176,8 +176,9 @@ class Mappings:
             with self._guard:
                 if self._closed:
                     return
-                for kept in self._kept.values():
-                    poll.register(kept.lifeline, 0)  # nothing is ever written: it is over, or it is not
+                # Their numbers alone: a name for one of them here would keep its memory for as long as is waited.
+                for lifeline in [kept.lifeline for kept in self._kept.values()]:
+                    poll.register(lifeline, 0)  # nothing is ever written: it is over, or it is not
             poll.poll()
             with self._guard:
                 if self._closed:
