@@ -630,6 +630,8 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def _in_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     """The specs sorted by name, checked: they may come from a peer, and memory is handed out by what they say."""
     ordered = tuple(sorted(specs, key=lambda spec: spec.name))
+    if ordered == specs:
+        ordered = specs  # a manifest's table stays the very object that `place` and `spans` remember
     for one, other in pairwise(ordered):
         if one.name == other.name:
             raise UsageError(f"tensor {one.name!r} is there twice")

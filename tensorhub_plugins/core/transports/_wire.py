@@ -44,7 +44,8 @@ from tensorhub_plugins.core.values import Manifest, ShardKey
 MAGIC = b"TENSORHB"
 PROTOCOL = 4
 HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
-HEADER = struct.Struct("!BBxxIQ")  # kind, 1: the source had to wait for it, segment, length of what follows in bytes
+# Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).
+HEADER = struct.Struct("!BBxxIQ")
 CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
 DESCRIPTOR = b"F"
 NO_MANIFEST = msgspec.msgpack.encode(None)
@@ -219,7 +220,7 @@ class Channel:
             fd
             for level, kind, content in ancillary
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-            for (fd,) in struct.iter_unpack("i", content[: len(content) // 4 * 4])
+            for fd in struct.unpack_from(f"{len(content) // struct.calcsize('i')}i", content)
         ]
         if not data:
             raise Disconnected("closed the connection")
