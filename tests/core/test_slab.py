@@ -16,7 +16,7 @@ from tensorhub_plugins.core import slab as slab_module
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.slab import ALIGNMENT_BYTES, Slab, copy_views, digest_of, place, spans, spec_of
 from tensorhub_plugins.core.testing import blank_like, sample_tensors
-from tensorhub_plugins.core.values import DIGEST_SIZE_BYTES, TensorSpec
+from tensorhub_plugins.core.values import DIGEST_SIZE_BYTES, Manifest, TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -503,6 +503,15 @@ def test_no_descriptor_is_lost():
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_allocated_slab_keeps_the_very_table_of_a_manifest():
+    with Slab.adopt(sample_tensors(seed=11)) as source:
+        table = Manifest.decode(source.manifest().encoded).tensors
+        assert table is source.specs
+    with Slab.allocate(table) as slab, Slab.allocate(list(table)) as other, Slab.allocate(reversed(table)) as third:
+        assert slab.specs is table
+        assert other.specs == third.specs == table
+
+
 def test_blank_like_is_no_copy():
     tensors = sample_tensors(seed=10)
     blanks = blank_like(tensors)
@@ -531,12 +540,13 @@ def test_adopting_the_same_tensors_again_looks_at_nothing_twice(monkeypatch):
     [
         lambda t: t.set_(torch.ones(2, 3)),
         lambda t: t.t_(),
+        lambda t: t.as_strided_((2, 3), (1, 2)),
         lambda t: t.unsqueeze_(0),
         lambda t: t.resize_(3, 2),
         lambda t: setattr(t, "data", torch.full((2, 3), 5.0)),
         lambda t: setattr(t, "data", t.data.view(torch.int32)),
     ],
-    ids=["set", "transpose", "unsqueeze", "resize", "data", "dtype"],
+    ids=["set", "transpose", "strides", "unsqueeze", "resize", "data", "dtype"],
 )
 def test_a_tensor_that_is_not_what_it_was_is_looked_at_anew(change):
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)}
@@ -546,6 +556,12 @@ def test_a_tensor_that_is_not_what_it_was_is_looked_at_anew(change):
     assert slab.specs == tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
     assert b"".join(slab.readable(0, slab.size_bytes)) == stream(tensors)
     assert slab.specs != before.specs or slab.tensors()["a"].data_ptr() == tensors["a"].data_ptr()
+
+
+def test_a_lazy_conjugate_is_not_taken_for_the_tensor_it_shares_all_else_with():
+    plain = torch.zeros(4, dtype=torch.complex64)
+    with Slab.adopt({"a": plain}), pytest.raises(UsageError, match="lazy conjugate"):
+        Slab.adopt({"a": plain.conj()})
 
 
 @pytest.mark.parametrize("how", ["dies", "is given other memory"])
