@@ -33,13 +33,14 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from functools import cached_property, wraps
+from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate, islice, pairwise
-from operator import attrgetter, eq
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -49,6 +50,7 @@ from tensorhub_plugins.core.values import (
     NO_DIGESTS,
     Manifest,
     TensorSpec,
+    remembered_of_table,
     segment_size_for,
     shared_table,
     stream_offsets,
@@ -62,6 +64,7 @@ COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than
 ADOPTIONS_MAX = 4  # sets of tensors that are remembered: a worker publishes one, reads into one or two
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
 DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
+DIGEST_SIZE_AT_ONCE_BYTES = 16 << 20  # to hand a piece to a thread and back takes as long as to read 1 MB
 
 _log = logging.getLogger(__name__)
 
@@ -274,23 +277,38 @@ class Slab:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
         starts = range(0, self.size_bytes, segment_size_bytes)
 
-        def digest(start: int) -> bytes:
-            return self.digest(start, min(start + segment_size_bytes, self.size_bytes))
+        def digests_of(part: range) -> bytes:
+            stops = (min(start + segment_size_bytes, self.size_bytes) for start in part)
+            return b"".join(map(self.digest, part, stops))
 
         if threads is None:
             big = self.size_bytes >= DIGEST_THREADS_FROM_BYTES
             threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if big else 1
         if threads > 1:
             with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
-                joined = b"".join(pool.map(digest, starts))
+                step = max(1, DIGEST_SIZE_AT_ONCE_BYTES // segment_size_bytes)
+                joined = b"".join(pool.map(digests_of, (starts[i : i + step] for i in range(0, len(starts), step))))
         else:
-            joined = b"".join(map(digest, starts))
+            joined = digests_of(starts)
         return Manifest(self.specs, joined, segment_size_bytes)
 
-    def addresses(self) -> list[tuple[int, int]] | None:
-        """Where the stream lies in this process's memory: (address, size in bytes) of each piece; None on a device."""
-        self._check_open()
-        return None if self._staging is not None else [(run.address, run.size_bytes) for run in self._runs.all]
+    def addresses(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64] | None:
+        """Where a stream range lies in this process's memory, [n, 2]: address and size in bytes of each piece; None on
+        a device."""
+        stop = self.size_bytes if stop is None else stop
+        self._check_range(start, stop)
+        if self._staging is not None:
+            return None
+        if stop - start == self.size_bytes:
+            return self._runs.extents
+        if start == stop:
+            return self._runs.extents[:0]
+        first, last, skip, take = self._cut(start, stop)
+        extents: npt.NDArray[np.uint64] = self._runs.extents[first:last].copy()
+        extents[-1, 1] = take
+        extents[0, 0] += np.uint64(skip)
+        extents[0, 1] -= np.uint64(skip)
+        return extents
 
     # --- the end ---
 
@@ -315,9 +333,10 @@ class Slab:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save.
-        if not sys.is_finalizing() and hasattr(self, "_lock"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save, and
+        # nothing of this module left to do it with.
+        if not is_finalizing() and hasattr(self, "_lock"):
             self.close()
 
     def __repr__(self) -> str:
@@ -428,18 +447,26 @@ class _Adoption:
         self.specs = shared_table(tuple(specs))
         self.runs = _Runs(runs)
         self._names = list(tensors)
-        self._traits = list(_traits_of(tensors))
+        self._traits = [[list(map(trait, some)) for trait in _TRAITS] for some in _some_at_a_time(tensors)]
         self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
 
     def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
-        return self._names == list(tensors) and all(map(eq, _traits_of(tensors), self._traits))
+        return self._names == list(tensors) and all(
+            list(map(trait, some)) == before  # who they are comes first: others may not have the rest of it
+            for some, traits in zip(_some_at_a_time(tensors), self._traits, strict=True)
+            for trait, before in zip(_TRAITS, traits, strict=True)
+        )
 
     def _forget(self, _: object) -> None:
-        with suppress(ValueError):
+        # With no name of this module: it is empty already when the last tensors die with the interpreter.
+        try:  # noqa: SIM105
             self._kept.remove(self)
+        except ValueError:
+            pass
 
 
+# All there is to a tensor but its bytes.
 _TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
     id,
     torch.Tensor.data_ptr,
@@ -448,12 +475,12 @@ _TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
 )
 
 
-def _traits_of(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[list[Any]]]:
-    """All there is to each but its bytes. So many at a time without a line of Python for each of them, and so few that
-    they are still in the cache when the next trait is asked for."""
+def _some_at_a_time(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """So many that there is no line of Python for each of them, and so few that they are still in the cache when the
+    next trait is asked for."""
     rest = iter(tensors.values())
     while some := list(islice(rest, 256)):
-        yield [list(map(trait, some)) for trait in _TRAITS]
+        yield some
 
 
 class Span(NamedTuple):
@@ -487,28 +514,15 @@ class _Runs:
         self.views = [run.view for run in runs if run.view is not None]  # none for a device
         self.size_bytes = sum(run.size_bytes for run in runs)
 
+    @cached_property
+    def extents(self) -> npt.NDArray[np.uint64]:
+        """Address and size in bytes of each, [n, 2]: of thousands it takes milliseconds, and once."""
+        extents = np.array([(run.address, run.size_bytes) for run in self.all], np.uint64).reshape(-1, 2)
+        extents.flags.writeable = False
+        return extents
+
 
 # --- pure functions ---
-
-
-_Result = TypeVar("_Result")
-
-
-def _remembered(function: Callable[[Sequence[TensorSpec]], _Result]) -> Callable[[Sequence[TensorSpec]], _Result]:
-    """For one that asks all of a model's tensors: the same tuple (see `values.shared_table`) is asked once."""
-    kept: deque[tuple[Sequence[TensorSpec], _Result]] = deque(maxlen=ADOPTIONS_MAX)
-
-    @wraps(function)
-    def remembering(specs: Sequence[TensorSpec]) -> _Result:
-        for known, result in list(kept):
-            if known is specs:
-                return result
-        result = function(specs)
-        if isinstance(specs, tuple):  # else it may change
-            kept.append((specs, result))
-        return result
-
-    return remembering
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -533,7 +547,7 @@ def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> Tens
     return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
 
 
-@_remembered
+@remembered_of_table
 def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     """Where each tensor of an allocated block begins, in bytes, and how long the block is. Part of the shm protocol."""
     ends = accumulate((_aligned(spec.size_bytes) for spec in specs), initial=0)
@@ -541,7 +555,7 @@ def place(specs: Sequence[TensorSpec]) -> tuple[tuple[int, ...], int]:
     return tuple(places), extent
 
 
-@_remembered
+@remembered_of_table
 def spans(specs: Sequence[TensorSpec]) -> list[Span]:
     """An allocated block's layout as few spans as possible: neighbours without a gap between them are one."""
     merged: list[Span] = []
@@ -556,6 +570,8 @@ def spans(specs: Sequence[TensorSpec]) -> list[Span]:
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
     if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
         raise UsageError(
             f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "

@@ -12,10 +12,11 @@ What makes two shards interchangeable
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import Annotated
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -86,7 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def size_bytes(self) -> int:
-        return sum(t.size_bytes for t in self.tensors)
+        return self.offsets[-1] + self.tensors[-1].size_bytes if self.tensors else 0
 
     @property
     def segment_count(self) -> int:
@@ -115,7 +116,9 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def encoded(self) -> bytes:
         """For the wire; `decode` turns it back."""
-        return msgspec.msgpack.encode(self)
+        table = msgspec.Raw(_encoded_table(self.tensors))
+        outline = _Outline(table, self.digests, self.segment_size_bytes, self.digest_algorithm)
+        return msgspec.msgpack.encode(outline)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Manifest:
@@ -146,8 +149,29 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return self
 
 
+_Result = TypeVar("_Result")
+_OfTable: TypeAlias = "Callable[[Sequence[TensorSpec]], _Result]"
+
+
+def remembered_of_table(function: _OfTable[_Result]) -> _OfTable[_Result]:
+    """For one that asks all of a model's tensors: the same tuple (see `shared_table`) is asked once."""
+    kept: deque[tuple[Sequence[TensorSpec], _Result]] = deque(maxlen=TABLES_KEPT)
+
+    @wraps(function)
+    def remembering(specs: Sequence[TensorSpec]) -> _Result:
+        for known, result in list(kept):
+            if known is specs:
+                return result
+        result = function(specs)
+        if isinstance(specs, tuple):  # else it may change
+            kept.append((specs, result))
+        return result
+
+    return remembering
+
+
 class _Outline(msgspec.Struct):
-    """A manifest whose tensors are not decoded yet."""
+    """A manifest on the wire; its tensors are decoded, and encoded, by themselves."""
 
     tensors: msgspec.Raw
     digests: bytes
@@ -168,10 +192,15 @@ def _tensors_of(encoded: bytes) -> tuple[TensorSpec, ...]:
     return tensors
 
 
+@remembered_of_table
+def _encoded_table(tensors: Sequence[TensorSpec]) -> bytes:
+    return msgspec.msgpack.encode(tensors)
+
+
 def shared_table(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """The same table as the object that a decoded manifest of these tensors has: to compare the two costs nothing."""
     try:
-        return _tensors_of(msgspec.msgpack.encode(tensors))
+        return _tensors_of(_encoded_table(tensors))
     except ProtocolError:  # it will be said where it matters
         return tensors
 
@@ -214,6 +243,7 @@ def segment_size_for(size_bytes: int) -> int:
     return size
 
 
+@remembered_of_table
 def stream_offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
     """Stream offset of every tensor, in bytes."""
     return tuple(accumulate((t.size_bytes for t in specs[:-1]), initial=0)) if specs else ()

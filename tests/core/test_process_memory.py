@@ -13,7 +13,7 @@ import pytest
 
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.transports import _process
-from tensorhub_plugins.core.transports._process import ProcessMemory
+from tensorhub_plugins.core.transports._process import ProcessMemory, extents_of
 
 pytestmark = pytest.mark.skipif(not _process.available(), reason="this system has no process_vm_readv")
 
@@ -56,12 +56,12 @@ def test_any_range_into_any_views():
         for start, stop in [(0, len(whole)), (0, 1), (5001, 5003), (5700, 5712), (17, 17), (4000, len(whole) - 1)]:
             cuts = sorted({start, stop, *random.integers(start, stop + 1, 3 * _process.IOV_MAX).tolist()})
             parts = [bytearray(b - a) for a, b in itertools.pairwise(cuts)]
-            memory.read(start, stop, [memoryview(part) for part in parts])
+            memory.read(start, stop, extents_of([memoryview(part) for part in parts]))
             assert b"".join(parts) == whole[start:stop]
         there.process.kill()
         there.process.wait()
         with pytest.raises(OSError):
-            memory.read(0, 1, [memoryview(bytearray(1))])
+            memory.read(0, 1, extents_of([memoryview(bytearray(1))]))
         with pytest.raises(OSError):
             memory.probe()
 
@@ -73,7 +73,7 @@ def test_memory_that_is_not_there():
             memory.probe()
         part = bytearray(13)
         with pytest.raises(OSError):
-            memory.read(0, 13, [memoryview(part)])
+            memory.read(0, 13, extents_of([memoryview(part)]))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -562,6 +564,37 @@ def test_a_lazy_conjugate_is_not_taken_for_the_tensor_it_shares_all_else_with():
     plain = torch.zeros(4, dtype=torch.complex64)
     with Slab.adopt({"a": plain}), pytest.raises(UsageError, match="lazy conjugate"):
         Slab.adopt({"a": plain.conj()})
+
+
+@pytest.mark.parametrize("bad", [torch.ones(4).to_sparse(), torch.ones(4, device="meta"), b"extra state", None])
+def test_what_cannot_be_adopted_is_said_though_its_name_is_remembered(bad):
+    tensors = {"a": torch.ones(4)}
+    with Slab.adopt(tensors), pytest.raises(UsageError, match="'a'"):
+        Slab.adopt({"a": bad})
+
+
+def test_tensors_and_slabs_that_last_as_long_as_the_interpreter_end_without_a_word():
+    script = """
+import torch
+from tensorhub_plugins.core import slab  # goes first, and empties its module
+tensors = {f"t{k}": torch.ones(2) for k in range(3)}
+adopted, allocated = slab.Slab.adopt(tensors), slab.Slab.allocate(slab.Slab.adopt(tensors).specs)
+print(adopted.size_bytes)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert (ran.stdout, ran.stderr) == ("24\n", "")
+
+
+@pytest.mark.parametrize("kind", ["adopted", "allocated"])
+def test_addresses_of_a_range_are_those_of_its_bytes(kind):
+    assert staged(sample_tensors(1)).addresses(0, 1) is None
+    with KINDS[kind](sample_tensors(1)) as slab:
+        whole = b"".join(slab.readable(0, slab.size_bytes))
+        for start, stop in [(0, len(whole)), (0, 1), (5, 5), (3, len(whole) - 2), (len(whole) - 1, len(whole))]:
+            places = slab.addresses(start, stop).tolist()
+            assert b"".join(ctypes.string_at(address, size) for address, size in places) == whole[start:stop]
+        with pytest.raises(UsageError, match="outside"):
+            slab.addresses(1, len(whole) + 1)
 
 
 @pytest.mark.parametrize("how", ["dies", "is given other memory"])

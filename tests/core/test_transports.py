@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
-from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.slab import Slab, digest_of, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
 from tensorhub_plugins.core.transports import (
     NotServable,
@@ -814,6 +814,28 @@ def test_tcp_says_what_fails_beside_the_reading(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             got.extend(link.read(range(16), Slab.allocate(manifest.tensors), [0], deadline=soon()))
         assert got == []
+
+
+@pytest.mark.parametrize(("cores", "beside"), [(2, False), (16, True)])
+def test_tcp_digests_beside_the_reading_where_there_are_cores_for_it(monkeypatch, cores, beside):
+    threads = []
+
+    def digest(views):
+        threads.append(threading.current_thread())
+        return digest_of(views)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    tensors = {"a": torch.zeros(4 << 20, dtype=torch.uint8)}
+    with (
+        served(TcpTransport(), tensors, segment_size_bytes=tcp.BESIDE_SIZE_BYTES) as (_, endpoint),
+        contextlib.closing(TcpTransport()) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(_plan, "digest_of", digest)
+        assert list(link.read(range(4), Slab.allocate(manifest.tensors), [0], deadline=soon())) == [0, 1, 2, 3]
+    assert len(threads) == 4
+    assert all((thread is not threading.current_thread()) == beside for thread in threads)
 
 
 @pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("127.0.0.2", False)])

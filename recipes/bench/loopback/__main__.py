@@ -4,7 +4,7 @@
     python -m recipes.bench.loopback --work tiny --methods stream,store,gloo
 
 Time runs from the first process past the barrier to the last reader that has all bytes in its own tensors: publish,
-digests, packing, put and save are in it; connections, registration, allocation and one time to warm up are not. Pages
+digests, packing, put and save are in it; connections, registration, allocation and two times to warm up are not. Pages
 are touched first. Content is fresh every time and compared afterwards. The methods take turns within a round, each for
 the median of three times, and so do the limits: memcpy in one process, and one plain TCP stream. CPU seconds are those
 of all processes together.
@@ -184,7 +184,7 @@ def _run(
         method = methods.METHODS[name](place, tensors)
         tensors = method.tensors
         measured: list[dict[str, float]] = []
-        for round_ in range(1, methods.TIMES + 1):  # the first one warms up
+        for round_ in range(1, methods.TIMES + 1):  # the first ones warm up
             if rank == 0:
                 _fill(tensors, round_)
             method.prepare(round_)
@@ -197,7 +197,7 @@ def _run(
                 raise RuntimeError("other bytes arrived than were sent")
             barrier.wait(CELL_S_MAX)
             measured.append({"began": began, "ended": ended, "cpu_s": cpu_s})
-        line.send({"times": measured[1:], "notes": method.notes})
+        line.send({"times": measured[methods.WARM_UP :], "notes": method.notes})
         barrier.wait(CELL_S_MAX)
         method.close()
     except BaseException:

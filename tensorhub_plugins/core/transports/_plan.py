@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.reads import Move
 from tensorhub_plugins.core.slab import Slab, digest_of
@@ -87,6 +90,17 @@ class ReadPlan:
             yield views
             if self._computes:
                 self._digests[segment] = digest_of(views)
+
+    def addresses(self, start: int, stop: int) -> npt.NDArray[np.uint64] | None:
+        """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,
+        or where part of it is not wanted."""
+        extents = []
+        for place, size_bytes in self._pieces(start, stop):
+            of_piece = None if place == NOT_WANTED else self._target.addresses(place, place + size_bytes)
+            if of_piece is None:
+                return None
+            extents.append(of_piece)
+        return np.concatenate(extents) if len(extents) != 1 else extents[0]
 
     def digest(self, segment: int) -> bytes:
         """What `receiving` computed. UsageError when that segment has not been received."""

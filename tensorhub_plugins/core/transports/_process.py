@@ -46,29 +46,33 @@ class ProcessMemory:
         byte = memoryview(bytearray(1))
         for address, size_bytes in self._extents[[0, -1]] if len(self._extents) else ():
             if size_bytes:
-                _read(self._pid, np.array([[address, 1]], np.uint64), _extents_of([byte]))
+                _read(self._pid, np.array([[address, 1]], np.uint64), extents_of([byte]))
 
-    def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        """Fill the views with the stream's bytes [start, stop). OSError when the process, or its memory, is gone."""
+    def read(self, start: int, stop: int, mine: Extents) -> None:
+        """Copy the stream's bytes [start, stop) to these places. OSError when the process, or its memory, is gone."""
         if start == stop:
             return
         first = int(self._starts.searchsorted(start, "right")) - 1
         last = int(self._starts.searchsorted(stop, "left"))
-        theirs = self._extents[first:last].copy()
-        theirs[-1, 1] = stop - int(self._starts[last - 1])
-        theirs = _after(theirs, start - int(self._starts[first]))
-        mine = _extents_of(views)
-        while len(theirs):
+        theirs, skip = self._extents[first:last].copy(), np.uint64(start) - self._starts[first]
+        theirs[-1, 1] = np.uint64(stop) - self._starts[last - 1]
+        theirs[0, 0] += skip
+        theirs[0, 1] -= skip
+        missing = stop - start
+        while True:
             count = _read(self._pid, theirs[:IOV_MAX], mine[:IOV_MAX])
+            missing -= count
+            if not missing:  # nearly always at once
+                return
             theirs, mine = _after(theirs, count), _after(mine, count)
 
     def close(self) -> None:
         """For those who treat it like a file."""
 
 
-def pack(extents: Sequence[tuple[int, int]]) -> bytes:
-    """(address, size in bytes) of each piece, for the wire."""
-    return np.array(extents, "<u8").tobytes()
+def pack(extents: Extents | Sequence[tuple[int, int]]) -> bytes:
+    """For the wire."""
+    return np.asarray(extents, "<u8").tobytes()
 
 
 def available() -> bool:
@@ -102,7 +106,7 @@ def _read(pid: int, theirs: Extents, mine: Extents) -> int:
     return int(count)
 
 
-def _extents_of(views: Sequence[memoryview]) -> Extents:
+def extents_of(views: Sequence[memoryview]) -> Extents:
     """Where these lie in this process's memory; they must outlive the use of it."""
     places = [(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view)) for view in views if len(view)]
     return np.array(places, np.uint64).reshape(-1, 2)
@@ -112,7 +116,7 @@ def _after(extents: Extents, count: int) -> Extents:
     """What is left of them behind their first `count` bytes."""
     ends = extents[:, 1].cumsum(dtype=np.uint64)
     done = int(ends.searchsorted(count, "right"))
-    left = extents[done:]
+    left: Extents = extents[done:].copy()
     if len(left):
         skip = np.uint64(count - (int(ends[done - 1]) if done else 0))
         left[0, 0] += skip

@@ -56,7 +56,8 @@ STAGED_AT_ONCE = 8  # while its reader copies these the source stages the next o
 STAGE_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
 STAGE_KEPT_S = 600.0  # for the next version; a worker whose tensors stay as they are gets its memory back then
 TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
-COPY_SIZE_BYTES = 4 << 20  # so much at a time: to hand a copy to a thread and back takes as long as to copy 1 MB
+COPY_SIZE_BYTES = 8 << 20  # for a thread at a time: to hand it a copy and to take it back costs as much as 1 MB of it
+CALL_SIZE_BYTES = 2 << 20  # of small segments by one call; what it has copied is digested from the cache
 WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -191,16 +192,16 @@ class ShmLink(SocketLink):
         channel = self._channels[0]
 
         def copy(segments: list[int]) -> list[int]:
-            for first, end in runs_of(segments):  # neighbours by one call, however small they and their tensors are
-                with ExitStack() as stack:
-                    views = [v for each in range(first, end) for v in stack.enter_context(plan.receiving(each))]
-                    block.read(manifest.segment_range(first)[0], manifest.segment_range(end - 1)[1], views)
+            for run, end in runs_of(segments):
+                for first in range(run, end, by_one_call):  # neighbours, however small they and their tensors are
+                    _copy(block, manifest, plan, range(first, min(end, first + by_one_call)))
             return segments
 
         self._request(channel, segments, deadline)
         due = deque(segments)
         ready: deque[int] = deque()  # and not copied yet: small segments are copied together
         together = max(1, COPY_SIZE_BYTES // manifest.segment_size_bytes)
+        by_one_call = max(1, CALL_SIZE_BYTES // manifest.segment_size_bytes)
         copying: deque[Future[list[int]]] = deque()
         try:
             while True:
@@ -241,6 +242,18 @@ class ShmLink(SocketLink):
         if channel.is_cut():
             raise Disconnected("cut the connection while its memory was copied")
         return segments
+
+
+def _copy(block: MemoryFile | _process.ProcessMemory, manifest: Manifest, plan: ReadPlan, segments: range) -> None:
+    """By one call, where the system has it."""
+    start, stop = manifest.segment_range(segments[0])[0], manifest.segment_range(segments[-1])[1]
+    with ExitStack() as stack:
+        views = [view for segment in segments for view in stack.enter_context(plan.receiving(segment))]
+        if isinstance(block, MemoryFile):
+            block.read(start, stop, views)
+        else:
+            into = plan.addresses(start, stop)  # to ask thousands of views for it would take milliseconds
+            block.read(start, stop, _process.extents_of(views) if into is None else into)
 
 
 def _peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import queue
 import socket
 import threading
@@ -32,12 +33,13 @@ from tensorhub_plugins.core.transports._wire import (
     SocketLink,
     greet,
 )
-from tensorhub_plugins.core.values import Manifest
+from tensorhub_plugins.core.values import SHARD_SIZE_BYTES_MAX, Manifest
 
 SCHEME = "tcp://"
 STREAMS_MAX = 16
 FAR_STREAMS = 4  # across data centres: a lost packet halves the window of one of them only
 BESIDE_SIZE_BYTES = 1 << 20  # to hand less to another thread takes longer than to digest it
+BESIDE_CORES = 4  # with fewer, a source on this host needs the core: beside it takes longer than within the stream
 BESIDE_SEGMENTS = 2  # that wait for it
 STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
 # A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
@@ -55,8 +57,8 @@ class TcpTransport:
     it is not, behind address translation, all are). None: loopback, for readers on this host.
 
     streams: connections a reader opens to one source. beside_size_bytes: segments of at least so much are digested, and
-    copied to a device, in another thread while the next one arrives. stall_s: a source that sends nothing for so long,
-    not even a sign of life, is lost.
+    copied to a device, in another thread while the next one arrives; None picks by the number of cores. stall_s: a
+    source that sends nothing for so long, not even a sign of life, is lost.
     """
 
     name = "tcp"
@@ -67,7 +69,7 @@ class TcpTransport:
         *,
         port: int = 0,
         streams: int = 1,
-        beside_size_bytes: int = BESIDE_SIZE_BYTES,
+        beside_size_bytes: int | None = None,
         stall_s: float = STALL_S,
     ) -> None:
         if not 1 <= streams <= STREAMS_MAX:
@@ -79,6 +81,8 @@ class TcpTransport:
         self._host = LOOPBACK if advertise_host is None else advertise_host
         self._port = port
         self._streams = streams
+        if beside_size_bytes is None:
+            beside_size_bytes = BESIDE_SIZE_BYTES if (os.cpu_count() or 1) >= BESIDE_CORES else SHARD_SIZE_BYTES_MAX
         self._beside_size_bytes = beside_size_bytes
         self._stall_s = stall_s
         self._server: Server | None = None
@@ -142,7 +146,7 @@ class TcpTransport:
 class TcpLink(SocketLink):
     """Segments follow each other on each stream without a request between them."""
 
-    def __init__(self, channels: Sequence[Channel], beside_size_bytes: int = BESIDE_SIZE_BYTES) -> None:
+    def __init__(self, channels: Sequence[Channel], beside_size_bytes: int) -> None:
         super().__init__(channels)
         self._beside_size_bytes = beside_size_bytes
 
