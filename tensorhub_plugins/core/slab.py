@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,8 @@ ADOPTIONS_MAX = 4  # sets of tensors that are remembered: a worker publishes one
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
 DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
 DIGEST_SIZE_AT_ONCE_BYTES = 16 << 20  # to hand a piece to a thread and back takes as long as to read 1 MB
+
+Extents: TypeAlias = "npt.NDArray[np.uint64]"  # [n, 2]: where pieces of a stream lie, address and size in bytes of each
 
 _log = logging.getLogger(__name__)
 
@@ -292,9 +294,8 @@ class Slab:
             joined = digests_of(starts)
         return Manifest(self.specs, joined, segment_size_bytes)
 
-    def addresses(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint64] | None:
-        """Where a stream range lies in this process's memory, [n, 2]: address and size in bytes of each piece; None on
-        a device."""
+    def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
+        """Where a stream range lies in this process's memory; None on a device."""
         stop = self.size_bytes if stop is None else stop
         self._check_range(start, stop)
         if self._staging is not None:
@@ -303,12 +304,7 @@ class Slab:
             return self._runs.extents
         if start == stop:
             return self._runs.extents[:0]
-        first, last, skip, take = self._cut(start, stop)
-        extents: npt.NDArray[np.uint64] = self._runs.extents[first:last].copy()
-        extents[-1, 1] = take
-        extents[0, 0] += np.uint64(skip)
-        extents[0, 1] -= np.uint64(skip)
-        return extents
+        return cut_extents(self._runs.extents, *self._cut(start, stop))
 
     # --- the end ---
 
@@ -515,8 +511,8 @@ class _Runs:
         self.size_bytes = sum(run.size_bytes for run in runs)
 
     @cached_property
-    def extents(self) -> npt.NDArray[np.uint64]:
-        """Address and size in bytes of each, [n, 2]: of thousands it takes milliseconds, and once."""
+    def extents(self) -> Extents:
+        """Of thousands it takes milliseconds, and once."""
         extents = np.array([(run.address, run.size_bytes) for run in self.all], np.uint64).reshape(-1, 2)
         extents.flags.writeable = False
         return extents
@@ -588,6 +584,16 @@ def digest_of(views: Iterable[memoryview]) -> bytes:
         digester.update(view)
     result: bytes = digester.digest()
     return result
+
+
+def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -> Extents:
+    """A copy of those in [first, last), without the first `skip` bytes, and with `take` bytes of the last one as it was
+    before that."""
+    part: Extents = extents[first:last].copy()
+    part[-1, 1] = take
+    part[0, 0] += np.uint64(skip)
+    part[0, 1] -= np.uint64(skip)
+    return part
 
 
 def copy_views(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

@@ -200,7 +200,7 @@ def _encoded_table(tensors: Sequence[TensorSpec]) -> bytes:
 def shared_table(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """The same table as the object that a decoded manifest of these tensors has: to compare the two costs nothing."""
     try:
-        return _tensors_of(_encoded_table(tensors))
+        return _tensors_of(msgspec.msgpack.encode(tensors))  # nothing is remembered of a tuple that is not passed on
     except ProtocolError:  # it will be said where it matters
         return tensors
 

@@ -416,6 +416,16 @@ def maps_of(inode):
         return sum(line.split()[4] == inode for line in maps)
 
 
+def ends_of(fd):
+    """How many descriptors this process has of that pipe; its owner, which is the same one, has two."""
+    pipe = os.readlink(f"/proc/self/fd/{fd}")
+    count = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them, or another thread's
+            count += os.readlink(f"/proc/self/fd/{each}") == pipe
+    return count
+
+
 def until(condition):
     patience = soon()
     while not condition():
@@ -515,9 +525,11 @@ def test_shm_keeps_a_bounded_number_of_mappings_those_it_met_last():
         assert mappings.meet(slab.shared_fd, os.dup(slab.lifeline_fd)) is not None
     assert len(mappings) == _memfile.MAPPINGS_MAX
     assert [maps_of(inode_of(slab)) for slab in (*slabs[:4], slabs[-1])] == [1, 1, 1, 2, 2]
+    assert [ends_of(slab.lifeline_fd) for slab in (*slabs[:4], slabs[-1])] == [2, 2, 2, 3, 3]
     assert len(os.listdir("/proc/self/fd")) > before + _memfile.MAPPINGS_MAX
     mappings.close()
     mappings.close()
+    assert [ends_of(slab.lifeline_fd) for slab in slabs] == [2] * len(slabs)
     assert [maps_of(inode_of(slab)) for slab in slabs] == [1] * len(slabs)
     for slab in slabs:
         slab.close()

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.reads import Move
-from tensorhub_plugins.core.slab import Slab, digest_of
+from tensorhub_plugins.core.slab import Extents, Slab, digest_of
 from tensorhub_plugins.core.values import Manifest
 
 NOT_WANTED = -1
@@ -91,7 +90,7 @@ class ReadPlan:
             if self._computes:
                 self._digests[segment] = digest_of(views)
 
-    def addresses(self, start: int, stop: int) -> npt.NDArray[np.uint64] | None:
+    def addresses(self, start: int, stop: int) -> Extents | None:
         """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,
         or where part of it is not wanted."""
         extents = []

@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.slab import Extents, cut_extents
 from tensorhub_plugins.core.transports._wire import IOV_MAX
 
 YAMA_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 PR_SET_PTRACER = 0x59616D61
 PR_SET_PTRACER_ANY = -1
-
-Extents = npt.NDArray[np.uint64]  # [n, 2]: address and size in bytes of each
 
 
 class ProcessMemory:
@@ -54,10 +52,8 @@ class ProcessMemory:
             return
         first = int(self._starts.searchsorted(start, "right")) - 1
         last = int(self._starts.searchsorted(stop, "left"))
-        theirs, skip = self._extents[first:last].copy(), np.uint64(start) - self._starts[first]
-        theirs[-1, 1] = np.uint64(stop) - self._starts[last - 1]
-        theirs[0, 0] += skip
-        theirs[0, 1] -= skip
+        skip, take = start - int(self._starts[first]), stop - int(self._starts[last - 1])
+        theirs = cut_extents(self._extents, first, last, skip, take)
         missing = stop - start
         while True:
             count = _read(self._pid, theirs[:IOV_MAX], mine[:IOV_MAX])
@@ -116,12 +112,10 @@ def _after(extents: Extents, count: int) -> Extents:
     """What is left of them behind their first `count` bytes."""
     ends = extents[:, 1].cumsum(dtype=np.uint64)
     done = int(ends.searchsorted(count, "right"))
-    left: Extents = extents[done:].copy()
-    if len(left):
-        skip = np.uint64(count - (int(ends[done - 1]) if done else 0))
-        left[0, 0] += skip
-        left[0, 1] -= skip
-    return left
+    if done == len(extents):
+        return extents[:0]
+    skip = count - (int(ends[done - 1]) if done else 0)
+    return cut_extents(extents, done, len(extents), skip, int(extents[-1, 1]))
 
 
 @cache
