@@ -19,6 +19,7 @@ from tensorhub_plugins.core.errors import (
     TensorHubError,
     UsageError,
     VersionGone,
+    VersionRefused,
 )
 from tensorhub_plugins.core.server import Server, start_server
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
@@ -75,6 +76,7 @@ __all__ = [
     "UsageError",
     "VersionGone",
     "VersionInfo",
+    "VersionRefused",
     "here",
     "spec_of",
     "start_server",

@@ -10,6 +10,7 @@ of these decides by class alone; the fields are for people and for logs.
 | NotPublished     | wait: it may still appear                                 |
 | VersionGone      | give up on this version                                   |
 | UsageError       | fix your code or configuration                            |
+| VersionRefused   | publish a version that fits; the old one goes on          |
 | ProtocolError    | fix the peer: it speaks another protocol, or is broken    |
 | DeadlineExceeded | raise the deadline, or look at the peer that is named     |
 | HubUnreachable   | start the hub, or fix its address                         |
@@ -69,6 +70,10 @@ class VersionGone(TensorHubError):
 
 class UsageError(TensorHubError, ValueError):
     """The caller asked for something that can never work as asked."""
+
+
+class VersionRefused(UsageError):
+    """This version cannot be installed in this engine; the old one goes on."""
 
 
 class ProtocolError(TensorHubError):

@@ -32,14 +32,18 @@ import hashlib
 import json
 import logging
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+import xxhash
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.vllm.contract import preserved
+from tensorhub_plugins.vllm.references import rebound_references
 
 # vLLM's logging configuration only knows names below "vllm".
 logger = logging.getLogger("vllm.tensorhub")
@@ -60,6 +64,10 @@ PLAIN_ATTRIBUTES = (
     "W_V_scale",
     "_cpu_unpacked_conv_weight",
 )
+# Of these, the ones that are computed from weights (a scale may be a constant).
+DERIVED_ATTRIBUTES = tuple(name for name in PLAIN_ATTRIBUTES if not name.endswith("_scale"))
+
+REFRESHED_SCALARS = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
 
 
 def check_version(version: str) -> None:
@@ -246,6 +254,11 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
         torch.cuda.synchronize(device)
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
+    return xxhash.xxh3_128_hexdigest(flat_bytes(tensor).cpu().numpy())
+
+
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as bytes, one-dimensional; writing them writes the tensor."""
     return tensor.view(-1).view(torch.uint8)
@@ -265,74 +278,64 @@ def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, to
 def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
-    Raises UsageError naming the layers of the model that the checkpoint did not fill; the model is mixed then. The
-    caller sees to it that nothing is computed meanwhile.
+    The checkpoint is one that fills the model (see contract.py). When anything raises, the model has its live tensors
+    back and can be reloaded again; their bytes are mixed. The caller sees to it that nothing is computed meanwhile.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    missing: list[str] = []
-    with torch.no_grad(), set_current_vllm_config(vllm_config), live_cpu_layers():
+    with torch.no_grad(), set_current_vllm_config(vllm_config), live_cpu_layers(), preserved(model):
         _forget_cpu_expert_kernels(model)
-        initialize_layerwise_reload(model)
-        try:
-            loaded = model.load_weights(weights)
-            missing = _not_loaded(model, loaded)
-        finally:  # puts the live tensors back into the model, whatever happened
+        with _defined_paddings(), rebound_references(model):
+            initialize_layerwise_reload(model)
+            model.load_weights(weights)
             finalize_layerwise_reload(model, vllm_config.model_config)
+        _refresh_cpu_convolutions(model)
     wait_for_devices(p.device for p in model.parameters())
-    if missing:
-        raise UsageError(
-            f"the checkpoint did not fill {len(missing)} layers of the model, first {missing[:5]}: "
-            "publish every tensor of the model under its Hugging Face name"
-        )
 
 
-def _not_loaded(model: torch.nn.Module, loaded: set[str] | None) -> list[str]:
-    """Layers that a layerwise reload under way has not filled. vLLM only logs a warning and keeps their old bytes.
+@contextmanager
+def _defined_paddings() -> Iterator[None]:
+    """What a checkpoint does not fill, such as the padding of a kernel, is zero and not what the memory held before."""
+    from vllm.model_executor.model_loader.reload import meta
 
-    A layer that is complete is back on its live tensors already. What is left has been given nothing, or less than
-    it has room for, which is normal where rows or blocks are padding, and an error in a plain linear layer.
-    """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    missing: list[str] = []
-    untouched: dict[str, set[int]] = {}
-    filled: set[int] = set()  # addresses of live parameters that have new bytes, or will have
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if getattr(info, "runtime_bound", False):  # after 0.29: written in place, and not counted
-            live = {p.data_ptr() for p in layer.parameters(recurse=False)}
-            if loaded is None or any(f"{name}.{parameter}" in loaded for parameter in layer._parameters):
-                filled.update(live)
-            elif live:
-                untouched[name] = live
-            continue
-        if not info.can_load():
-            filled.update(p.data_ptr() for p in layer.parameters(recurse=False) if not p.is_meta)
-            continue
-        live = {p.data_ptr() for p in info.kernel_tensors[0].values()}
-        room = sum(p.numel() for p in layer.parameters(recurse=False))
-        if info.load_numel:
-            filled.update(live)
-            plain = isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod)
-            if plain and info.load_numel < room:
-                missing.append(name)
-        elif room:
-            untouched[name] = live
-    # A tied head is given nothing and shares what its embedding is given.
-    return sorted(missing + [name for name, live in untouched.items() if not live <= filled])
+    original = meta.materialize_meta_tensor
+    meta.materialize_meta_tensor = lambda tensor: original(tensor).zero_()
+    try:
+        yield
+    finally:
+        meta.materialize_meta_tensor = original
 
 
 def refresh_scalars(model: torch.nn.Module) -> None:
     """Set the Python floats that attention layers derive from their scale buffers, after a raw copy."""
     for module in model.modules():
-        for kind in ("q", "k", "v"):
-            scale = getattr(module, f"_{kind}_scale", None)
-            derived = f"_{kind}_scale_float"
+        for derived in REFRESHED_SCALARS:
+            scale = getattr(module, derived.removesuffix("_float"), None)
             if isinstance(scale, torch.Tensor) and scale.numel() == 1 and hasattr(module, derived):
                 setattr(module, derived, float(scale))
+
+
+def is_refreshed(name: str) -> bool:
+    """Whether `refresh_scalars` sets the number of this name."""
+    return name.rpartition(".")[2] in REFRESHED_SCALARS
+
+
+def derived(model: torch.nn.Module) -> list[str]:
+    """Of `tensors`, those that are made from other weights, so that they must change when all weights do."""
+    names = [name for name in tensors(model) if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
+    # A model of vLLM has this module; a stand-in in a test need not.
+    layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    if layerwise is None:
+        return names
+    recorded = {name: layerwise.LAYERWISE_INFO.get(layer) for name, layer in model.named_modules()}
+    if any(info is not None and any(info.restore_metadata) for info in recorded.values()):
+        # Buffers that were views of a parameter when the model was made: vLLM's record of it leaves them out.
+        for prefix, layer in model.named_modules():
+            info = recorded[prefix]
+            views = layer._non_persistent_buffers_set - set(info.restore_metadata[1] if info else ())
+            names += [f"{prefix}.{view}" if prefix else view for view in views]
+    return [name for name in names if name in tensors(model)]
 
 
 def _meaning(tensor: torch.Tensor) -> tuple[str, str, list[int], list[int]]:
@@ -417,6 +420,15 @@ def _forget_cpu_expert_kernels(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod":
             method.moe_kernel = None
+
+
+def _refresh_cpu_convolutions(model: torch.nn.Module) -> None:
+    """Mamba2 computes with a view of its convolution's weight, which the CPU build packs into other memory."""
+    for mixer in model.modules():
+        view = mixer._buffers.get("conv_weights")
+        unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if view is not None and unpacked is not None:
+            view.copy_(unpacked.view(view.shape))
 
 
 # ---------------------------------------------------------------------------------------- the checkpoint view

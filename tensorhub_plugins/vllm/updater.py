@@ -4,7 +4,8 @@ States, as `poll` tells them
     idle       nothing under way
     fetching   a version is on its way into host memory (or, for a direct install, awaited)
     ready      it is here and verified, and nobody reads the live weights any more: install or discard it
-    failed     the last fetch ended in an error; nothing has changed, fetch again
+    failed     the last fetch ended in an error; nothing has changed, fetch again. Unless its kind is VersionRefused:
+               these are not the tensors of this model (see contract.py), and never will be
     broken     the weights are mixed or lost; fetch and install again, until then nothing may be computed with them
 A broken worker can fetch: `broken` keeps the reason until an install succeeds.
 
@@ -25,15 +26,15 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import xxhash
 
 from tensorhub_plugins.core import events
 from tensorhub_plugins.core.client import Client, Fetched, ReplicateReport
-from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError
+from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.slab import Slab
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
 from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm.contract import Contract
 from tensorhub_plugins.vllm.conversion import Conversion
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
@@ -107,6 +108,7 @@ class Updater:
         self.config, self.place = config, place
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{place.shard}"
+        self._contract = Contract(model, vllm_config)
         self._conversion = Conversion(model, vllm_config)
         self._lock = threading.Lock()  # guards the fields below; held for moments only
         self._staged: _Staged | None = None
@@ -231,12 +233,17 @@ class Updater:
             self._thread.submit(self._drop, dropped)
 
     def prepare_install(self, deadline_s: float) -> None:
-        """Wait for what an install would have to wait for. A worker that is ready has it behind it already.
+        """Before the pause, between two steps of the engine: what an install would wait for, or might refuse.
 
-        Raise DeadlineExceeded, with nothing changed, while the live weights are still being copied for peers.
+        A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
+        live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model.
         """
         deadline = time.monotonic() + deadline_s
         self._wait_until_served(deadline, deadline_s)
+        with self._lock:
+            staged = self._staged
+        if staged is not None:
+            self._rehearse(staged)
         self._withdraw_live(deadline)
 
     def install(self, version: int, deadline_s: float) -> dict[str, Any]:
@@ -320,8 +327,8 @@ class Updater:
         return {
             "layout": self.place.layout,
             "version": self._version,
-            "runtime": {name: digest(tensor) for name, tensor in live.items()},
-            "checkpoint": None if view is None else {name: digest(tensor) for name, tensor in view.items()},
+            "runtime": {name: runtime.digest(tensor) for name, tensor in live.items()},
+            "checkpoint": None if view is None else {name: runtime.digest(tensor) for name, tensor in view.items()},
         }
 
     def close(self) -> None:
@@ -357,18 +364,30 @@ class Updater:
         if in_place:
             self._client.wait(version, deadline_s=_left(deadline))
             held = {info.version: info.layouts for info in self._client.versions()}
-            if held.get(version, {}).get(self.place.layout):
+            if held.get(version, {}).get(self.place.layout) and not self._conversion.hidden:
                 return _Staged(version, None)
             # Nobody has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
             # and whoever converts needs the checkpoint in host memory anyway.
-        staged = self._get(version, (self.place.layout, CHECKPOINT), deadline, serve=self.config.source == "host")
-        if staged.fetched is not None and staged.fetched.layout == self.place.layout:
-            try:
+        staged = self._get(version, self._layouts, deadline, serve=self.config.source == "host")
+        assert staged.fetched is not None
+        try:
+            if staged.fetched.layout == self.place.layout:
                 runtime.check_same_tensors(runtime.tensors(self._model), staged.fetched.tensors())
-            except UsageError:
-                self._drop(staged)
-                raise
+            else:
+                shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.fetched.tensors().items()}
+                self._contract.check(shapes)
+        except VersionRefused as error:
+            self._drop(staged)
+            raise VersionRefused(error.message, version=version) from error
+        except UsageError:
+            self._drop(staged)
+            raise
         return staged
+
+    @property
+    def _layouts(self) -> tuple[str, ...]:
+        """What may be fetched. What kernels derive and keep for themselves no raw copy would bring along."""
+        return (CHECKPOINT,) if self._conversion.hidden else (self.place.layout, CHECKPOINT)
 
     def _get(
         self,
@@ -415,8 +434,22 @@ class Updater:
         if staged is None or staged.version != version:
             has = "nothing" if staged is None else f"version {staged.version}"
             raise UsageError(f"{has} is ready: fetch version {version} first", version=version)
+        self._rehearse(staged)
         self._withdraw_live(deadline)
         return staged
+
+    def _rehearse(self, staged: _Staged) -> None:
+        """Raise VersionRefused, and let go of it, unless these bytes fill this model. No other bytes change."""
+        if staged.fetched is None or staged.fetched.layout == self.place.layout:
+            return  # a peer's tensors have been compared, and its weights were whole
+        try:
+            self._contract.rehearse(staged.fetched.tensors())
+        except VersionRefused as error:
+            refused = VersionRefused(error.message, version=staged.version)
+            with self._lock:
+                self._staged, self._error = None, refused
+            self._thread.submit(self._drop, staged)
+            raise refused from error
 
     def _change(self, staged: _Staged, deadline: float) -> _Staged:
         """Write the model, and return what it was written with; `_staged` is what must be let go of on failure."""
@@ -430,6 +463,7 @@ class Updater:
             runtime.copy_tensors(runtime.tensors(self._model), tensors)
             runtime.refresh_scalars(self._model)
         else:
+            self._contract.rehearse(tensors)  # again only for what has been read in place of something else
             staged = replace(staged, converted_by=self._conversion.install(tensors))
         return staged
 
@@ -503,6 +537,8 @@ class Updater:
 
     def _offer(self, staged: _Staged) -> None:
         version, layout, deadline_s = staged.version, self.place.layout, self.config.serve_deadline_s
+        if self._conversion.hidden:
+            return
         in_host_memory = self.config.source == "host"
         live = runtime.tensors(self._model)
         # Staged bytes are offered since they arrived, live ones since they were read in place, and after a sleep a copy
@@ -567,11 +603,6 @@ class Updater:
             self._client.unpublish(served, self.place.layout, deadline_s=_left(deadline))
             with self._lock:
                 self._served = None
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
-    return xxhash.xxh3_128_hexdigest(runtime.flat_bytes(tensor).cpu().numpy())
 
 
 def _plain(report: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, Server
-from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm import contract, runtime
 from tensorhub_plugins.vllm.engine import CoreFollower
 from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
 
@@ -90,6 +90,7 @@ class Core:
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
     monkeypatch.setattr(runtime, "reload_checkpoint", lambda model, config, named: _fill(model, named))
+    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
     monkeypatch.setattr(runtime, "checkpoint_view", lambda model, config: None)
     ends: list[Callable[[], Any]] = []
 
@@ -183,6 +184,7 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
 
     core = following("idle")
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})

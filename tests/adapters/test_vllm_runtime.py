@@ -150,9 +150,9 @@ def test_a_replica_has_one_layout_that_depends_on_all_its_workers() -> None:
 def test_digests_are_the_stores() -> None:
     tensor = torch.randn(5, 7).to(torch.bfloat16)
     slab = Slab.adopt({"t": tensor})
-    assert updater.digest(tensor) == slab.digest(0, slab.size_bytes).hex()
-    assert updater.digest(tensor) != updater.digest(tensor.flip(0).contiguous())
-    assert updater.digest(torch.tensor(1.5)) == updater.digest(torch.tensor([1.5]))
+    assert runtime.digest(tensor) == slab.digest(0, slab.size_bytes).hex()
+    assert runtime.digest(tensor) != runtime.digest(tensor.flip(0).contiguous())
+    assert runtime.digest(torch.tensor(1.5)) == runtime.digest(torch.tensor([1.5]))
 
 
 @pytest.mark.parametrize(

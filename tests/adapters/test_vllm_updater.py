@@ -15,7 +15,7 @@ import torch
 from client_processes import hold_back, let_go
 
 from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, ShardKey, UsageError
-from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm import contract, runtime
 from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
 
 LAYOUT = "runtime:toy"
@@ -44,6 +44,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
             model.fused.copy_(torch.cat([named["a"], named["b"]]))
 
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
     monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
 
 

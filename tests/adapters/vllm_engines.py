@@ -71,6 +71,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
     "gemma": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **UNTIED}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "head_dim": 32, "decoder_sparse_step": 1, **EXPERTS}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 32, **UNTIED}),
     "deepseek-mla": (
         "DeepseekV3",
         {
@@ -297,6 +298,14 @@ class _Host:
             self.outputs[output.request_id] = list(output.outputs[0].token_ids)
             if output.finished:
                 self.running.discard(output.request_id)
+
+    def step_without_tokens(self) -> bool:
+        """As vLLM steps to clear a request that was aborted while nothing else runs."""
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        core = self.llm.llm_engine.engine_core.engine_core
+        core.model_executor.execute_model(SchedulerOutput.make_empty())
+        return True
 
     def progress(self) -> dict[str, int]:
         return {request: len(tokens) for request, tokens in self.outputs.items()}

@@ -28,6 +28,22 @@ class FaultyExtension(TensorHubWorkerExtension):
 
         runtime.copy_tensors = copy_tensors
 
+    def tensorhub_test_fail_reload(self, step: str) -> None:
+        """The next reload fails: while a loader runs, while a layer is packed, or while the last layers are."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        calls = itertools.count()
+        name = {"load": "get_numel_loaded", "process": "_layerwise_process", "finalize": "_place_kernel_tensors"}[step]
+        original = getattr(layerwise, name)
+
+        def fail(*args, **kwargs):
+            if next(calls) < 3:
+                return original(*args, **kwargs)
+            setattr(layerwise, name, original)
+            raise RuntimeError(f"injected: {step}")
+
+        setattr(layerwise, name, fail)
+
     def tensorhub_test_stop_after(self, segments: int) -> None:
         """This whole process stops (SIGSTOP) as it is about to send one more segment to somebody by TCP."""
         sent = itertools.count()
@@ -73,6 +89,14 @@ class FaultyExtension(TensorHubWorkerExtension):
             original({name: live[name] for name in names}, {name: source[name] for name in names})
 
         runtime.copy_tensors = copy_tensors
+
+
+class StaleViewsExtension(TensorHubWorkerExtension):
+    """Leaves the views that Mamba2 has of its weights as they were."""
+
+    def __new__(cls, *args, **kwargs):
+        runtime._refresh_cpu_convolutions = lambda model: None
+        return super().__new__(cls, *args, **kwargs)
 
 
 class BlindExtension(TensorHubWorkerExtension):

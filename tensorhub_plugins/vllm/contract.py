@@ -1,0 +1,335 @@
+"""What a checkpoint must hold for this model, and the refusal of one that does not, before anything stops.
+
+Two questions, and when they are asked
+    Is it like the last one?    `check`, in the thread that fetched it: names, shapes and kinds of number against the
+                                first checkpoint that was accepted. Costs nothing.
+    Would it fill the model?    `rehearse`, for the first checkpoint: vLLM's own loaders run over it while every
+                                parameter is a stand-in without memory. What they write is recorded, box by box. The
+                                model is put back untouched.
+What the rehearsal refuses
+    a tensor that a loader does not take (unknown name, wrong shape), a parameter that is not filled to its last
+    element, a number of another kind (an integer, or FP8, for a bfloat16; bfloat16 for FP8).
+A tensor that no loader takes anything from is allowed in the first checkpoint (a draft head, for example) and may be
+missing later. Any other difference from the first one is refused: vLLM itself would leave old values where a bias or an
+expert is missing, or fail half way through.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tensorhub_plugins.core.errors import VersionRefused
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
+Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
+
+NAMES_SHOWN_MAX = 5
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# An attention layer makes them for checkpoints that have them, and goes on without.
+OPTIONAL_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
+# vLLM's reload leaves these on the live tensors; a rehearsal must not.
+LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
+REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # what a module changes in place
+
+
+class Contract:
+    """Of one model. `check` may run in any thread, `rehearse` only where the model does not compute."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
+        self._model, self._vllm_config = model, vllm_config
+        self._accepted: dict[str, tuple[torch.dtype, torch.Size]] | None = None
+        self._used: frozenset[str] = frozenset()
+
+    def check(self, shapes: Shapes) -> None:
+        """Raise VersionRefused if these are not the tensors of the checkpoint that was accepted; if any was."""
+        accepted = self._accepted
+        if accepted is None or accepted == shapes:
+            return
+        surplus = [name for name in shapes if name not in accepted]
+        missing = [name for name in accepted if name not in shapes and name in self._used]
+        changed = [
+            f"{name} is {_text(*shapes[name])}, not {_text(*wanted)}"
+            for name, wanted in accepted.items()
+            if name in shapes and (shapes[name][1] != wanted[1] or kind(shapes[name][0]) != kind(wanted[0]))
+        ]
+        said = [
+            f"{len(missing)} tensors are missing: {_some([f'{n} {_text(*accepted[n])}' for n in missing])}"
+            if missing
+            else "",
+            f"{len(surplus)} tensors are unknown: {_some([f'{n} {_text(*shapes[n])}' for n in surplus])}"
+            if surplus
+            else "",
+            f"{len(changed)} tensors have changed: {_some(changed)}" if changed else "",
+        ]
+        if any(said):
+            raise VersionRefused(
+                "not the tensors that this engine was given before; "
+                + "; ".join(filter(None, said))
+                + ". Publish the same tensors again, or restart the engine for another model"
+            )
+
+    def rehearse(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Accept the first checkpoint, or raise VersionRefused with the model untouched."""
+        if self._accepted is not None:
+            self.check({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+            return
+        used = rehearse(self._model, self._vllm_config, tensors)
+        unused = sorted(tensors.keys() - used)
+        if unused:
+            logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), _some(unused))
+        self._used = frozenset(used)
+        self._accepted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Run the model's loaders over these tensors without changing the model; the names that they took something from.
+
+    Raise VersionRefused, naming the tensor or the parameter, for a checkpoint that would not fill the model.
+    """
+    from vllm.config import set_current_vllm_config
+
+    with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
+        recorder = _Recorder(places)
+        with recorder:
+            try:
+                model.load_weights(recorder.watched(tensors))
+            except Exception as error:
+                raise VersionRefused(recorder.explain(error)) from error
+    if recorder.wrong_kinds:
+        raise VersionRefused(
+            f"{len(recorder.wrong_kinds)} tensors are not the kind of number that the model holds: "
+            f"{_some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way"
+        )
+    empty = _not_filled(model, places)
+    if empty:
+        raise VersionRefused(
+            f"{len(empty)} parameters of the model would not be filled: {_some(empty)}. "
+            "Publish every tensor of the model under its Hugging Face name"
+        )
+    return recorder.used
+
+
+@dataclass
+class _Place:
+    """A parameter of the model, as it is before anything is loaded."""
+
+    name: str
+    layer: torch.nn.Module
+    shape: torch.Size
+    dtype: torch.dtype
+    size: int  # elements of its storage that it spans
+    live: torch.Tensor | None  # what the model computes with
+    boxes: set[Box] = field(default_factory=set)
+
+    @property
+    def filled(self) -> int:
+        """Elements that were written at least once."""
+        spans = sorted(
+            (offset, offset + _count(shape)) for offset, shape, stride in self.boxes if _is_run(shape, stride)
+        )
+        if len(spans) == len(self.boxes) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):
+            return sum(end - start for start, end in spans)
+        written = torch.zeros(self.size, dtype=torch.bool)
+        for offset, shape, stride in self.boxes:
+            written.as_strided(shape, stride, offset).fill_(True)
+        return int(written.sum())
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every operation of the loaders: what is written into which parameter, and from which tensor it came."""
+
+    def __init__(self, places: dict[int, _Place]) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+        self.wrong_kinds: list[str] = []
+        self._places = places
+        self._origins: dict[int, frozenset[str]] = {}  # storage -> names
+        self._current = ""  # what the loaders have asked for last
+        self._tensors: Mapping[str, torch.Tensor] = {}
+
+    def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        self._tensors = tensors
+        for name, tensor in tensors.items():
+            self._current = name
+            self._origins[_storage(tensor)] = frozenset([name])
+            yield name, tensor
+        self._current = ""
+
+    def explain(self, error: Exception) -> str:
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        if not self._current:
+            return f"vLLM cannot load this checkpoint: {said}"
+        tensor = self._tensors[self._current]
+        return f"vLLM cannot load tensor {self._current} {_text(tensor.dtype, tensor.shape)}: {said}"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        arguments = func._schema.arguments
+        given = [(arguments[k], value) for k, value in enumerate(args)]
+        given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
+        written = [v for a, v in given if isinstance(v, torch.Tensor) and a.alias_info and a.alias_info.is_write]
+        read = [t for a, v in given if not (a.alias_info and a.alias_info.is_write) for t in _tensors_in(v)]
+        names = frozenset().union(*(self._origins.get(_storage(tensor), frozenset()) for tensor in read))
+        for tensor in written:
+            self._written(tensor, read, names)
+        known = {_storage(tensor) for tensor in (*read, *written)}
+        for tensor in _tensors_in(result):
+            if _storage(tensor) not in known:  # new memory: nothing of what was there before it counts
+                self._origins[_storage(tensor)] = names
+        return result
+
+    def _written(self, tensor: torch.Tensor, read: list[torch.Tensor], names: frozenset[str]) -> None:
+        storage = _storage(tensor)
+        place = self._places.get(storage)
+        if place is None:
+            self._origins[storage] = self._origins.get(storage, frozenset()) | names
+            return
+        place.boxes.add((tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())))
+        names = names or frozenset([self._current] if self._current else [])
+        self.used |= names
+        for source in read:
+            if kind(source.dtype) != kind(tensor.dtype):
+                of = ", ".join(sorted(names)) or "a tensor"
+                self.wrong_kinds.append(f"{of} is {_dtype(source.dtype)}, {place.name} is {_dtype(tensor.dtype)}")
+
+
+@contextmanager
+def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
+    """Parameters without memory in the place of the model's own, by storage; afterwards all is as it was."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
+
+    places: dict[int, _Place] = {}
+    with preserved(model, always=True):
+        for prefix, layer in model.named_modules():
+            live = dict(layer._parameters)
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            for owned in (layer._parameters, layer._buffers):
+                for name, tensor in owned.items():
+                    if tensor is None:
+                        continue
+                    if not tensor.is_meta and (owned is layer._parameters or name in LIVE_IN_RELOADS):
+                        tensor = owned[name] = to_meta_tensor(tensor)
+                    _unwrap_loader(tensor)
+                    if owned is layer._parameters and tensor.is_meta:
+                        places[_storage(tensor)] = _Place(
+                            f"{prefix}.{name}" if prefix else name,
+                            layer,
+                            tensor.shape,
+                            tensor.dtype,
+                            tensor.untyped_storage().nbytes() // tensor.element_size(),
+                            live.get(name),
+                        )
+        yield places
+
+
+def _unwrap_loader(tensor: torch.Tensor) -> None:
+    """A former reload may have left its own loader around the model's."""
+    loader = wrapped = getattr(tensor, "weight_loader", None)
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__
+    if loader is not wrapped:
+        tensor.weight_loader = loader
+
+
+@contextmanager
+def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]:
+    """Put every module, and what computes for it, back as it was when the block fails (or always).
+
+    The same tensors, attributes and loaders; not the bytes.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LOADING_LAYERS, get_layerwise_info
+
+    owners: list[Any] = list(model.modules())
+    owners += [m.quant_method for m in model.modules() if hasattr(getattr(m, "quant_method", None), "__dict__")]
+    kept = [(owner, {k: v.copy() if k in REGISTRIES else v for k, v in vars(owner).items()}) for owner in owners]
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed or always:
+            for owner, attributes in kept:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+            for layer in model.modules():
+                get_layerwise_info(layer).reset()
+            LOADING_LAYERS.clear()
+
+
+def _not_filled(model: torch.nn.Module, places: Mapping[int, _Place]) -> list[str]:
+    filled: set[int] = set()  # addresses of live parameters that get new bytes
+    lacking: list[tuple[_Place, int]] = []
+    for place in places.values():
+        count, done = place.shape.numel(), place.filled
+        if done and place.live is not None:
+            filled.add(place.live.data_ptr())
+        if done < count and not _is_optional(place):
+            lacking.append((place, done))
+    # A tied head is given nothing, and shares what its embedding is given.
+    return [
+        f"{place.name} {_text(place.dtype, place.shape)} gets {done} of {place.shape.numel()} elements"
+        for place, done in lacking
+        if done or place.live is None or place.live.data_ptr() not in filled
+    ]
+
+
+def _is_optional(place: _Place) -> bool:
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return place.name.rpartition(".")[2] in OPTIONAL_SCALES and is_deferred_attention_layer(place.layer)
+
+
+# --- small things ---
+
+
+def kind(dtype: torch.dtype) -> torch.dtype | str:
+    """Numbers of one kind are converted into each other by a loader's copy; others would be cut off or made up."""
+    return "float" if dtype in FLOATS else dtype
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors_in(each)] if isinstance(value, (list, tuple)) else []
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _is_run(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether such a box lies in one piece."""
+    step = 1
+    for size, each in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size != 1 and each != step:
+            return False
+        step *= size
+    return True
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _text(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{_dtype(dtype)}{list(shape)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:NAMES_SHOWN_MAX]) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")

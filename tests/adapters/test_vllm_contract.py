@@ -1,0 +1,153 @@
+"""What a checkpoint must hold: the comparison with the first one, and the count of what loaders have filled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import VersionRefused
+from tensorhub_plugins.vllm import contract
+from tensorhub_plugins.vllm.contract import Contract
+
+BF16 = torch.bfloat16
+FIRST = {
+    "embed.weight": (BF16, torch.Size([10, 4])),
+    "proj.weight": (BF16, torch.Size([4, 4])),
+    "proj.bias": (BF16, torch.Size([4])),
+    "steps": (torch.int64, torch.Size([])),
+    "draft.weight": (BF16, torch.Size([2, 2])),
+}
+UNUSED = "draft.weight"
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> Contract:
+    """After the first checkpoint, of which the loaders used all but one tensor."""
+    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: tensors.keys() - {UNUSED})
+    made = Contract(torch.nn.Module(), None)
+    made.check({"whatever": (BF16, torch.Size([1]))})  # nothing to compare with yet
+    made.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in FIRST.items()})
+    return made
+
+
+def changed(**changes: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    shapes = {**FIRST, **{name.replace("__", "."): value for name, value in changes.items()}}
+    return {name: value for name, value in shapes.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        FIRST,
+        dict(reversed(FIRST.items())),
+        changed(proj__weight=(torch.float32, torch.Size([4, 4]))),  # a copy converts it
+        changed(draft__weight=None),  # nobody took anything from it
+    ],
+)
+def test_what_fills_the_model_in_the_same_way_is_taken(shapes: Any, accepted: Contract) -> None:
+    accepted.check(shapes)
+    accepted.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (changed(proj__bias=None), r"1 tensors are missing: proj.bias bfloat16\[4\]"),
+        (changed(proj__scale=(BF16, torch.Size([1]))), r"1 tensors are unknown: proj.scale bfloat16\[1\]"),
+        (
+            changed(proj__weight=(BF16, torch.Size([4, 5]))),
+            r"proj.weight is bfloat16\[4, 5\], not bfloat16\[4, 4\]",
+        ),
+        (changed(proj__weight=(BF16, torch.Size([16]))), r"proj.weight is bfloat16\[16\]"),
+        (changed(proj__weight=(torch.int32, torch.Size([4, 4]))), "proj.weight is int32"),
+        (changed(proj__weight=(torch.float8_e4m3fn, torch.Size([4, 4]))), "proj.weight is float8_e4m3fn"),
+        (changed(steps=(torch.float32, torch.Size([]))), "steps is float32"),
+        ({}, "4 tensors are missing"),
+        (changed(**{f"x{k}": (BF16, torch.Size([1])) for k in range(9)}), r"9 tensors are unknown: .*, \.\.\."),
+    ],
+)
+def test_anything_else_is_refused_by_name(shapes: Any, says: str, accepted: Contract) -> None:
+    with pytest.raises(VersionRefused, match=says):
+        accepted.check(shapes)
+    with pytest.raises(VersionRefused, match=says):
+        accepted.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()})
+
+
+def box(view: torch.Tensor) -> contract.Box:
+    return view.storage_offset(), tuple(view.shape), tuple(view.stride())
+
+
+@pytest.mark.parametrize(
+    ("views", "filled"),
+    [
+        (lambda t: [], 0),
+        (lambda t: [t], 24),
+        (lambda t: [t[:3], t[3:]], 24),
+        (lambda t: [t[:, :2], t[:, 2:]], 24),
+        (lambda t: [t.t()], 24),
+        (lambda t: [t[:3], t[:3]], 12),  # the same rows twice
+        (lambda t: [t[:4], t[2:5]], 20),  # 16 and 12 elements: as many as there are, and a row is missing
+        (lambda t: [t[:, :3], t[:5]], 23),
+        (lambda t: [t[0], t.view(-1)[10:]], 18),
+    ],
+)
+def test_elements_are_counted_once(views: Any, filled: int) -> None:
+    tensor = torch.zeros(6, 4)
+    place = contract._Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place.boxes.update(box(view) for view in views(tensor))
+    assert place.filled == filled
+
+
+def test_a_transposed_parameter_is_counted_too() -> None:
+    tensor = torch.zeros(4, 6).t()
+    place = contract._Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place.boxes.add(box(tensor))
+    assert place.filled == 24
+
+
+class Fused(torch.nn.Module):
+    """Loads in every way that models have: through temporaries, one by one, by reading a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(4, 4))
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            if name == "both":
+                self.qk.data.copy_(torch.cat([tensor[2:], tensor[:2]]).clone().t())
+            elif name == "number":
+                self.scale.data.fill_(tensor.item())
+            elif name == "twice":
+                self.qk.data[:2] = tensor.to(torch.float32) * 2
+            elif name != "skipped":
+                raise KeyError(name)
+
+
+def recorded(model: Fused, weights: dict[str, torch.Tensor]) -> contract._Recorder:
+    places = {
+        contract._storage(p): contract._Place(n, model, p.shape, p.dtype, p.numel(), p)
+        for n, p in model.named_parameters()
+    }
+    recorder = contract._Recorder(places)
+    with torch.no_grad(), recorder:
+        model.load_weights(recorder.watched(weights))
+    return recorder
+
+
+def test_tensors_are_followed_through_what_loaders_make_of_them() -> None:
+    given = {"both": torch.zeros(4, 4), "skipped": torch.zeros(2), "number": torch.tensor(2.0)}
+    recorder = recorded(Fused(), given)
+    assert recorder.used == {"both", "number"}
+    assert not recorder.wrong_kinds
+
+
+def test_a_number_of_another_kind_is_seen_where_it_lands() -> None:
+    assert recorded(Fused(), {"both": torch.zeros(4, 4, dtype=torch.int32)}).wrong_kinds == [
+        "both is int32, qk is float32"
+    ]
+    # A loader that converts it by itself knows what it does.
+    assert not recorded(Fused(), {"twice": torch.zeros(2, 4, dtype=torch.int32)}).wrong_kinds
