@@ -3,9 +3,10 @@
 `attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
 `tensorhub`, before the first request.
 
-    Weights and caches change as one    After every update_weights of our back end the prefix, encoder and multi-modal
-                                        caches are forgotten and running requests are computed anew, whoever has
-                                        paused the engine, in whatever mode, or not at all.
+    Weights and caches change as one    After every update_weights of our back end the prefix and encoder caches are
+                                        forgotten and running requests are computed anew, whoever has paused the
+                                        engine, in whatever mode, or not at all. The cache of prepared images stays:
+                                        it holds inputs, and the API server's half of it would not be told.
     Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
     "follow"                            The engine switches to every new version by itself, see follower.py.
 """
@@ -30,9 +31,18 @@ from tensorhub_plugins.vllm.updater import WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
-NEEDED = ("_reset_caches", "collective_rpc", "resume_scheduler", "pause_scheduler", "is_scheduler_paused", "shutdown")
+NEEDED = (
+    "reset_prefix_cache",
+    "reset_encoder_cache",
+    "collective_rpc",
+    "resume_scheduler",
+    "pause_scheduler",
+    "is_scheduler_paused",
+    "shutdown",
+)
 WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
 DEADLINE_S = 600.0  # for a version to arrive, and for an install
+HEALTH_DEADLINE_S = 2.0  # of one question to the workers
 LOOP_DEADLINE_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
 
 
@@ -58,10 +68,16 @@ def _forget_after_updates(core: Any, original: Callable[..., Any]) -> Callable[.
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(method, *args, **kwargs)
         if method == "update_weights":
-            core._reset_caches(reset_running_requests=True)
+            _forget(core)
         return result
 
     return collective_rpc
+
+
+def _forget(core: Any) -> None:
+    """What was computed with the old weights."""
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    core.reset_encoder_cache()
 
 
 def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +87,24 @@ def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any
         return original(*args, **kwargs)
 
     return resume_scheduler
+
+
+async def check_weights(engine: Any) -> None:
+    """In the API server. Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used.
+
+    engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        workers = await asyncio.wait_for(engine.collective_rpc("tensorhub_health"), HEALTH_DEADLINE_S)
+    except asyncio.TimeoutError:
+        return
+    broken = next((worker for worker in workers if worker), None)
+    if broken:
+        error = EngineDeadError()
+        error.args = (f"the engine holds its requests until it has whole weights: {broken}",)
+        raise error
 
 
 # --- following ---
@@ -229,9 +263,10 @@ class Core:
         def pause() -> Any:
             if not self.available:
                 raise UsageError("somebody else has paused this engine, or put it to sleep")
-            return self._core.pause_scheduler("keep", True)
+            return self._core.pause_scheduler("keep", False)
 
         await self.ask(pause)
+        await self.ask(lambda: _forget(self._core))
 
     async def resume(self) -> None:
         await self.ask(self._core.resume_scheduler)

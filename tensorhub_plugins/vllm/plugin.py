@@ -4,7 +4,7 @@ So it imports nothing of vLLM (what it adds to a module, it adds once that modul
 be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub                                    loader.py
     --weight-transfer-config '{"backend": "tensorhub"}'        transfer.py
-    either of the two                                          engine.py
+    either of the two                                          engine.py, and a health check that knows of the weights
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ def _add_to_engine_core(core: Any) -> None:
 
     def initialize_kv_caches(engine_core: Any, vllm_config: Any) -> Any:
         result = original(engine_core, vllm_config)
-        transfer = getattr(vllm_config, "weight_transfer_config", None)
-        if NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None)):
+        if _is_ours(vllm_config):
             from tensorhub_plugins.vllm.engine import attach
 
             attach(engine_core, vllm_config)
@@ -91,10 +90,33 @@ def _add_to_engine_core(core: Any) -> None:
     core.EngineCore._initialize_kv_caches = initialize_kv_caches
 
 
+def _add_health_check(async_llm: Any) -> None:
+    """An engine whose weights are mixed holds its requests; whoever asks for its health is told."""
+    original = async_llm.AsyncLLM.check_health
+    if hasattr(original, NAME):
+        return
+
+    async def check_health(engine: Any) -> None:
+        await original(engine)
+        if _is_ours(engine.vllm_config):
+            from tensorhub_plugins.vllm.engine import check_weights
+
+            await check_weights(engine)
+
+    setattr(check_health, NAME, True)
+    async_llm.AsyncLLM.check_health = check_health
+
+
+def _is_ours(vllm_config: Any) -> bool:
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    return NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None))
+
+
 ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.model_executor.model_loader": _add_load_format,
     "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
     "vllm.v1.engine.core": _add_to_engine_core,
+    "vllm.v1.engine.async_llm": _add_health_check,
 }
 
 

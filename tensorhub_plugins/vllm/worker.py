@@ -26,8 +26,12 @@ With `install="direct"` bytes go from the peer straight into the live weights, w
 Never mixed bytes
     Until the first byte of the model changes, a failure leaves the old version whole. After it the worker is
     *broken* until an install succeeds: `tensorhub_poll` says so, `tensorhub_guard` raises, and execute_model
-    refuses, which ends the engine rather than let it answer. So: do not resume, fetch and install again. Workers of
-    one engine agree before they change anything and again afterwards; one that failed breaks all.
+    refuses to compute, which ends the engine rather than let it answer. So: do not resume, fetch and install again.
+    Workers of one engine agree before they change anything and again afterwards; one that failed breaks all.
+
+Never another model's bytes
+    A checkpoint that is not whole, or not this model's, is refused before the pause (contract.py); "error_kind" is then
+    VersionRefused, and the old version goes on.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ HUB_ENVIRONMENT = "TENSORHUB_HUB"
 
 # What changes the weights behind our back; nobody may be reading them then.
 FOREIGN_CHANGES = ("reload_weights", "start_weight_update")
+
+DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative decoding
 
 
 class TensorHubWorkerExtension:
@@ -93,7 +99,7 @@ class TensorHubWorkerExtension:
         _updater(self).discard()
 
     def tensorhub_prepare_install(self, deadline_s: float = DEADLINE_S) -> None:
-        """Before the pause: make sure that the install will not have to wait for anything."""
+        """Before the pause, in a moment between two steps: the install will neither wait nor find another model."""
         _updater(self).prepare_install(deadline_s)
 
     def tensorhub_install(self, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
@@ -108,6 +114,11 @@ class TensorHubWorkerExtension:
         updater = attached(self)
         if updater is not None:
             updater.guard()
+
+    def tensorhub_health(self) -> str | None:
+        """Why this worker's weights must not be used, or None."""
+        updater = attached(self)
+        return None if updater is None else updater.poll()["broken"]
 
     def tensorhub_digests(self) -> dict[str, Any]:
         """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
@@ -210,9 +221,11 @@ def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
         return type(worker).load_model(worker, *args, **kwargs)
 
 
-def _execute_model(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    worker.tensorhub_guard()
-    return original(*args, **kwargs)
+def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have gone.
+    if scheduled.total_num_scheduled_tokens:
+        worker.tensorhub_guard()
+    return original(scheduled, *args, **kwargs)
 
 
 def _shutdown(original: Any, worker: Any) -> None:
@@ -296,7 +309,25 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
         raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
     if parallel.data_parallel_size > 1:
         raise UsageError("one engine per replica: set data_parallel_size=1 and start more engines instead")
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector:
+        raise UsageError(
+            f"the KV cache leaves this engine ({connector}) and may come back when the weights that made it are gone: "
+            "start without --kv-transfer-config and KV offloading"
+        )
     runtime.check_cpu_layers(model, vllm_config)
+    _warn_of_drafts(vllm_config)
+
+
+def _warn_of_drafts(vllm_config: Any) -> None:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = getattr(speculative, "method", None)
+    if method and not method.startswith(DRAFTS_WITHOUT_WEIGHTS):
+        logger.warning(
+            "speculative decoding (%s): the draft keeps the weights it was started with. Answers stay those of the new "
+            "version, but fewer drafts are accepted as it moves on",
+            method,
+        )
 
 
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:

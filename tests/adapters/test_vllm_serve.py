@@ -101,7 +101,9 @@ def serving(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         command += ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
         command += [*SERVER_OPTIONS, "--max-model-len", str(CONTEXT["max_model_len"])]
         command += ["--weight-transfer-config", '{"backend": "tensorhub"}', "--served-model-name", "actor"]
+        command += ["--worker-extension-cls", "vllm_faults.FaultyExtension"]
         environment = {**as_a_person(environment_for(out)), "VLLM_SERVER_DEV_MODE": "1"}
+        environment["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, process_group=0)
         stack.callback(stop, process)
         server = Server(f"http://127.0.0.1:{port}", hub.address)
@@ -150,6 +152,30 @@ def test_a_failed_update_is_an_error_and_the_server_lives(
     assert before in expected
     assert server.update(99).status_code == 500
     assert server.request()["token_ids"] == before
+
+
+def test_a_broken_server_says_so_and_is_mended(
+    serving: tuple[Server, Client], models: list[Path], expected: list[list[int]]
+) -> None:
+    """It holds its requests, a client that gives up does no harm, and the next version mends it."""
+    server, trainer = serving
+    before = expected.index(server.request()["token_ids"])
+    health = f"{server.url}/health"
+    assert requests.get(health, timeout=30).status_code == 200
+    trainer.publish(50, checkpoint(models[1 - before]))
+    server.post("collective_rpc", {"method": "tensorhub_test_fail_conversion_on", "args": [0]}).raise_for_status()
+    server.post("pause", mode="keep").raise_for_status()
+    assert server.update(50).status_code == 500
+    assert requests.get(health, timeout=30).status_code == 503
+    assert not server.post("resume").ok
+    with pytest.raises(requests.exceptions.ReadTimeout):
+        body = {"model": "actor", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+        requests.post(f"{server.url}/v1/completions", json=body, timeout=1)
+    assert requests.get(health, timeout=30).status_code == 503  # alive, and truthful
+    server.update(50).raise_for_status()
+    server.post("resume").raise_for_status()
+    assert requests.get(health, timeout=30).status_code == 200
+    assert server.request()["token_ids"] == expected[1 - before]
 
 
 def test_vllms_own_trainer_factory_updates_the_server(

@@ -1,0 +1,58 @@
+"""What an engine may not have, and is told before it joins: each would go wrong silently."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm import runtime, worker
+
+
+@pytest.fixture(autouse=True)
+def no_cpu_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "check_cpu_layers", lambda model, vllm_config: None)
+
+
+def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
+    settings = {"model_config": SimpleNamespace(), "lora_config": None, "kv_transfer_config": None}
+    settings["parallel_config"] = SimpleNamespace(**{"data_parallel_size": 1, **(parallel or {})})
+    return SimpleNamespace(**{**settings, "speculative_config": None, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"lora_config": object()}, "switch LoRA off"),
+        ({"parallel": {"enable_eplb": True}}, "switch enable_eplb off"),
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=1"),
+        ({"parallel": {"data_parallel_size": 2}}, "data_parallel_size=1"),
+        ({"model_config": SimpleNamespace(word_embeddings_untied_by_checkpoint=True)}, "tie_word_embeddings"),
+        (
+            {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
+            r"KV cache leaves this engine \(LMCacheConnectorV1\).*start without --kv-transfer-config",
+        ),
+    ],
+)
+def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        worker._check_supported(torch.nn.Module(), config(**changed))
+
+
+@pytest.mark.parametrize(
+    ("method", "warns"), [(None, False), ("ngram", False), ("eagle3", True), ("deepseek_mtp", True)]
+)
+def test_a_draft_that_keeps_its_weights_is_said_to(
+    method: str | None, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    speculative = None if method is None else SimpleNamespace(method=method)
+    with caplog.at_level(logging.WARNING):
+        worker._check_supported(
+            torch.nn.Module(), config(speculative_config=speculative, kv_transfer_config=SimpleNamespace())
+        )
+    assert ("keeps the weights it was started with" in caplog.text) == warns
