@@ -37,6 +37,7 @@ from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.reads import check_cover, with_parts
 from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab, contiguous_spec
+from tensorhub_plugins.core.tied import LiveTensors
 from tensorhub_plugins.core.transfer import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
 from tensorhub_plugins.core.values import (
@@ -303,7 +304,8 @@ class Client:
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
         read into a `fetch`ed slab instead). Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, or
-        UsageError naming the tensor that does not fit.
+        UsageError naming the tensor that does not fit, or two that are the same memory here (tied weights) and were
+        published with different bytes. Further names of the same memory take host memory while they are read.
         """
         targets = _InPlace(self, tensors, parts, serve=serve)
         outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
@@ -452,6 +454,7 @@ class Client:
         targets.begin()
         try:
             outcome = transfer.run()
+            targets.settle(outcome.version)
         except BaseException:
             targets.restart()
             if machine.claimed is not None:
@@ -622,6 +625,7 @@ class _Targets:
         self._arriving: dict[int, Offer] = {}
         self._granted: set[ShardKey] | None = None  # None: not yet told what to read
         self._birth = 0
+        self._in_place: LiveTensors | None = None
         self.slabs: dict[int, Slab] = {}
 
     @property
@@ -650,6 +654,13 @@ class _Targets:
         with self._client._shelved:
             self._client._serving.discard(self)
             self._client._shelved.notify_all()
+
+    def settle(self, version: int) -> None:
+        """Everything has arrived, and nobody was told so yet. UsageError when it cannot stay as it is (see tied.py)."""
+        if self._in_place is not None and self._in_place.tied:
+            self._in_place.check(version)
+            for offer in self._arriving.values():
+                offer.move(self._in_place.settled(offer.slab))
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         client = self._client
@@ -711,10 +722,11 @@ class _InPlace(_Targets):
                     raise UsageError(
                         "these tensors are published: unpublish that version before they change", version=key.version
                     )
-        self._tensors = tensors
+        self._names = tensors.keys()
         self._parts = dict(parts or {})
         # What cannot be a target is refused before anything moves.
-        self._adopted: Slab | None = Slab.adopt(tensors)
+        self._in_place: LiveTensors = LiveTensors(tensors)
+        self._adopted: Slab | None = self._in_place.adopt()
         self._wanted = with_parts(self._adopted.specs, parts)
         self._sources: dict[int, tuple[TensorSpec, ...]] = {}
 
@@ -732,9 +744,9 @@ class _InPlace(_Targets):
         slab, self._adopted = self._adopted, None
         if slab is not None and slab.specs is manifest.tensors and not self._parts:
             return slab  # what the rest would find out, without looking at thousands of tensors
-        names = [spec.name for spec in manifest.tensors if spec.name in self._tensors]
-        if slab is None or len(names) < len(self._tensors):  # else one source shard has all of it
-            slab = Slab.adopt({name: self._tensors[name] for name in names})
+        names = [spec.name for spec in manifest.tensors if spec.name in self._names]
+        if slab is None or len(names) < len(self._names):  # else one source shard has all of it
+            slab = self._in_place.adopt(names)
         slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
         return slab
 
@@ -766,16 +778,15 @@ class _Either(_Allocated):
     def __init__(self, client: Client, tensors: Mapping[str, torch.Tensor], layout: str, *, serve: bool) -> None:
         super().__init__(client, serve=serve)
         self._tensors, self._layout = _InPlace(client, tensors, None, serve=False), layout
-        self._in_place = True
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
-        self._in_place = key.layout == self._layout
-        if self._in_place:
+        self._in_place = self._tensors._in_place if key.layout == self._layout else None
+        if self._in_place is not None:
             self._tensors.check(key, manifest)
         return super().prepare(key, manifest)
 
     def _memory(self, manifest: Manifest) -> Slab:
-        return self._tensors._memory(manifest) if self._in_place else super()._memory(manifest)
+        return self._tensors._memory(manifest) if self._in_place is not None else super()._memory(manifest)
 
     def restart(self) -> None:
         super().restart()

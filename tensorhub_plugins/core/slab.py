@@ -81,6 +81,7 @@ class Slab:
     specs: tuple[TensorSpec, ...]
     size_bytes: int
     kind: Literal["adopted", "allocated"]
+    ties: Mapping[str, str]  # of adopted tensors: name -> the first other name of the very same memory
 
     def __init__(
         self,
@@ -106,21 +107,31 @@ class Slab:
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
+        self.ties: Mapping[str, str] = {}
         self._closed = False
         self._lock = threading.Lock()
 
     # --- two ways to get one ---
 
     @classmethod
-    def adopt(cls, tensors: Mapping[str, torch.Tensor]) -> Slab:
+    def adopt(cls, tensors: Mapping[str, torch.Tensor], *, scratch: Mapping[str, torch.Tensor] | None = None) -> Slab:
         """Take live tensors as they are: read and written in place, never copied.
 
         Each must be dense (any permutation of contiguous, no overlap with itself, no holes) and all must be on the CPU
-        or on one device. Two names may be the same memory (tied weights), but may not overlap in part. UsageError
-        names the tensor otherwise.
+        or on one device. Two names may be the same memory (tied weights, see `ties`), but may not overlap in part.
+        UsageError names the tensor otherwise.
+
+        scratch: for some of the names a host tensor of the same kind, which holds their bytes instead. See tied.py.
         """
         found = _Adoption.of(tensors)
-        return cls("adopted", found.specs, found.runs, tensors=dict(tensors), staging=found.staging)
+        named, runs = dict(tensors), found.runs
+        instead = {name: tensor for name, tensor in scratch.items() if name in named} if scratch else {}
+        if instead:
+            named.update(instead)
+            runs = found.runs_with(instead)
+        slab = cls("adopted", found.specs, runs, tensors=named, staging=found.staging)
+        slab.ties = found.ties
+        return slab
 
     @classmethod
     def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:
@@ -435,7 +446,7 @@ class _Adoption:
             view = _memory_at(address, spec.size_bytes) if on_host else None
             runs.append(_Run(start, spec.size_bytes, address, view, None if on_host else _flat_view(tensor)))
             start += spec.size_bytes
-        _check_overlap(extents)
+        self.ties = _ties_of(extents)
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
@@ -445,6 +456,17 @@ class _Adoption:
         self._names = list(tensors)
         self._traits = [[list(map(trait, some)) for trait in _TRAITS] for some in _some_at_a_time(tensors)]
         self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
+
+    def runs_with(self, scratch: Mapping[str, torch.Tensor]) -> _Runs:
+        """The runs, those of these names in other memory of the host."""
+        with_bytes = (spec for spec in self.specs if spec.size_bytes)
+        runs = []
+        for spec, run in zip(with_bytes, self.runs.all, strict=True):
+            if spec.name in scratch:
+                flat = _flat(scratch[spec.name])
+                run = _Run(run.start, run.size_bytes, flat.data_ptr(), _memory(flat), None)
+            runs.append(run)
+        return _Runs(runs)
 
     def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
@@ -670,11 +692,18 @@ def _in_order(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     return ordered
 
 
-def _check_overlap(extents: list[tuple[str, int, int, str]]) -> None:
-    """Two names for the same bytes are fine; a partial overlap would let one tensor's update tear another's."""
+def _ties_of(extents: list[tuple[str, int, int, str]]) -> dict[str, str]:
+    """Which names are the same memory as another, and which other is the first of them. A partial overlap is refused:
+    it would let one tensor's update tear another's."""
+    ties: dict[str, str] = {}
     for (device, address, size, name), (other_device, other, other_size, other_name) in pairwise(sorted(extents)):
-        if device == other_device and other < address + size and (address, size) != (other, other_size):
-            raise UsageError(f"tensors {name!r} and {other_name!r} overlap in part: adopt that memory under one name")
+        if device == other_device and other < address + size:
+            if (address, size) != (other, other_size):
+                raise UsageError(
+                    f"tensors {name!r} and {other_name!r} overlap in part: adopt that memory under one name"
+                )
+            ties[other_name] = ties.get(name, name)
+    return ties
 
 
 def _memory(flat: torch.Tensor) -> memoryview:

@@ -159,6 +159,7 @@ class Offer:
         self._withdrawn = False
         self._readers: dict[int, Callable[[], None]] = {}
         self._next_reader = 0
+        self._before: tuple[Slab, set[int]] | None = None  # where the bytes lay, and who may still read them there
 
     @property
     def version(self) -> int:
@@ -201,6 +202,13 @@ class Offer:
 
     # --- readers ---
 
+    def move(self, slab: Slab) -> None:
+        """The same bytes lie in this slab from now on. The one before is kept for those that read from it, who may have
+        been told its addresses."""
+        with self._changed:
+            self._before = (self.slab, set(self._readers)) if self._readers else None
+            self.slab = slab
+
     def attach(self, cut: Callable[[], None]) -> int:
         """A reader begins. `cut` must make its thread stop at once and not block. VersionGone when withdrawn."""
         with self._changed:
@@ -215,6 +223,8 @@ class Offer:
         """A reader has ended, whatever the reason. Idempotent."""
         with self._changed:
             self._readers.pop(reader, None)
+            if self._before is not None and self._before[1].isdisjoint(self._readers):
+                self._before = None
             self._changed.notify_all()
 
     @property

@@ -505,12 +505,15 @@ class _Conversation:
             offer = self._shelf.expect(key, lease, time.monotonic() + EXPECT_S_MAX)
         if offer is None or offer.birth > lease:
             raise VersionGone("the source does not offer it")
+        slab = offer.slab
         addresses = self._dialect.addresses(offer) if request.by_address else None
         reason = self._dialect.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
         self._reader = offer.attach(self._channel.cut)
         self._offer = offer
+        if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
+            addresses = self._dialect.addresses(offer)
         return offer, addresses
 
     def _read(self, request: Read) -> None:
