@@ -34,7 +34,7 @@ from tensorhub_plugins.core.errors import (
     UsageError,
 )
 from tensorhub_plugins.core.hublink import HubLink
-from tensorhub_plugins.core.reads import check_cover, with_parts
+from tensorhub_plugins.core.reads import check_cover, difference, with_parts
 from tensorhub_plugins.core.server import check_address
 from tensorhub_plugins.core.slab import Slab, contiguous_spec
 from tensorhub_plugins.core.tied import LiveTensors
@@ -178,7 +178,7 @@ class Client:
         self._verify = verify
         self._location = here() if location is None else location
         self._seen = 0
-        self._published: dict[str, tuple[int, bytes]] = {}  # layout -> newest version published here, its root
+        self._published: dict[str, tuple[int, Manifest | None]] = {}  # layout -> newest version published here
         self._closed = False
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
         self._transports = _usable(transports, advertise_host or _address_towards(address))
@@ -214,6 +214,7 @@ class Client:
         copy: bool = True,
         deadline_s: float = 60.0,
         parts: Mapping[str, Part] | None = None,
+        strict: bool = False,
     ) -> PublishReport:
         """Offer a version to everybody; returns when the hub knows of it. Until unpublish its bytes must not change.
 
@@ -222,6 +223,9 @@ class Client:
         parts: those of the tensors that are a part of what the whole replica holds under that name, and where in it.
         Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
         back, with the same bytes.
+        strict: names, dtypes and shapes must be those of the version published before in this layout, by this client.
+        Without it, what differs is said in the log. Of a shard of the checkpoint layout that is one of several, only
+        the tensors that are still here are compared: the others may have gone to another shard.
 
         Raise UsageError for what can never be published, HubUnreachable when the hub stays away until the deadline:
         then nothing was published.
@@ -229,7 +233,7 @@ class Client:
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         self._check_open()
         with self._lock:
-            newest, root = self._published.get(layout, (0, b""))
+            newest, last = self._published.get(layout, (0, None))
             if key in self._offers:
                 raise UsageError("this version is published here already: unpublish it first", version=version)
         if version < newest:
@@ -253,8 +257,17 @@ class Client:
         copied = time.monotonic()
         try:
             described = with_parts(slab.specs, parts)
+            changed = self._changed(layout, last, described)
+            if changed and strict:
+                if slab is not tensors:
+                    self._discard(slab)
+                raise UsageError(
+                    f"{changed}. Nothing was published: publish what version {newest} consisted of. If the change is "
+                    "meant, take a new run or model name, or pass strict=False",
+                    version=version,
+                )
             manifest = msgspec.structs.replace(slab.manifest(digests=self._verify), tensors=described)
-            if version == newest and manifest.root() != root:
+            if version == newest and last is not None and manifest.root() != last.root():
                 raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()
             self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
@@ -263,8 +276,10 @@ class Client:
                 self._recycle(slab)
             raise
         with self._lock:
-            self._published[layout] = version, manifest.root()
+            self._published[layout] = version, manifest
             self._seen = max(self._seen, version)
+        if changed:
+            log.warning("%s/%d: version %d: %s", self.replica, self.shard, version, changed)
         seconds = {"copy": copied - began, "digest": digested - copied, "announce": time.monotonic() - digested}
         return PublishReport(version, layout, manifest.size_bytes, seconds, manifest)
 
@@ -488,6 +503,12 @@ class Client:
             offer.withdraw()
             raise
 
+    def _changed(self, layout: str, last: Manifest | None, tensors: Sequence[TensorSpec]) -> str:
+        """How these tensors differ from those of the last version; empty: not at all, or there was none."""
+        may_move = layout == CHECKPOINT and self.shard_count > 1
+        found = difference(last.tensors, tensors, may_move=may_move) if last is not None else ""
+        return f"the tensors of layout {layout} are not those published here before: {found}" if found else ""
+
     def _announce(self, offer: Offer, *, complete: bool) -> Future[messages.Reply]:
         """Tell the hub of what was read, whenever it listens."""
         holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, True)
@@ -568,6 +589,12 @@ class Client:
             if slab in self._owned and alike < POOLED_SLABS_MAX and not self._closed:
                 self._pool.append(slab)
                 return
+            self._owned.pop(slab, None)
+        slab.close()
+
+    def _discard(self, slab: Slab) -> None:
+        """Let go of a copy that will not be used again."""
+        with self._lock:
             self._owned.pop(slab, None)
         slab.close()
 

@@ -15,13 +15,15 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import torch
 
 from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.events import enabled, record
 from tensorhub_plugins.core.ownership import Ownership
-from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.reads import difference
+from tensorhub_plugins.core.slab import Slab, contiguous_spec, spec_of
 from tensorhub_plugins.core.values import CHECKPOINT, TensorSpec
 
 log = logging.getLogger(__name__)
@@ -34,7 +36,11 @@ class Publisher:
     tensors are published as, None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
-    is then no different from the others, and a tensor that does not come is a UsageError that names it.
+    is then no different from the others.
+
+    Every version must consist of the same tensors, by name, dtype and shape; else it is a UsageError that names what is
+    missing, new or changed, and nothing is published. All ranks together are compared, which every rank sees pass: a
+    tensor that is kept by another rank than before is none the worse.
     """
 
     def __init__(
@@ -52,10 +58,12 @@ class Publisher:
         self.client = client
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.deadline_s, self.dtype = keep, deadline_s, dtype
+        model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
         self._specs = tuple(spec for spec in model if ownership.give(spec.size_bytes) == rank)
         self._is_fixed = bool(model)
+        self._whole = {spec.name: spec for spec in model}  # of all ranks, of the last version
         self._published: deque[int] = deque()
         self._root = b""  # of the last version
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -67,11 +75,11 @@ class Publisher:
 
         Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
         started = time.monotonic()
-        slab = self._snapshot(weights)
+        slab, whole = self._snapshot(version, weights)
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab)
-        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.deadline_s)
+        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.deadline_s, strict=True)
         ended = time.monotonic()
         record(
             "publish",
@@ -86,6 +94,7 @@ class Publisher:
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
         self._root = report.manifest.root()
+        self._whole = whole
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
         return {
@@ -109,27 +118,41 @@ class Publisher:
     def _digest_key(self) -> str:
         return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
 
-    def _snapshot(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Slab:
-        """A slab with this rank's tensors. While their names are unknown until all have passed, they are staged in
-        ordinary memory and copied once more."""
+    def _snapshot(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[Slab, dict[str, TensorSpec]]:
+        """A slab with this rank's tensors, and what all ranks' are. While the names are unknown until all have passed,
+        they are staged in ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
-        expected = {spec.name: (spec.dtype, spec.shape) for spec in self._specs}
+        expected = {spec.name: spec for spec in self._specs}
         slab = self.client.allocate(self._specs) if self._specs or self._is_fixed else None
         staged: dict[str, torch.Tensor] = {}
         written: set[str] = set()
+        whole: dict[str, TensorSpec] = {}
         for name, tensor in weights:
             tensor = self._cast(tensor.detach())
-            if not (name in expected if self._is_fixed else ownership.give(tensor.nbytes) == self.rank):
+            spec = whole[name] = contiguous_spec(name, tensor.dtype, tensor.shape)
+            mine = name in expected if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
+            if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
                 continue
-            kind = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            if slab is not None and (self._is_fixed or expected.get(name) == kind):
+            if slab is not None and expected.get(name) == spec:
                 slab.write(name, tensor)
                 written.add(name)
             else:
                 staged[name] = tensor.to("cpu", copy=True).contiguous()
-        if slab is not None and (self._is_fixed or (not staged and written == set(expected))):
-            return slab
-        return self._reshape(slab, written, staged)
+        # Only now: each step was a collective, and a rank that leaves early hangs the others.
+        if self._whole and whole != self._whole:
+            if slab is not None:
+                slab.close()
+            found = difference(tuple(self._whole.values()), tuple(whole.values()))
+            raise UsageError(
+                f"the weights are not those of {'the version before' if self._published else 'the model'}: {found}. "
+                "Nothing was published. If the change is meant, take a new run or model name",
+                version=version,
+            )
+        if slab is not None and not staged and written == set(expected):
+            return slab, whole
+        return self._reshape(slab, written, staged), whole
 
     def _reshape(self, slab: Slab | None, written: set[str], staged: dict[str, torch.Tensor]) -> Slab:
         """The names or shapes are new: put together a slab of what there is now."""

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.values import Manifest, Part, TensorSpec, stream_offsets
+from tensorhub_plugins.core.values import Manifest, Part, TensorSpec, same_table, stream_offsets
+
+NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
 
 
 class Move(NamedTuple):
@@ -85,12 +87,32 @@ def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[Te
     if missing:
         raise UsageError(
             f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
-            f"{missing[:5]}: compare the published names and parts with the ones asked for"
+            f"{missing[:NAMES_SHOWN_MAX]}: compare the published names and parts with the ones asked for"
         )
     for (place, size_bytes, shard), (following, _, other) in pairwise(moves):
         if following < place + size_bytes:
             name = _name_at(target, following)
             raise UsageError(f"tensor {name!r} is published by shard {shard} and by shard {other}")
+
+
+def difference(before: Sequence[TensorSpec], after: Sequence[TensorSpec], *, may_move: bool = False) -> str:
+    """What is not the same in two versions of a table, for people; empty: nothing.
+
+    may_move: it is one shard of several, and tensors or parts of them may have gone to another: then all that can be
+    judged is whether a tensor that is still here has kept its dtype and its whole shape.
+    """
+    if same_table(before, after):
+        return ""
+    expected, given = ({spec.name: spec for spec in specs} for specs in (before, after))
+    missing = [name for name in expected if name not in given and not may_move]
+    new = [name for name in given if name not in expected and not may_move]
+    changed = [
+        f"{name!r} (expected {_text(spec)}, given {_text(given[name])})"
+        for name, spec in expected.items()
+        if name in given and not _is_like(spec, given[name], may_move=may_move)
+    ]
+    parts = [_first("missing", [repr(name) for name in missing]), _first("new", [repr(name) for name in new])]
+    return "; ".join(filter(None, [*parts, _first("changed", changed)]))
 
 
 def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> tuple[TensorSpec, ...]:
@@ -114,7 +136,7 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) ->
                 spec = msgspec.structs.replace(spec, part=part)
         described.append(spec)
     if left:
-        raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:5]}")
+        raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:NAMES_SHOWN_MAX]}")
     return tuple(described)
 
 
@@ -147,13 +169,28 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
 
 
 def _check_same_whole(source: TensorSpec, target: TensorSpec) -> None:
-    whole, mine = (spec.part.global_shape if spec.part else spec.shape for spec in (source, target))
+    whole, mine = _whole(source), _whole(target)
     strided = source.stride != target.stride or (source.stride and source != target)
     if source.dtype != target.dtype or whole != mine or strided:
         raise UsageError(
             f"tensor {source.name!r} is {_text(source)} at the source but {_text(target)} here: "
             "publish and replicate the same dtype, shape and stride, or another layout"
         )
+
+
+def _is_like(spec: TensorSpec, other: TensorSpec, *, may_move: bool) -> bool:
+    return spec == other or (may_move and (spec.dtype, _whole(spec)) == (other.dtype, _whole(other)))
+
+
+def _first(what: str, which: Sequence[str]) -> str:
+    if not which:
+        return ""
+    more = f" and {len(which) - NAMES_SHOWN_MAX} more" if len(which) > NAMES_SHOWN_MAX else ""
+    return f"{len(which)} {what}: {', '.join(which[:NAMES_SHOWN_MAX])}{more}"
+
+
+def _whole(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.part.global_shape if spec.part else spec.shape
 
 
 def _start(spec: TensorSpec) -> tuple[int, ...]:

@@ -197,6 +197,11 @@ def _encoded_table(tensors: Sequence[TensorSpec]) -> bytes:
     return msgspec.msgpack.encode(tensors)
 
 
+def same_table(one: Sequence[TensorSpec], other: Sequence[TensorSpec]) -> bool:
+    """Whether two tables are equal. What it takes is remembered, and needed for a manifest's root anyway."""
+    return one is other or _encoded_table(one) == _encoded_table(other)
+
+
 def shared_table(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     """The same table as the object that a decoded manifest of these tensors has: to compare the two costs nothing."""
     try:

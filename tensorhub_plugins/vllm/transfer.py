@@ -166,7 +166,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         )
         for name, tensor in self.source:
             slab.write(name, tensor.detach())
-        self._store.publish(self._version, slab)
+        self._store.publish(self._version, slab, strict=True)
         self.client.start_weight_update()
         self.client.update_weights({"version": self._version})
         self.client.finish_weight_update(str(self._version))

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.distributed.weight_transfer import ModuleSource
 
-from tensorhub_plugins.core import Client, Server
+from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.transfer import FollowingEngines, TensorHubTrainerEngine, TensorHubTrainerInitInfo
 
 
@@ -54,4 +54,18 @@ def test_a_trainer_without_a_version_or_a_hub_leaves_at_once(hub: Server) -> Non
     engine = trainer(hub, linger_s=600.0)
     engine.send_weights()
     hub.close()
+    engine.shutdown()
+
+
+def test_a_trainer_whose_model_has_changed_is_refused(hub: Server) -> None:
+    engine = trainer(hub, linger_s=0.0)
+    engine.send_weights()
+    engine.source = ModuleSource(torch.nn.Linear(4, 5, bias=False))
+    words = r"1 missing: 'bias'; 1 changed: 'weight' \(expected float32\[4, 4\], given float32\[5, 4\]\)"
+    with pytest.raises(UsageError, match=words):
+        engine.send_weights()
+    engine.source = ModuleSource(torch.nn.Linear(4, 4))  # the control: the version itself is as good as before
+    engine.send_weights(2)
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        assert reader.wait(deadline_s=10.0) == 2
     engine.shutdown()

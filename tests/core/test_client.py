@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -49,12 +50,15 @@ from tensorhub_plugins.core import (
     ShardKey,
     Slab,
     SourceLost,
+    TensorSpec,
     UsageError,
     VersionGone,
+    reads,
     replication,
     spec_of,
     start_server,
     transfer,
+    values,
 )
 from tensorhub_plugins.core import client as client_module
 from tensorhub_plugins.core import hub as hub_module
@@ -390,6 +394,72 @@ def test_versions_only_grow(stage):
     trainer.unpublish(2)
     with pytest.raises(UsageError, match="version 3 of layout checkpoint was published here before"):
         trainer.publish(2, tensors_of(1))
+
+
+CHANGES = {
+    "missing": (lambda t: t.pop("rest"), "1 missing: 'rest'"),
+    "new": (lambda t: t.update({f"new{i}": torch.ones(1) for i in range(7)}), "7 new: 'new0', .*'new4' and 2 more"),
+    "dtype": (lambda t: t.update(mask=t["mask"].int()), r"'mask' \(expected bool\[1000\], given int32\[1000\]\)"),
+    "shape": (
+        lambda t: t.update(empty=torch.empty(7, 0)),
+        r"'empty' \(expected float32\[0, 7\], given float32\[7,",
+    ),
+}
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["copied", "adopted"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_tensors_than_in_the_version_before(stage, caplog, change, copy):
+    client = stage.client("trainer")
+    change, words = CHANGES[change]
+    client.publish(1, tensors_of(1), copy=copy, strict=True)
+    client.publish(2, tensors_of(2), copy=copy)
+    other = tensors_of(3)
+    change(other)
+    before = what_is_there()
+    with pytest.raises(UsageError, match=f"{words}.* Nothing was published.* new run or model name.* strict=False"):
+        client.publish(3, other, copy=copy, strict=True)
+    assert what_is_there() == before and [key.version for key in client.serving()] == [1, 2]
+    assert caplog.text == "" and all(slab.specs == spec_table(tensors_of(1)) for slab in client._pool)
+    client.publish(3, other, "other layout", copy=copy, strict=True)  # the first of it
+
+    client.publish(3, other, copy=copy)
+    assert len(caplog.records) == 1 and re.search(words, caplog.text) and "version 3" in caplog.text
+    client.publish(4, other, copy=copy, strict=True)  # it is what was published before by now
+    assert len(caplog.records) == 1
+
+
+def spec_table(tensors: dict[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
+
+
+def test_a_shard_of_several_may_hold_other_tensors_but_no_others_of_that_name(stage, caplog):
+    tensors = {name: torch.ones(8, 4) for name in ("a", "b", "c")}
+    client = stage.client("trainer", shard=0, shard_count=2)
+    client.publish(1, {name: tensors[name] for name in ("a", "b")}, strict=True)
+    client.publish(2, {name: tensors[name] for name in ("b", "c")}, strict=True)
+    rows = {"b": Part((8, 4), (4, 0))}
+    client.publish(3, {"b": torch.ones(4, 4)}, parts=rows, strict=True)  # half of it went to the other shard
+    with pytest.raises(UsageError, match=r"1 changed: 'b' \(expected float32\[4, 4\] at"):
+        client.publish(4, {"b": torch.ones(4, 4)}, strict=True)
+    client.publish(4, {"b": torch.ones(4, 4), "c": tensors["c"]}, RUNTIME, strict=True)
+    with pytest.raises(UsageError, match="1 missing: 'c'"):  # an engine's own parameters do not move
+        client.publish(5, {"b": torch.ones(4, 4)}, RUNTIME, strict=True)
+    assert caplog.text == ""
+
+
+def test_equal_tables_are_never_compared_tensor_by_tensor(stage, monkeypatch):
+    client = stage.client("trainer")
+    tables = []
+    encode = values._encoded_table
+    monkeypatch.setattr(values, "_encoded_table", lambda specs: tables.append(specs) or encode(specs))
+    monkeypatch.setattr(reads, "_is_like", None)
+    for version in (1, 2, 3):
+        client.publish(version, tensors_of(version), strict=True)  # a slab of its own each
+    assert len({id(specs) for specs in tables}) == 3  # each encoded once, as for its root anyway
+    client.unpublish(1)
+    client.publish(4, tensors_of(4), strict=True)
+    assert len({id(specs) for specs in tables}) == 3
 
 
 def test_a_version_taken_back_may_return_with_the_same_bytes(stage):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, UsageError, spec_of, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, ShardKey, UsageError, spec_of, start_server
 from tensorhub_plugins.core.ownership import Ownership
 from tensorhub_plugins.core.publisher import Publisher
 
@@ -94,13 +94,60 @@ def test_fp32_masters_are_cast_when_asked_to(address):
     rank.close()
 
 
-def test_new_names_and_shapes_are_published_too(address):
-    rank = publisher(address)
-    rank.publish(1, iter(weights(1).items()))
-    grown = weights(2, shapes=((64, 32), (9,), (4, 4)))
-    rank.publish(2, iter(grown.items()))
-    assert_equal(read(address, 2)[0], grown)
-    rank.close()
+OTHER = {
+    "missing": (lambda model: model.pop("layer.2"), r"1 missing: 'layer.2'\. "),
+    "new": (lambda model: model.update(extra=torch.zeros(3)), r"1 new: 'extra'\. "),
+    "shape": (
+        lambda model: model.update({"layer.1": torch.zeros(9)}),
+        r"1 changed: 'layer.1' \(expected float32\[7\], given float32\[9\]\)\. ",
+    ),
+    "dtype": (
+        lambda model: model.update({"layer.1": torch.zeros(7, dtype=torch.int32)}),
+        r"1 changed: 'layer.1' \(expected float32\[7\], given int32\[7\]\)\. ",
+    ),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("is_known", [False, True], ids=["as it comes", "known beforehand"])
+@pytest.mark.parametrize("other", OTHER)
+def test_other_tensors_than_before_are_refused_on_every_rank(address, other, is_known, ranks):
+    change, words = OTHER[other]
+    model = weights(1)
+    trainers = [publisher(address, rank, ranks, model=specs(model) if is_known else ()) for rank in range(ranks)]
+    versions = [1, 2] if is_known else [2]
+    if not is_known:
+        for rank in trainers:
+            rank.publish(1, iter(model.items()))
+    for version in versions:  # what is known beforehand holds for the first version too
+        changed = weights(2)
+        change(changed)
+        for rank in trainers:
+            seen = []
+            with pytest.raises(UsageError, match=words + "Nothing was published.* take a new run or model name"):
+                rank.publish(version, ((seen.append(name) or name, tensor) for name, tensor in changed.items()))
+            assert seen == list(changed)  # each step is a collective: no rank leaves early
+            assert all(key.version < version for key in rank.client.serving())
+        for rank in trainers:  # the control: the version itself is as good as before
+            rank.publish(version, iter(weights(version).items()))
+        assert_equal(read(address, version)[0], weights(version))
+    for rank in trainers:
+        rank.close()
+
+
+def test_another_split_between_the_ranks_is_no_other_model(address):
+    trainers = [publisher(address, rank, 2) for rank in range(2)]
+    shares = []  # of the first rank
+    for version in (1, 2, 3):
+        model = dict(sorted(weights(version).items(), reverse=version == 2))
+        for rank in trainers:
+            rank.publish(version, iter(model.items()))
+        offer = trainers[0].client.find(ShardKey(version, CHECKPOINT, 0, 2))
+        shares.append([spec.name for spec in offer.manifest.tensors])
+        assert_equal(read(address, version)[0], model)
+    assert shares[0] == shares[2] != shares[1]
+    for rank in trainers:
+        rank.close()
 
 
 def test_old_versions_go_and_their_memory_is_used_again(address):
@@ -145,6 +192,15 @@ def test_a_tensor_that_does_not_come_is_an_error_that_names_it(address):
         rank.publish(1, iter(model.items()))
     rank.publish(1, iter((model | {"layer.2": gone}).items()))
     assert_equal(read(address, 1)[0], model | {"layer.2": gone})
+    rank.close()
+
+
+def test_a_model_known_beforehand_may_be_strided(address):
+    model = {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(3)}
+    rank = publisher(address, model=specs(model))
+    for version in (1, 2):
+        rank.publish(version, iter(model.items()))
+        assert_equal(read(address, version)[0], model)
     rank.close()
 
 
