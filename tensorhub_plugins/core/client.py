@@ -36,7 +36,7 @@ from tensorhub_plugins.core.errors import (
 from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.reads import check_cover, difference, with_parts
 from tensorhub_plugins.core.server import check_address
-from tensorhub_plugins.core.slab import Slab, contiguous_spec
+from tensorhub_plugins.core.slab import Slab, check_tensors, contiguous_spec
 from tensorhub_plugins.core.tied import LiveTensors
 from tensorhub_plugins.core.transfer import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
@@ -231,6 +231,7 @@ class Client:
         then nothing was published.
         """
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
+        deadline_s = _in_bounds(deadline_s)
         self._check_open()
         with self._lock:
             newest, last = self._published.get(layout, (0, None))
@@ -555,6 +556,7 @@ class Client:
 
     def _snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Slab:
         """A copy of these tensors in host memory of this client's."""
+        check_tensors(tensors)
         slab = self.allocate(contiguous_spec(name, t.dtype, t.shape) for name, t in tensors.items())
         try:
             for name, tensor in tensors.items():
@@ -743,6 +745,8 @@ class _InPlace(_Targets):
         self, client: Client, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None, *, serve: bool
     ) -> None:
         super().__init__(client, serve=serve)
+        # What cannot be a target is refused before anything moves.
+        self._in_place: LiveTensors = LiveTensors(tensors)
         with client._lock:
             for key, offer in client._offers.items():
                 if offer.slab.kind == "adopted" and _share_memory(offer.slab, tensors):
@@ -750,11 +754,9 @@ class _InPlace(_Targets):
                         "these tensors are published: unpublish that version before they change", version=key.version
                     )
         self._names = tensors.keys()
-        self._parts = dict(parts or {})
-        # What cannot be a target is refused before anything moves.
-        self._in_place: LiveTensors = LiveTensors(tensors)
         self._adopted: Slab | None = self._in_place.adopt()
         self._wanted = with_parts(self._adopted.specs, parts)
+        self._parts = dict(parts or {})
         self._sources: dict[int, tuple[TensorSpec, ...]] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
@@ -835,6 +837,10 @@ def here() -> Location:
 
 def _in_bounds(deadline_s: float) -> float:
     """Seconds that every clock and message can hold: a wait "for ever" lasts a year, one for less than nothing none."""
+    if not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s:  # the latter: not a number
+        raise UsageError(
+            f"deadline_s={deadline_s!r}: pass a number of seconds, float('inf') to wait as long as it takes"
+        )
     return min(max(0.0, deadline_s), messages.SECONDS_MAX)
 
 

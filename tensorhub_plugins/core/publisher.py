@@ -23,7 +23,7 @@ from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.events import enabled, record
 from tensorhub_plugins.core.ownership import Ownership
 from tensorhub_plugins.core.reads import difference
-from tensorhub_plugins.core.slab import Slab, contiguous_spec, spec_of
+from tensorhub_plugins.core.slab import Slab, check_tensor, contiguous_spec, spec_of
 from tensorhub_plugins.core.values import CHECKPOINT, TensorSpec
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class Publisher:
         written: set[str] = set()
         whole: dict[str, TensorSpec] = {}
         for name, tensor in weights:
+            check_tensor(name, tensor)
             tensor = self._cast(tensor.detach())
             spec = whole[name] = contiguous_spec(name, tensor.dtype, tensor.shape)
             mine = name in expected if self._is_fixed else ownership.give(spec.size_bytes) == self.rank

@@ -119,11 +119,14 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) ->
     """The specs with what is said of some of them. Raise UsageError for a part that cannot be."""
     if not parts:
         return tuple(specs)
+    if not isinstance(parts, Mapping):
+        raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     described = []
     left = dict(parts)
     for spec in specs:
         part = left.pop(spec.name, None)
         if part is not None:
+            _check_part(spec, part)
             bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
             alike = len(part.start) == len(spec.shape) == len(part.global_shape)
             if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
@@ -138,6 +141,15 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) ->
     if left:
         raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:NAMES_SHOWN_MAX]}")
     return tuple(described)
+
+
+def _check_part(spec: TensorSpec, part: object) -> None:
+    if not isinstance(part, Part):
+        raise UsageError(f"what is given as the part of tensor {spec.name!r} is a {type(part).__name__}, not a Part")
+    if any(
+        type(numbers) is not tuple or set(map(type, numbers)) - {int} for numbers in (part.global_shape, part.start)
+    ):
+        raise UsageError(f"tensor {spec.name!r} is said to be {part}: pass tuples of int")
 
 
 def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:

@@ -37,7 +37,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, islice, pairwise
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ from tensorhub_plugins.core.values import (
     NO_DIGESTS,
     Manifest,
     TensorSpec,
+    is_text,
     remembered_of_table,
     segment_size_for,
     shared_table,
@@ -415,7 +416,7 @@ class _Adoption:
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> _Adoption:
         """Raise UsageError naming a tensor that cannot be adopted."""
         with cls._lock:
-            candidates = list(cls._kept)
+            candidates = list(cls._kept) if hasattr(tensors, "values") else []
         for kept in candidates:
             if kept._is_of(tensors):
                 return kept
@@ -432,7 +433,7 @@ class _Adoption:
         extents: list[tuple[str, int, int, str]] = []  # device, address, size, name
         devices: set[torch.device] = set()
         start = 0
-        for name in sorted(tensors):
+        for name in check_tensors(tensors):
             tensor = tensors[name]
             spec = spec_of(name, tensor)
             specs.append(spec)
@@ -587,9 +588,31 @@ def spans(specs: Sequence[TensorSpec]) -> list[Span]:
     return merged
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def check_tensors(tensors: object) -> list[str]:
+    """The names, sorted. UsageError unless it is a mapping of text to tensor, which says what is wrong."""
+    if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
+        what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
+        raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
+    mapping = cast("Mapping[str, torch.Tensor]", tensors)
+    for name, tensor in zip(mapping.keys(), mapping.values(), strict=True):
+        check_tensor(name, tensor)
+    return sorted(mapping.keys())
+
+
+def check_tensor(name: object, tensor: object) -> None:
+    """UsageError that says what is wrong with the name, or with what it names."""
+    if type(name) is not str:
+        raise UsageError(f"the name {name!r:.80} of a tensor is a {type(name).__name__}: pass a plain str")
+    if not is_text(name):
+        raise UsageError(
+            f"the name {name!r:.80} of a tensor holds half a surrogate pair, which no message can: rename it"
+        )
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    check_tensor(name, tensor)
     if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
         raise UsageError(
             f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate, pairwise
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeGuard, TypeVar
 
 import msgspec
 import xxhash
@@ -263,6 +263,16 @@ def check_version(version: object) -> int:
 
 def check_name(what: str, name: object) -> str:
     """Return the name of a run, model, replica or layout, or raise UsageError."""
-    if not isinstance(name, str) or not 1 <= len(name) <= NAME_LENGTH_MAX:
+    if not is_text(name) or not 1 <= len(name) <= NAME_LENGTH_MAX:
         raise UsageError(f"{what} must be a text of 1 to {NAME_LENGTH_MAX} characters, not {name!r:.80}")
     return name
+
+
+def is_text(name: object) -> TypeGuard[str]:
+    """Whether a message can hold it as a text: no subclass of str, and no half of a surrogate pair."""
+    if type(name) is not str:
+        return False
+    try:
+        return name.isascii() or bool(name.encode())
+    except UnicodeEncodeError:
+        return False

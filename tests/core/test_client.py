@@ -509,6 +509,53 @@ def test_what_cannot_be_a_target_is_refused_before_anything_moves(stage):
         trainer.replicate(live)
 
 
+class Name(str):
+    __slots__ = ()
+
+
+ONE = torch.ones(2, 2)
+BAD_TENSORS = {
+    "a list": ([ONE], "the tensors are a list: pass a mapping of name to tensor"),
+    "nothing": (None, "the tensors are a NoneType"),
+    "a module": (torch.nn.Linear(2, 2), r"the tensors are a Linear: pass its state_dict\(\)"),
+    "a number as name": ({3: ONE}, "the name 3 of a tensor is a int: pass a plain str"),
+    "names of two kinds": ({3: ONE, "a": ONE}, "the name 3 of a tensor is a int"),
+    "bytes as name": ({b"a": ONE}, "the name b'a' of a tensor is a bytes"),
+    "another str": ({Name("b"): ONE}, "the name 'b' of a tensor is a Name"),
+    "half a surrogate pair": ({"a\ud800": ONE}, r"the name 'a\\ud800' of a tensor holds half a surrogate pair"),
+    "no tensor": ({"a": ONE, "extra": None}, "'extra' is a NoneType, not a tensor: leave it out"),
+    "an array": ({"a": ONE.numpy()}, "'a' is a ndarray, not a tensor"),
+}
+BAD_OPTIONS = {
+    "no deadline": ({"deadline_s": None}, "deadline_s=None: pass a number of seconds"),
+    "a text as deadline": ({"deadline_s": "60"}, "deadline_s='60'"),
+    "not a number": ({"deadline_s": float("nan")}, "deadline_s=nan"),
+    "half a surrogate pair as layout": ({"layout": "\ud800"}, "layout must be a text"),
+    "a list of parts": ({"parts": [1]}, "the parts are a list"),
+    "a number as part": ({"parts": {"a": 1}}, "the part of tensor 'a' is a int, not a Part"),
+    "a part in floats": ({"parts": {"a": Part((4, 2), (0.0, 0))}}, "tensor 'a' is said to be .*: pass tuples of int"),
+    "a part in lists": ({"parts": {"a": Part([4, 2], [0, 0])}}, "tensor 'a' is said to be .*: pass tuples of int"),
+}
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["copied", "adopted"])
+@pytest.mark.parametrize("bad", [*BAD_TENSORS, *BAD_OPTIONS])
+def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy):
+    tensors, words = BAD_TENSORS.get(bad, ({"a": ONE}, ""))
+    options, words = BAD_OPTIONS.get(bad, ({}, words))
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, {"a": ONE}, copy=copy)
+    before = what_is_there()
+    with pytest.raises(UsageError, match=words):
+        trainer.publish(2, tensors, copy=copy, **options)
+    assert trainer.serving() == [ShardKey(1, CHECKPOINT)] and rollout.wait() == 1
+    assert what_is_there() == before or len(trainer._pool) == 1  # which the next version is written into
+    with pytest.raises(UsageError, match=words):
+        rollout.replicate(tensors, 1, **options)
+    trainer.publish(2, {"a": ONE}, copy=copy)  # the control
+    assert rollout.fetch(2).tensors()["a"].tolist() == [[1, 1], [1, 1]]
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -523,6 +570,8 @@ def test_what_cannot_be_a_target_is_refused_before_anything_moves(stage):
         (lambda c: c.fetch(layouts="checkpoint"), "a list of 1 to 8 layouts"),
         (lambda c: c.fetch(layouts=("x", 7)), "layout must be"),
         (lambda c: c.abandon(0, "x"), "positive integer"),
+        (lambda c: c.wait(deadline_s=None), "deadline_s=None: pass a number of seconds"),
+        (lambda c: c.replicate({}, deadline_s=None), "deadline_s=None"),
         (lambda c: c.wait(newer_than=-1), "positive integer"),
         (lambda c: c.retain(-1), "a count of versions from 0 to 1024"),
         (lambda c: c.retain(2000), "a count of versions from 0 to 1024"),

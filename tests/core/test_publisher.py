@@ -195,6 +195,23 @@ def test_a_tensor_that_does_not_come_is_an_error_that_names_it(address):
     rank.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        (3, torch.ones(2), "the name 3 of a tensor is a int"),
+        ("\udc80", torch.ones(2), "half a surrogate pair"),
+        ("a", None, "'a' is a NoneType, not a tensor"),
+    ],
+)
+def test_what_is_no_named_tensor_is_refused(address, name, tensor, words):
+    rank = publisher(address)
+    with pytest.raises(UsageError, match=words):
+        rank.publish(1, iter([("first", torch.ones(2)), (name, tensor)]))
+    assert rank.client.serving() == []
+    rank.publish(1, iter([("first", torch.ones(2))]))
+    rank.close()
+
+
 def test_a_model_known_beforehand_may_be_strided(address):
     model = {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(3)}
     rank = publisher(address, model=specs(model))
