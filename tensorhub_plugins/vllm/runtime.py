@@ -323,7 +323,8 @@ def is_refreshed(name: str) -> bool:
 
 def derived(model: torch.nn.Module) -> list[str]:
     """Of `tensors`, those that are made from other weights, so that they must change when all weights do."""
-    names = [name for name in tensors(model) if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
+    live = tensors(model)
+    names = [name for name in live if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
     # A model of vLLM has this module; a stand-in in a test need not.
     layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     if layerwise is None:
@@ -335,7 +336,7 @@ def derived(model: torch.nn.Module) -> list[str]:
             info = recorded[prefix]
             views = layer._non_persistent_buffers_set - set(info.restore_metadata[1] if info else ())
             names += [f"{prefix}.{view}" if prefix else view for view in views]
-    return [name for name in names if name in tensors(model)]
+    return [name for name in names if name in live]
 
 
 def _meaning(tensor: torch.Tensor) -> tuple[str, str, list[int], list[int]]:
