@@ -6,9 +6,9 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from urllib3.util import Retry
-from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-from tensorhub_plugins.vllm.transfer import FollowingEngines, TensorHubTrainerInitInfo
+from tensorhub_plugins.vllm.transfer import CheckpointSource, FollowingEngines, TensorHubTrainerInitInfo
 
 PROMPTS = ["1 + 1 = ", "2 * 3 = ", "7 - 4 = ", "9 + 5 = "]
 SAMPLES, TOKENS = 8, 8  # for each prompt, from one server
@@ -28,7 +28,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     init = TensorHubTrainerInitInfo(hub=options.hub, model="actor", rank=0)
-    store = WeightTransferTrainerFactory.trainer_init(init, client=FollowingEngines(), source=ModuleSource(model))
+    store = WeightTransferTrainerFactory.trainer_init(init, client=FollowingEngines(), source=CheckpointSource(model))
     with requests.Session() as http:
         http.mount("http://", requests.adapters.HTTPAdapter(max_retries=PATIENCE))
         store.send_weights()  # version 1: what the servers start from

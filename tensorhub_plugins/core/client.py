@@ -1,7 +1,7 @@
 """The blocking client: publish, unpublish, replicate, retain. What an adapter or a training loop needs, nothing else.
 
     with Client("tcp://host:7070", run="r1", model="actor", replica="trainer") as trainer:
-        trainer.publish(1, state_dict)
+        trainer.publish(1, tensors)                 # for vLLM: vllm.checkpoint_tensors(model)
 
     with Client("tcp://host:7070", run="r1", model="actor", replica="rollout-0") as rollout:
         report = rollout.replicate(parameters)      # the newest version, in place, from the best holder

@@ -1,7 +1,8 @@
 """vLLM's side of the store: weights are pulled inside vLLM's worker processes, while the engine generates.
 
 Give an engine `worker_extension_cls="tensorhub_plugins.vllm.TensorHubWorkerExtension"` and drive it with
-`collective_rpc`; `worker` says how. Importing this package loads neither torch nor vLLM.
+`collective_rpc`; `worker` says how. A trainer names what it publishes by `checkpoint_tensors`, which needs no vLLM.
+Importing this package loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors
     from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
-__all__ = ["TensorHubWorkerExtension"]
+__all__ = ["TensorHubWorkerExtension", "checkpoint_tensors"]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:
-        from tensorhub_plugins.vllm import worker
+    if name == "TensorHubWorkerExtension":
+        from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
-        return getattr(worker, name)
+        return TensorHubWorkerExtension
+    if name == "checkpoint_tensors":
+        from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors
+
+        return checkpoint_tensors
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,10 @@ are forgotten with every update, see engine.py.
 The trainer's side publishes what its source gives, and drives the round:
     engine = WeightTransferTrainerFactory.trainer_init(
         TensorHubTrainerInitInfo(hub="tcp://hub:7070", model="actor", rank=0),
-        client=HTTPVLLMWeightSyncClient("http://server:8000"), source=ModuleSource(model))
+        client=HTTPVLLMWeightSyncClient("http://server:8000"), source=CheckpointSource(model))
     engine.send_weights()
+vLLM's own ModuleSource gives a model's parameters as transformers names and fuses them, which vLLM does not load for
+every family (Mixtral, for one).
 For servers that follow by themselves (engine.py), client=FollowingEngines(): nobody is called.
 """
 
@@ -25,23 +27,27 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
     TrainerInitInfo,
     TrainerWeightTransferEngine,
+    WeightSource,
     WeightTransferEngine,
     WeightTransferUpdateInfo,
+    materialize_full_tensor,
 )
 
 from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.slab import contiguous_spec
 from tensorhub_plugins.core.values import LATEST
-from tensorhub_plugins.vllm import runtime
+from tensorhub_plugins.vllm import checkpoint_names, runtime
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.updater import Updater, WorkerConfig
 from tensorhub_plugins.vllm.worker import configure, extend, join, leave
@@ -140,7 +146,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         cls, init_info: TensorHubTrainerInitInfo, *, client: Any, source: Any = None
     ) -> TensorHubTrainerEngine:
         if source is None:
-            raise UsageError("give the trainer's weights: source=ModuleSource(model)")
+            raise UsageError("give the trainer's weights: source=CheckpointSource(model)")
         store = None
         if init_info.is_sender:
             names = {"run": init_info.run, "model": init_info.model}
@@ -191,6 +197,33 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         held = {info.version: info.layouts for info in self._store.versions()}.get(self._version, {})
         me = f"{self._store.replica}/{self._store.shard}"
         return any(worker != me for workers in held.values() for worker in workers)
+
+
+class CheckpointSource(WeightSource):
+    """A transformers model, under the names that its `save_pretrained` writes. Every rank iterates it.
+
+    Tensors that FSDP2 shards are gathered one by one. What else is not whole in this process is a UsageError.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = checkpoint_names.pretrained(model)
+        checkpoint_names.check_whole(model)
+        self._steps = checkpoint_names.steps(self._model)
+
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, dtype, tuple(shape))
+            for step in self._steps
+            for name, (dtype, shape) in step.targets.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        own = self._model.state_dict()
+        for step in self._steps:
+            whole = {name: materialize_full_tensor(own[name]) for name in step.sources}
+            converted = checkpoint_names.convert(self._model, whole)
+            for name in step.targets:
+                yield name, converted[name]
 
 
 class FollowingEngines:
