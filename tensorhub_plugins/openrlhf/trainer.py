@@ -26,6 +26,8 @@ from tensorhub_plugins.core.slab import contiguous_spec
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.generator import SamplesGenerator
+from tensorhub_plugins.vllm import checkpoint_names
+from tensorhub_plugins.vllm.checkpoint_names import Step
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class PolicyModelActor(_Policy):
             advertise_host=ray.util.get_node_ip_address().strip("[]"),
         )
         self._is_sharded = strategy.args.ds.zero_stage == 3
+        self._steps = checkpoint_names.steps(self.actor.model.module, self._shape)
         self._publisher = Publisher(
             client,
             rank=rank,
@@ -73,7 +76,7 @@ class PolicyModelActor(_Policy):
             worker=f"{TRAINER}/{rank}",
             keep=options.keep,
             deadline_s=options.deadline_s,
-            model=[self._spec(name, parameter) for name, parameter in self._parameters()],
+            model=[spec for step in self._steps for spec in _specs(step)],
         )
 
     def tensorhub_publish(self, version: int) -> dict[str, float]:
@@ -81,29 +84,35 @@ class PolicyModelActor(_Policy):
         torch.cuda.empty_cache()
         return self._publisher.publish(version, self._gathered())
 
-    def _parameters(self) -> Iterator[tuple[str, Any]]:
-        """In the same order on every rank."""
-        yield from self.actor.model.module.named_parameters()
-
-    def _spec(self, name: str, parameter: Any) -> TensorSpec:
-        return contiguous_spec(name, parameter.dtype, parameter.ds_shape if self._is_sharded else parameter.shape)
+    def _shape(self, tensor: Any) -> Any:
+        return getattr(tensor, "ds_shape", tensor.shape) if self._is_sharded else tensor.shape
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters. With ZeRO-3 each step is a collective of all ranks."""
-        group: list[tuple[str, Any]] = []
+        """Whole tensors, under the names of a checkpoint. With ZeRO-3 each step is a collective of all ranks."""
+        own = self.actor.model.module.state_dict(keep_vars=True)
+        group: list[Step] = []
         size_bytes = 0
-        for name, parameter in self._parameters():
-            group.append((name, parameter))
-            size_bytes += self._spec(name, parameter).size_bytes
+        for step in self._steps:
+            group.append(step)
+            size_bytes += sum(spec.size_bytes for spec in _specs(step))
             if size_bytes >= GATHER_SIZE_BYTES:
-                yield from self._whole(group)
+                yield from self._whole(group, own)
                 group, size_bytes = [], 0
-        yield from self._whole(group)
+        yield from self._whole(group, own)
 
-    def _whole(self, group: list[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-        with deepspeed.zero.GatheredParameters([p for _, p in group], enabled=self._is_sharded):
-            for name, parameter in group:
-                yield name, parameter.data.detach()
+    def _whole(self, group: list[Step], own: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        sources = [own[name] for step in group for name in step.sources]
+        parameters = [tensor for tensor in sources if isinstance(tensor, torch.nn.Parameter)]
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self._is_sharded):
+            for step in group:
+                tensors = {name: own[name].data.detach() for name in step.sources}
+                converted = checkpoint_names.convert(self.actor.model.module, tensors)
+                for name in step.targets:
+                    yield name, converted[name]
+
+
+def _specs(step: Step) -> list[TensorSpec]:
+    return [contiguous_spec(name, dtype, shape) for name, (dtype, shape) in step.targets.items()]
 
 
 class _Publishes:
