@@ -1,4 +1,7 @@
-"""`tensorhub server` starts a hub, `tensorhub status` shows what one knows, `tensorhub doctor` tries an engine."""
+"""`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine.
+
+`tensorhub pin`, `unpin` and `withdraw` say which version of a model the followers run, see `Client.pin`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,9 @@ import zmq
 
 from tensorhub_plugins.core import messages
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
+from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.server import Server, check_address, new_session
+from tensorhub_plugins.core.values import Location, check_name, check_version
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 ALIVE_CHECK_S = 1.0
@@ -32,11 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
     server.add_argument("--address", default="tcp://0.0.0.0:7070", help="where to listen; port 0 takes a free one")
     server.add_argument("--verbose", action="store_true", help="log every decision")
     status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
-    status.add_argument(
-        "--hub", default=os.environ.get(HUB_ENVIRONMENT), help=f"tcp://host:port (or {HUB_ENVIRONMENT})"
-    )
+    _add_hub(status, deadline_s=5.0)
     status.add_argument("--json", action="store_true", help="for machines")
-    status.add_argument("--deadline", type=float, default=5.0, help="seconds to wait for the hub")
+    for name, words in (
+        ("pin", "all followers go to this version and stay there; newer ones wait"),
+        ("unpin", "all followers go on to the newest version"),
+        ("withdraw", "this version is bad: nobody gets it any more, and who runs it returns to another"),
+    ):
+        directive = commands.add_parser(name, help=words)
+        if name != "unpin":
+            directive.add_argument("version", type=int)
+        _add_hub(directive, deadline_s=10.0)
+        directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
+        directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     doctor = commands.add_parser("doctor", help="try whether this machine, engine and model work with the store")
     checks = doctor.add_subparsers(dest="check", required=True)
     sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
@@ -50,13 +64,23 @@ def main(arguments: list[str] | None = None) -> int:
         if options.command == "server":
             return serve(options.address, verbose=options.verbose)
         if not options.hub:
-            parser.error(f"status needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
+            parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
+        if options.command != "status":
+            version = 0 if options.command == "unpin" else check_version(options.version)
+            print(direct(options.hub, options.run, options.model, options.command, version, options.deadline))
+            return 0
         report = fetch_status(options.hub, deadline_s=options.deadline)
         print(json.dumps(report, indent=2) if options.json else status_text(report))
         return 0
     except TensorHubError as error:
         print(f"tensorhub: {error}", file=sys.stderr)
         return 1
+
+
+def _add_hub(command: argparse.ArgumentParser, *, deadline_s: float) -> None:
+    hub = os.environ.get(HUB_ENVIRONMENT)
+    command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
+    command.add_argument("--deadline", type=float, default=deadline_s, help="seconds to wait for the hub")
 
 
 def serve(address: str, *, verbose: bool = False) -> int:
@@ -119,13 +143,57 @@ def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
         context.term()
 
 
+def direct(address: str, run: str, model: str, command: str, version: int, deadline_s: float) -> str:
+    """Carry out pin, unpin (version 0) or withdraw, and say what is so now. The same as Client's, without torch."""
+    identity = messages.Hello(
+        run=check_name("run", run),
+        model=check_name("model", model),
+        replica=f"operator-{new_session().hex()[:8]}",
+        shard=0,
+        shard_count=1,
+        location=Location(),
+        endpoints={},
+    )
+    kind = messages.Withdraw if command == "withdraw" else messages.Pin
+    link = HubLink(
+        address,
+        identity,
+        connect_deadline_s=deadline_s,
+        on_source_gone=lambda session: None,
+        on_may_drop=lambda effect: None,
+    )
+    try:
+        deadline_s = min(max(0.0, deadline_s), messages.SECONDS_MAX)
+        link.ask(lambda number: kind(number, version, deadline_s), time.monotonic() + deadline_s).result()
+        return directive_text(run, model, link.directive.pin, link.directive.withdrawn)
+    finally:
+        link.close()
+
+
+def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[int]) -> str:
+    """One line for people."""
+    words = f"{run}/{model}: " + (
+        f"version {pin} is pinned" if pin else "no version is pinned, followers run the newest"
+    )
+    return f"{words}; withdrawn: {', '.join(map(str, withdrawn))}" if withdrawn else words
+
+
 def status_text(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
     for model in report["models"]:
         lines.append(f"\n{model['run']}/{model['model']}: newest version {model['newest'] or 'none'}")
+        pin, withdrawn = model.get("pinned"), model.get("withdrawn", [])
+        if pin or withdrawn:
+            lines.append(f"  {directive_text(model['run'], model['model'], pin, withdrawn)}")
+        if pin and not any(version["visible"] for version in model["versions"] if version["version"] == pin):
+            lines.append(f"  nobody holds version {pin}: unpin it, or pin another")
         for version in model["versions"]:
             state = "visible" if version["visible"] else "not visible"
+            if version["version"] in withdrawn:
+                state = "withdrawn"
+            elif version["version"] == pin:
+                state = f"{state}, pinned"
             lines.append(f"  version {version['version']} ({state})")
             lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
         for worker in model["workers"]:

@@ -198,6 +198,7 @@ class Client:
                 connect_deadline_s=connect_deadline_s,
                 on_source_gone=self._source_gone,
                 on_may_drop=self._may_drop,
+                on_directive=self._directed,
             )
         except BaseException:
             self._close_local()
@@ -222,7 +223,7 @@ class Client:
         (copy=False: dense tensors of one device). A Slab is published as it is and belongs to the client from then on.
         parts: those of the tensors that are a part of what the whole replica holds under that name, and where in it.
         Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
-        back, with the same bytes.
+        back, with the same bytes. So is an older one that operators make the fleet return to (`pin`, `withdraw`).
         strict: names, dtypes and shapes must be those of the version published before in this layout, by this client.
         Without it, what differs is said in the log. Of a shard of the checkpoint layout that is one of several, only
         the tensors that are still here are compared: the others may have gone to another shard.
@@ -237,7 +238,7 @@ class Client:
             newest, last = self._published.get(layout, (0, None))
             if key in self._offers:
                 raise UsageError("this version is published here already: unpublish it first", version=version)
-        if version < newest:
+        if version < newest and not self._returns(version, newest):
             raise UsageError(f"version {newest} of layout {layout} was published here before: versions only grow")
         began = time.monotonic()
         if isinstance(tensors, Slab):
@@ -377,6 +378,46 @@ class Client:
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, deadline_s), deadline_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
+
+    def target(
+        self, installed: int = 0, *, refused: Iterable[int] = (), pins: bool = True, deadline_s: float = 60.0
+    ) -> int:
+        """Return the version that this worker is to run, once that is not `installed` (0: none is).
+
+        It is the pinned version; else the newest visible one that is not in `refused` (versions that this worker could
+        not install, the last 64 count). It is older than what is installed only if that was withdrawn, or if it is
+        pinned. A version in `refused` is returned once more when it is pinned again. pins=False: as if nothing were
+        pinned, for who needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
+        installed was withdrawn, or what is pinned is held by nobody, and there is nothing to run instead.
+        """
+        refused = tuple(check_version(number) for number in refused)[-messages.REFUSED_MAX :]
+        if installed:
+            check_version(installed)
+        serial = self._hub.directive.serial
+        reply = self._ask(lambda n: messages.Target(n, installed, deadline_s, refused, serial, pins), deadline_s)
+        assert isinstance(reply, messages.Visible)
+        return reply.version
+
+    def pin(self, version: int, *, deadline_s: float = 10.0) -> None:
+        """Make all followers of this run and model go to this version and stay there, until `unpin`.
+
+        "latest" is the pinned version meanwhile, and its last copy is not given up. UsageError if nobody holds it.
+        """
+        number = check_version(version)
+        self._ask(lambda n: messages.Pin(n, number, deadline_s), deadline_s)
+
+    def unpin(self, *, deadline_s: float = 10.0) -> None:
+        """Let all followers go on to the newest version."""
+        self._ask(lambda n: messages.Pin(n, 0, deadline_s), deadline_s)
+
+    def withdraw(self, version: int, *, deadline_s: float = 10.0) -> None:
+        """This version is bad: nobody is given it any more, who reads it is stopped (VersionGone), and followers that
+        run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
+
+        It stays withdrawn; good weights need another number. UsageError if there never was such a version.
+        """
+        number = check_version(version)
+        self._ask(lambda n: messages.Withdraw(n, number, deadline_s), deadline_s)
 
     def versions(self, *, deadline_s: float = 10.0) -> list[VersionInfo]:
         """What the hub knows, oldest version first."""
@@ -603,6 +644,17 @@ class Client:
     def _ask(self, make: Callable[[int], session.Request], deadline_s: float) -> messages.Reply:
         future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + _in_bounds(deadline_s))
         return future.result()  # the session machine ends every request at its deadline
+
+    def _returns(self, version: int, newest: int) -> bool:
+        """Whether operators make the fleet go back from the newest version that was published here to this one."""
+        directive = self._hub.directive
+        return version == directive.pin or newest in directive.withdrawn
+
+    def _directed(self, directive: messages.Directive) -> None:
+        with self._lock:
+            transfers = list(self._transfers)
+        for transfer in transfers:
+            transfer.withdrawn(directive.withdrawn)
 
     def _source_gone(self, gone: bytes) -> None:
         with self._lock:

@@ -65,7 +65,7 @@ class NotPublished(TensorHubError):
 
 
 class VersionGone(TensorHubError):
-    """The version was visible and is not any more: unpublished, or lost with its last holder."""
+    """The version was visible and is not any more: unpublished, withdrawn, or lost with its last holder."""
 
 
 class UsageError(TensorHubError, ValueError):

@@ -8,13 +8,20 @@ The rules it keeps (numbers as in the design)
     1  A holding that is being unpublished gets no new lease; its unpublish is answered when its last lease has
        ended or at its deadline, when the leases that are left are ended and named in the answer.
     2  A version becomes visible when one replica holds all its shards. "latest" is resolved once per reading
-       replica and never below what the reader has seen.
+       replica and never below what the reader has seen; but an operator's word counts more, see below.
     3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
        not, over any number of steps, read from that reader.
     4  The last copy of a retained version is not given up: its holder is told to keep it, and later when to drop it.
     5  Every pending request has a deadline and ends in a reply.
     6  In the first `GRACE` after its start the hub says nothing that depends on having heard everybody: it confirms no
-       unpublish, declares no version gone and elects no converter.
+       unpublish, declares no version gone, elects no converter and gives no directive.
+
+What operators decide
+    A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
+    retained; newer ones become visible meanwhile and nobody follows them. A *withdrawn* version is not visible any
+    more: nobody is lent it, and who has seen it may go back. Whoever reads it is told to stop, and his lease ends with
+    his word, because until then he reads. Both are in the history's directive (messages.py), which every worker
+    keeps and announces. A follower asks for its `Target`; it only goes back if one of the two says so.
 
 Who converts
     Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
@@ -58,6 +65,7 @@ PENDING_PER_SESSION_MAX = 256
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
 WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
 HOLDINGS_PER_SESSION_MAX = 65536
+VERSIONS_LISTED_MAX = 16  # in one sentence
 
 
 # --- events and effects ---
@@ -186,7 +194,7 @@ class Hub(Books):
         match message:
             case m.Publish(request, holding):
                 self._publish(worker, request, holding)
-            case m.Acquire() | m.Unpublish() | m.Wait():
+            case m.Acquire() | m.Unpublish() | m.Wait() | m.Target() | m.Pin() | m.Withdraw():
                 self._wait(worker, message, now)
             case m.Abandon(request, key):
                 self._end_claim(worker, key)
@@ -214,7 +222,9 @@ class Hub(Books):
         for lease in list(worker.leases.values()):
             if lease.request <= heartbeat.sequence and lease.request not in (*heartbeat.pending, *heartbeat.leases):
                 self._end_lease(lease)
-        self._send(worker.session, m.Alive(tuple(unseen)))
+        history = worker.history
+        knows = heartbeat.directive in (0, history.directive_mark)
+        self._send(worker.session, m.Alive(tuple(unseen), None if knows else history.directive))
         if not self.recovering(now):
             kept = [h for h in worker.holdings.values() if h.kept]
             spare = tuple(h.key for h in kept if not self._is_last_copy(worker.history, h, [h]))
@@ -252,6 +262,7 @@ class Hub(Books):
         worker.seen_version = max(worker.seen_version, hello.seen)
         if hello.retain_newest is not None:
             history.retain_newest = hello.retain_newest
+        self._direct(history, m.merge(history.directive, hello.directive), welcomed=session)
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in hello.pending:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
@@ -277,7 +288,8 @@ class Hub(Books):
         for each in history.replicas[hello.replica].values():  # its group may be complete now
             for pending in each.pending.values():
                 self._look_at(pending)
-        self._send(session, m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.sequence))
+        welcome = m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.sequence, history.directive)
+        self._send(session, welcome)
 
     def _join(self, worker: Worker) -> None:
         session, hello, history = worker.session, worker.hello, worker.history
@@ -318,14 +330,30 @@ class Hub(Books):
         if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
             self._reply(worker, m.Done(request))
             return
-        problem = self._hold(worker, holding, request)
+        problem = self._cannot_be_new(worker, holding) or self._hold(worker, holding, request)
         if problem:
             self._refuse(worker, request, "UsageError", problem)
         else:
             self._end_claim(worker, holding.key)
             self._reply(worker, m.Done(request))
 
-    def _wait(self, worker: Worker, message: m.Acquire | m.Unpublish | m.Wait, now: float) -> None:
+    @staticmethod
+    def _cannot_be_new(worker: Worker, holding: m.Holding) -> str | None:
+        """Who has read a withdrawn version holds it, and says so; but nobody begins to offer one."""
+        number = holding.key.version
+        if number not in worker.history.withdrawn or holding.was_read or holding.key in worker.holdings:
+            return None
+        return (
+            f"version {number} was withdrawn and cannot be published again: publish under a higher number, or under "
+            "another run name when a run starts again"
+        )
+
+    def _wait(
+        self,
+        worker: Worker,
+        message: m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw,
+        now: float,
+    ) -> None:
         self._arrivals += 1
         pending = Pending(worker, message, now + message.deadline_s, self._arrivals)
         worker.pending[message.request] = pending
@@ -372,7 +400,9 @@ class Hub(Books):
         if mine.complete:
             worker.depth.pop(key, None)
         self._reconsider(worker, key)
-        if mine.complete and not version.visible and (mine.was_read or self._replica_is_whole(version, worker, key)):
+        if not mine.complete or version.visible or key.version in history.withdrawn:
+            return None
+        if mine.was_read or self._replica_is_whole(version, worker, key):
             version.visible = True
             history.newest_visible = max(history.newest_visible, key.version)
             self._change(history, ANY, room=False)
@@ -498,6 +528,10 @@ class Hub(Books):
                 reply = self._try_acquire(pending, pending.message, now)
             case m.Wait():
                 reply = self._try_wait(pending, pending.message, now)
+            case m.Target():
+                reply = self._try_target(pending, pending.message, now)
+            case m.Pin() | m.Withdraw():
+                reply = self._try_direct(pending, pending.message, now)
             case _:
                 assert_never(pending.message)
         self._answer(pending, reply)
@@ -528,11 +562,13 @@ class Hub(Books):
 
     def _try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
         history = pending.worker.history
-        number = self._newest(history, max(wait.newer_than + 1, pending.worker.seen_version))
+        number = self._latest(history, max(wait.newer_than + 1, history.floor(pending.worker.seen_version)))
+        if number is not None and number <= wait.newer_than:  # pinned
+            number = None
         if wait.version:
             version = history.versions.get(wait.version)
             number = wait.version if version is not None and version.visible else None
-            if number is None and self._is_gone(history, wait.version, now):
+            if number is None and (wait.version in history.withdrawn or self._is_gone(history, wait.version, now)):
                 return self._gone(wait.request, history, wait.version)
         if number is not None:
             pending.worker.seen_version = max(pending.worker.seen_version, number)
@@ -541,6 +577,94 @@ class Hub(Books):
             what = f"version {wait.version}" if wait.version else f"a version newer than {wait.newer_than}"
             return m.Refused(wait.request, "NotPublished", f"{what} was not published before the deadline")
         return None
+
+    def _try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
+        """What a follower is to run. It goes back to a pinned version, or from a withdrawn one, and never else."""
+        history, installed = pending.worker.history, target.installed
+        pin = history.directive.pin if target.pins else 0
+        if pin:
+            overruled = history.directive.serial > target.serial  # pinned after it was refused
+            number = pin if history.is_visible(pin) and (pin not in target.refused or overruled) else None
+        else:
+            number = self._newest(history, history.floor(installed), target.refused)
+            if number is not None and number < installed and self.recovering(now):
+                number = None  # somebody who has not said Hello yet may hold a newer one
+        if number is not None and number != installed:
+            pending.worker.seen_version = max(pending.worker.seen_version, number)
+            return m.Visible(target.request, number)
+        if pending.deadline > now:
+            return None
+        if pin and not history.is_visible(pin):
+            text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {_listed(history)}"
+            return m.Refused(target.request, "VersionGone", text)
+        if installed in history.withdrawn:
+            text = f"version {installed}, which is installed, was withdrawn, and no other is held: publish another"
+            return m.Refused(target.request, "VersionGone", text)
+        text = f"no other version than {installed or 'none'} was to be run before the deadline"
+        return m.Refused(target.request, "NotPublished", text)
+
+    def _try_direct(self, pending: Pending, message: m.Pin | m.Withdraw, now: float) -> m.Reply | None:
+        """An operator's decision, once it is known what is held and what was decided before."""
+        history, number = pending.worker.history, message.version
+        if self.recovering(now):
+            if pending.deadline > now:
+                return None
+            text = "the hub has just been started and does not know yet what is held: ask again in a few seconds"
+            return m.Refused(message.request, "DeadlineExceeded", text)
+        old = history.directive
+        if isinstance(message, m.Pin):
+            problem = self._cannot_pin(history, number) if number else None
+            # The same pin once more is a new decision: engines that have refused the version try it again.
+            new = m.Directive(old.serial + 1, number, old.withdrawn) if number or old.pin else old
+        else:
+            new = m.merge(old, m.Directive(old.serial, old.pin, (number,)))
+            problem = self._cannot_withdraw(history, number, new)
+            if new != old:
+                new = msgspec.structs.replace(new, serial=old.serial + 1)
+        if problem is None and new.serial > m.SERIAL_MAX:
+            problem = f"{m.SERIAL_MAX} directives were given in {history.run}/{history.model}: use another run name"
+        if problem is not None:
+            self._effects.append(Log(f"{pending.worker.name}: refused: {problem}"))
+            return m.Refused(message.request, "UsageError", problem)
+        self._direct(history, new)
+        return m.Done(message.request)
+
+    @staticmethod
+    def _cannot_pin(history: History, number: int) -> str | None:
+        if number in history.withdrawn:
+            return f"version {number} was withdrawn and cannot be pinned; held: {_listed(history)}"
+        if not history.is_visible(number):
+            return f"version {number} cannot be pinned because nobody holds it; held: {_listed(history)}"
+        return None
+
+    @staticmethod
+    def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | None:
+        if number not in new.withdrawn:
+            return f"version {number} cannot be withdrawn: {m.WITHDRAWN_MAX} newer ones are, and no more are remembered"
+        if number in history.withdrawn or number <= history.newest_visible:
+            return None
+        return f"version {number} cannot be withdrawn because it was never published; held: {_listed(history)}"
+
+    def _direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
+        """From now on this is what operators have decided. welcomed: this worker hears it with its Welcome."""
+        old = history.directive
+        if directive == old:
+            return
+        history.direct(directive)
+        name = f"{history.run}/{history.model}"
+        for number in (number for number in directive.withdrawn if number not in old.withdrawn):
+            self._effects.append(Log(f"{name}: version {number} is withdrawn"))
+            version = history.versions.get(number)
+            if version is not None:
+                version.visible = False
+                version.claims.clear()
+                self._change(history, number, room=True)
+        if directive.pin != old.pin:
+            self._effects.append(Log(f"{name}: pinned version {directive.pin or 'none'}, before {old.pin or 'none'}"))
+        self._change(history, ANY, room=False)
+        for session in history.workers:
+            if session != welcomed:
+                self._send(session, m.Alive((), directive))
 
     def _try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
         worker, history = pending.worker, pending.worker.history
@@ -583,6 +707,8 @@ class Hub(Books):
         number = acquire.version or self._resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
             return number
+        if number in history.withdrawn:
+            return self._gone(acquire.request, history, number)
         version = history.versions.get(number) if number else None
         if version is not None and version.visible:
             for layout in acquire.layouts:
@@ -607,6 +733,8 @@ class Hub(Books):
                     f"({', '.join(acquire.layouts)}) before the deadline; held: {version.held_text()}",
                 )
             what = f"version {number}" if number else f"a version from {acquire.at_least} on"
+            if not number and history.directive.pin:
+                what = f"version {history.directive.pin}, which is pinned,"
             return m.Refused(acquire.request, "NotPublished", f"{what} was not published before the deadline")
         return None
 
@@ -619,10 +747,11 @@ class Hub(Books):
         present = {w.hello.shard for w in history.replicas[replica].values()}
         if len(present) < shard_count:
             return 0  # the one we do not know may have been told already, by a hub that was restarted since
-        at_least = max(acquire.at_least, worker.seen_version)
+        at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         latest = history.latest[replica]
         if latest.version and shard_count > 1 and (shard not in latest.told or pending.version):
-            if latest.version < at_least or not history.is_visible(latest.version):
+            too_old = latest.version < at_least and latest.version != history.directive.pin
+            if too_old or not history.is_visible(latest.version):
                 if self.recovering(now):
                     return 0
                 text = (
@@ -632,7 +761,7 @@ class Hub(Books):
                 latest.version = 0
                 return m.Refused(acquire.request, "VersionGone", text)
         else:
-            newest = self._newest(history, at_least)
+            newest = self._latest(history, at_least)
             if newest is None:
                 return 0
             latest.round, latest.version, latest.told = latest.round + 1, newest, set()
@@ -759,16 +888,24 @@ class Hub(Books):
             h.unpublishing is None and h.worker is not worker for h in version.holders(mine).values()
         )
 
-    def _newest(self, history: History, at_least: int) -> int | None:
-        return max((n for n, v in history.versions.items() if v.visible and n >= at_least), default=None)
+    def _latest(self, history: History, at_least: int) -> int | None:
+        pin = history.directive.pin
+        if pin:
+            return pin if history.is_visible(pin) else None
+        return self._newest(history, at_least)
+
+    def _newest(self, history: History, at_least: int, without: Iterable[int] = ()) -> int | None:
+        visible = (n for n, v in history.versions.items() if v.visible and n >= at_least and n not in without)
+        return max(visible, default=None)
 
     def _is_gone(self, history: History, number: int, now: float) -> bool:
         return not self.recovering(now) and number <= history.newest_visible
 
     def _gone(self, request: int, history: History, number: int) -> m.Refused:
-        visible = sorted(n for n, v in history.versions.items() if v.visible)
-        text = f"version {number} has been unpublished or lost with its last holder; visible now: {visible or 'none'}"
-        return m.Refused(request, "VersionGone", text)
+        why = "has been unpublished or lost with its last holder"
+        if number in history.withdrawn:
+            why = "was withdrawn, and nobody is to use it any more"
+        return m.Refused(request, "VersionGone", f"version {number} {why}; visible now: {_listed(history)}")
 
     # --- sending ---
 
@@ -791,6 +928,15 @@ class Hub(Books):
     def _refuse_session(self, session: bytes, text: str) -> None:
         self._effects.append(Log(f"refused: {text}"))
         self._send(session, m.Refused(0, "UsageError", text))
+
+
+def _listed(history: History) -> str:
+    """The versions that can be had, for people."""
+    visible = history.visible()
+    if not visible:
+        return "none"
+    more = ["..."] if len(visible) > VERSIONS_LISTED_MAX else []
+    return f"[{', '.join([*more, *map(str, reversed(visible[:VERSIONS_LISTED_MAX]))])}]"
 
 
 def _in_order(pending: dict[tuple[bytes, int], Pending]) -> list[Pending]:

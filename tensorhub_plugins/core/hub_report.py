@@ -53,6 +53,8 @@ def report(hub: Books, now: float) -> dict[str, object]:
                 "model": history.model,
                 "newest": history.newest_visible,
                 "retain_newest": history.retain_newest,
+                "pinned": history.directive.pin or None,
+                "withdrawn": list(history.directive.withdrawn),
                 "versions": versions,
                 "workers": workers,
                 "leases": leases,
@@ -82,8 +84,11 @@ def validate(hub: Books) -> None:
         for request, pending in worker.pending.items():
             assert worker.history.waiting[session, request] is pending
     for history in hub.histories.values():
+        assert history.withdrawn == frozenset(history.directive.withdrawn)
+        assert history.directive.pin not in history.withdrawn
         for number, version in history.versions.items():
             assert version.number == number
+            assert not (version.visible and number in history.withdrawn)
             assert not version.visible or version.may_be_lost or version.is_held()
             for (layout, count), by_shard in version.holdings.items():
                 for shard, holders in by_shard.items():

@@ -58,7 +58,7 @@ class Claim:
 @dataclass(eq=False, slots=True)
 class Pending:
     worker: Worker
-    message: m.Acquire | m.Unpublish | m.Wait
+    message: m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw
     deadline: float
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
@@ -149,6 +149,9 @@ class History:
     model: str
     retain_newest: int = 1
     newest_visible: int = 0  # ever
+    directive: m.Directive = m.NO_DIRECTIVE
+    withdrawn: frozenset[int] = frozenset()  # its versions
+    directive_mark: int = field(default_factory=lambda: m.mark_of(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
     latest: dict[str, Latest] = field(default_factory=dict)  # by replica
@@ -167,9 +170,21 @@ class History:
         version = self.versions.get(number)
         return version is not None and version.visible
 
+    def visible(self) -> list[int]:
+        """The newest first."""
+        return sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
+
     def retained(self) -> set[int]:
-        visible = sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
-        return set(visible[: self.retain_newest])
+        visible = self.visible()
+        return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
+
+    def direct(self, directive: m.Directive) -> None:
+        self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
+        self.directive_mark = m.mark_of(directive)
+
+    def floor(self, seen: int) -> int:
+        """The version below which whoever has seen this one does not go: none, if it was withdrawn."""
+        return 0 if seen in self.withdrawn else seen
 
     def version_infos(self) -> tuple[VersionInfo, ...]:
         infos = []

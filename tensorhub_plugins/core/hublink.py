@@ -35,8 +35,8 @@ BYE_LINGER_MS = 200  # for the last word to leave this process; without it the h
 class HubLink:
     """A session with the hub at `address`.
 
-    on_source_gone, on_may_drop: called in the link's thread, must not block. Raise UsageError for a malformed address,
-    HubUnreachable when no hub answers within connect_deadline_s.
+    on_source_gone, on_may_drop, on_directive: called in the link's thread, must not block. Raise UsageError for a
+    malformed address, HubUnreachable when no hub answers within connect_deadline_s.
     """
 
     def __init__(
@@ -47,12 +47,14 @@ class HubLink:
         connect_deadline_s: float,
         on_source_gone: Callable[[bytes], None],
         on_may_drop: Callable[[session.MayDrop], None],
+        on_directive: Callable[[messages.Directive], None] = lambda directive: None,
     ) -> None:
         self.address = check_address(address)
         self.session = new_session()
         self._name = f"{identity.replica}/{identity.shard}"
         self._on_source_gone = on_source_gone
         self._on_may_drop = on_may_drop
+        self._on_directive = on_directive
         self._machine = session.Session(identity, time.monotonic())
         self._lock = threading.RLock()
         self._futures: dict[int, Future[messages.Reply]] = {}
@@ -98,6 +100,11 @@ class HubLink:
     def sequence(self) -> int:
         """The last request number that was used."""
         return self._machine.sequence
+
+    @property
+    def directive(self) -> messages.Directive:
+        """What operators have decided, as far as this worker has heard."""
+        return self._machine.directive
 
     def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
@@ -197,6 +204,8 @@ class HubLink:
                     self._on_source_gone(gone)
                 case session.MayDrop():
                     self._on_may_drop(effect)
+                case session.Directed(directive):
+                    self._on_directive(directive)
                 case session.HubAway(silent_s):
                     log.warning("%s: no word from the hub at %s for %.0f s", self._name, self.address, silent_s)
                 case session.HubBack(restarted):

@@ -23,6 +23,9 @@ from tensorhub_plugins.core.values import Location, ShardKey, VersionInfo
 MAGIC = b"TH"
 PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
+WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
+REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
+SERIAL_MAX = 1 << 32  # of directives: nobody gives so many
 SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
 MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
 
@@ -37,6 +40,8 @@ Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
+Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -84,6 +89,35 @@ class Grant(_Message, frozen=True):
     sequence: Count = 0
 
 
+class Directive(_Message, frozen=True):
+    """What operators have decided about the versions of one history.
+
+    pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. The hub
+    sends it to every worker of the history, and every worker announces it in its Hello, so that it outlives the hub.
+    Each decision takes the next serial.
+    """
+
+    serial: Serial = 0
+    pin: Count = 0
+    withdrawn: Annotated[tuple[Number, ...], msgspec.Meta(max_length=WITHDRAWN_MAX)] = ()
+
+
+NO_DIRECTIVE = Directive()
+
+
+def merge(one: Directive, other: Directive) -> Directive:
+    """What both together say, whatever the order in which they are heard.
+
+    The pin is that of the higher serial. Two hubs may have given the same serial, when the second one had not yet
+    heard of the first one's: then the higher pin counts, for everybody. A withdrawal is never taken back.
+    """
+    if one == other:
+        return one
+    serial, pin = max((one.serial, one.pin), (other.serial, other.pin))
+    withdrawn = tuple(sorted({*one.withdrawn, *other.withdrawn})[-WITHDRAWN_MAX:])
+    return Directive(serial, 0 if pin in withdrawn else pin, withdrawn)
+
+
 # --- client to hub ---
 
 
@@ -112,12 +146,14 @@ class Hello(_Message, frozen=True):
     seen: Count = 0
     resolved: Count = 0
     round: Count = 0
+    directive: Directive = NO_DIRECTIVE
 
 
 class Heartbeat(_Message, frozen=True):
     """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others.
 
     hub: the life of the hub that has welcomed me last. held: `mark` of what I hold; 0: just now it changes.
+    directive: `mark_of` the one that I know; 0: I am older than directives.
     """
 
     hub: Session
@@ -125,6 +161,7 @@ class Heartbeat(_Message, frozen=True):
     pending: Requests = ()
     leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
     held: Count = 0
+    directive: Count = 0
 
 
 class Bye(_Message, frozen=True):
@@ -196,6 +233,38 @@ class Wait(_Message, frozen=True):
     deadline_s: Seconds
 
 
+class Target(_Message, frozen=True):
+    """Tell me which version I am to run, as soon as it is not `installed` (0: none).
+
+    That is the pinned one; else the newest visible one that is not in `refused`, and not older than what is installed
+    unless that was withdrawn. serial: of the directive under which I refused. A pin that is given later overrules
+    that. pins: else as if nothing were pinned.
+    """
+
+    request: Count
+    installed: Count
+    deadline_s: Seconds
+    refused: Annotated[tuple[Number, ...], msgspec.Meta(max_length=REFUSED_MAX)] = ()
+    serial: Serial = 0
+    pins: bool = True
+
+
+class Pin(_Message, frozen=True):
+    """All followers of this history are to run this version; 0: the newest one again."""
+
+    request: Count
+    version: Count
+    deadline_s: Seconds
+
+
+class Withdraw(_Message, frozen=True):
+    """This version is bad: nobody is to read or run it any more."""
+
+    request: Count
+    version: Number
+    deadline_s: Seconds
+
+
 class Retain(_Message, frozen=True):
     request: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
@@ -221,6 +290,9 @@ ClientMessage: TypeAlias = (
     | Release
     | Abandon
     | Wait
+    | Target
+    | Pin
+    | Withdraw
     | Retain
     | AskVersions
     | AskStatus
@@ -234,6 +306,7 @@ class Welcome(_Message, frozen=True):
     heartbeat_s: Seconds
     session_timeout_s: Seconds
     sequence: Count = 0  # of the Hello that it answers
+    directive: Directive = NO_DIRECTIVE
 
 
 class Unknown(_Message, frozen=True):
@@ -241,13 +314,18 @@ class Unknown(_Message, frozen=True):
 
 
 class Alive(_Message, frozen=True):
-    """Answer to a heartbeat. resend: requests I have never seen."""
+    """Answer to a heartbeat. resend: requests I have never seen. directive: when the worker knows another one.
+
+    Comes without a heartbeat when a directive is given. In this message rather than in one of its own, so that a
+    worker that is older than directives does not stumble over it.
+    """
 
     resend: Requests = ()
+    directive: Directive | None = None
 
 
 class Done(_Message, frozen=True):
-    """The request was carried out (Publish, Retain, Abandon)."""
+    """The request was carried out (Publish, Retain, Abandon, Pin, Withdraw)."""
 
     request: Count
 
@@ -315,6 +393,11 @@ HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayDrop | Reply
 def mark(held: Iterable[tuple[ShardKey, bool]]) -> int:
     """A number that two sides compare to see that they mean the same shards, and the same of them complete."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
+
+
+def mark_of(directive: Directive) -> int:
+    """The same for directives."""
+    return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
 
 
 # --- frames ---

@@ -17,7 +17,7 @@ What it holds on to
     A source that failed is avoided while there is another, and excluded once it has sent corrupt bytes too often.
     The version, once resolved, stays. The layout may change while there are alternatives (the peers that had the
     runtime layout died, the trainer still has the checkpoint): then it starts again in that layout.
-    Everything ends by the deadline, in Complete or GiveUp.
+    Everything ends by the deadline, in Complete or GiveUp; and at once when an operator withdraws the version.
 """
 
 from __future__ import annotations
@@ -122,11 +122,17 @@ class SourceGone(msgspec.Struct, frozen=True):
     session: bytes
 
 
+class Withdrawn(msgspec.Struct, frozen=True):
+    """Operators have withdrawn these versions."""
+
+    versions: tuple[int, ...]
+
+
 class Tick(msgspec.Struct, frozen=True):
     pass
 
 
-Event: TypeAlias = Begin | Answer | Opened | Arrived | Waits | ReadEnded | Lost | SourceGone | Tick
+Event: TypeAlias = Begin | Answer | Opened | Arrived | Waits | ReadEnded | Lost | SourceGone | Withdrawn | Tick
 
 # --- effects ---
 
@@ -295,6 +301,7 @@ class Replication:
         self._avoid: dict[bytes, None] = {}
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
+        self._withdrawn: tuple[int, ...] = ()
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -327,6 +334,10 @@ class Replication:
                 for shard, state in self.shards.items():
                     if session in state.sources:
                         self._lost(shard, session, "the hub gave it up", now)
+            case Withdrawn(versions):
+                self._withdrawn = versions
+                if self.version in versions:
+                    self._give_up(self._was_withdrawn())
             case Tick():
                 for shard in self.shards:
                     self._look(shard, now)
@@ -416,6 +427,10 @@ class Replication:
         self.version = reply.version
         if reply.claim is not None:
             self.claimed = reply.claim
+        if self.version in self._withdrawn:  # a moment after it was granted
+            self._effects.append(EndLease(request, None, False))
+            self._give_up(self._was_withdrawn())
+            return
         self._take(request, reply, now, room=1)
         if self._ask_at is None and any(not s.sources and not s.is_done for s in self.shards.values()):
             self._ask_at = now
@@ -623,6 +638,13 @@ class Replication:
         self._drop_all()
         self.finished = True
         self._effects.append(GiveUp(error))
+
+    def _was_withdrawn(self) -> errors.TensorHubError:
+        return errors.VersionGone(
+            "the version was withdrawn while it was read, and nobody is to use it any more",
+            version=self.version,
+            phase="read",
+        )
 
     def _too_late(self) -> errors.TensorHubError:
         version, deadline_s = self.version or None, self.deadline_s

@@ -1,8 +1,8 @@
 """The client's side of the talk with the hub. PURE: events in, effects out, `now` as an argument.
 
 It numbers requests, sends them again when they or their answers were lost, beats the heart, and remembers all that the
-hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert. The truth is
-here, in the workers; the hub only has a copy (rule 6).
+hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert, and what
+operators have decided. The truth is here, in the workers; the hub only has a copy (rule 6).
 
 What a deadline that passes without the hub's answer means
     Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
@@ -25,7 +25,9 @@ HELLO_EVERY_S = 0.5
 HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is away
 ANSWER_MARGIN_S = 2.0  # beyond a request's own deadline, for the hub's answer that it has passed
 
-Request: TypeAlias = m.Publish | m.Unpublish | m.Acquire | m.Abandon | m.Wait | m.Retain | m.AskVersions
+Request: TypeAlias = (
+    m.Publish | m.Unpublish | m.Acquire | m.Abandon | m.Wait | m.Target | m.Pin | m.Withdraw | m.Retain | m.AskVersions
+)
 
 # --- events ---
 
@@ -84,6 +86,12 @@ class MayDrop(msgspec.Struct, frozen=True):
     keys: tuple[ShardKey, ...]
 
 
+class Directed(msgspec.Struct, frozen=True):
+    """Operators have decided something new."""
+
+    directive: m.Directive
+
+
 class HubAway(msgspec.Struct, frozen=True):
     silent_s: float
 
@@ -92,7 +100,7 @@ class HubBack(msgspec.Struct, frozen=True):
     restarted: bool
 
 
-Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | HubAway | HubBack
+Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | Directed | HubAway | HubBack
 
 # --- the machine ---
 
@@ -130,6 +138,7 @@ class Session:
     seen: int = 0  # the newest version the hub has told us of
     resolved: int = 0  # what our replica's "latest" was, in our last round of it
     round: int = 0
+    directive: m.Directive = m.NO_DIRECTIVE
     heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -205,7 +214,7 @@ class Session:
     def _dated(self, request: int, now: float) -> Request:
         """The request with the seconds that are left of its deadline."""
         asked = self.asked[request]
-        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait):
+        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
             left_s = min(m.SECONDS_MAX, max(0.0, asked.deadline - now))
             return msgspec.structs.replace(asked.message, deadline_s=left_s)
         return asked.message
@@ -224,7 +233,8 @@ class Session:
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self._heard_at = now
         match message:
-            case m.Welcome(hub, heartbeat_s, _, sequence):
+            case m.Welcome(hub, heartbeat_s, _, sequence, directive):
+                self._direct(directive)
                 if self._welcomed or sequence < self._hello_first:
                     return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
                 restarted = self.hub is not None and hub != self.hub
@@ -237,14 +247,13 @@ class Session:
                     self._send_asked(request, now)
                 self._retry_kept = True
             case m.Unknown():
-                if self._welcomed:
-                    self._welcomed = False
-                    self._hello_first = self.sequence + 1
-                    self._hello(now)
-            case m.Alive(resend):
+                self._greet_again(now)
+            case m.Alive(resend, directive):
                 if self._away:
                     self._away = False
                     self._effects.append(HubBack(False))
+                if directive is not None and not self._direct(directive):
+                    self._greet_again(now)  # it has not heard all that we have
                 for request in resend:
                     if request in self.asked:
                         self._send_asked(request, now)
@@ -263,6 +272,21 @@ class Session:
                 # what was said before would change what the hub has been told.
                 if self._welcomed or message.request == 0:
                     self._answered(message, now)
+
+    def _greet_again(self, now: float) -> None:
+        """The hub does not know all of us that it should."""
+        if self._welcomed:
+            self._welcomed = False
+            self._hello_first = self.sequence + 1
+            self._hello(now)
+
+    def _direct(self, directive: m.Directive) -> bool:
+        """Whether this is all that operators have decided, as far as we know."""
+        merged = m.merge(self.directive, directive)
+        if merged != self.directive:
+            self.directive = merged
+            self._effects.append(Directed(merged))
+        return merged == directive
 
     def _answered(self, reply: m.Reply, now: float) -> None:
         asked = self.asked.pop(reply.request, None)
@@ -299,7 +323,7 @@ class Session:
                     self.resolved, self.round = reply.version, reply.round
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
-            case m.Wait(), m.Visible(_, version):
+            case m.Wait() | m.Target(), m.Visible(_, version):
                 self.seen = max(self.seen, version)
             case _:
                 pass
@@ -346,7 +370,8 @@ class Session:
             assert self.hub is not None
             changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
             held = 0 if changing else m.mark((key, h.complete) for key, h in self.holdings.items())
-            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, held))
+            directive = m.mark_of(self.directive)
+            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, held, directive))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
@@ -372,6 +397,7 @@ class Session:
                 seen=self.seen,
                 resolved=self.resolved,
                 round=self.round,
+                directive=self.directive,
             )
         )
 

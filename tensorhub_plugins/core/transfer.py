@@ -97,6 +97,10 @@ class Transfer:
         """May be called from any thread."""
         self._events.put((None, replication.SourceGone(session)))
 
+    def withdrawn(self, versions: tuple[int, ...]) -> None:
+        """May be called from any thread."""
+        self._events.put((None, replication.Withdrawn(versions)))
+
     def run(self) -> Outcome:
         """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
         began = time.monotonic()

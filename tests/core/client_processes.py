@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, messages, start_server
 from tensorhub_plugins.core.slab import Slab
 
 SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
@@ -81,6 +81,7 @@ class Worker:
     def __init__(self, address: str, replica: str, **options: Any) -> None:
         Slab.manifest.__defaults__ = (SEGMENT,)
         self.client = Client(address, run=options.pop("run"), model="actor", replica=replica, **options)
+        self.version = 0  # that it runs
 
     def publish(self, version: int, seed: int, hold_from: int | None = None) -> None:
         self.client.publish(version, tensors_of(seed))
@@ -89,6 +90,20 @@ class Worker:
 
     def let_go(self, version: int) -> None:
         let_go(self.client, version)
+
+    def follow(self, deadline_s: float) -> tuple[int, bool]:
+        """Go to the version that this worker is to run: which it is, and whether its bytes are those of that seed."""
+        version = self.client.target(self.version, deadline_s=deadline_s)
+        fetched = self.client.fetch(version, serve=True, deadline_s=deadline_s)
+        self.version = version
+        return version, same_bytes(fetched.tensors(), tensors_of(version))
+
+    def direct(self, what: str, *version: int) -> None:
+        getattr(self.client, what)(*version)
+
+    def forget_directive(self) -> None:
+        """As a worker that never keeps what operators decide."""
+        self.client._hub._machine.directive = messages.NO_DIRECTIVE
 
     def fetch(self, layouts: tuple[str, ...], deadline_s: float) -> str | None:
         """Which layout this worker is to convert to."""

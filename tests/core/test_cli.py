@@ -1,4 +1,4 @@
-"""`tensorhub server` and `tensorhub status`, as commands in processes of their own."""
+"""`tensorhub server`, `status`, `pin`, `unpin` and `withdraw`: the server as a process of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core import hub as hub_module
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
 
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
@@ -92,6 +93,59 @@ def test_status_for_people_and_for_machines(hub_with_versions, capsys, monkeypat
     assert model["workers"][0]["bytes_held"] == 8000 and "memory" in model["workers"][0]["endpoints"]
 
 
+def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_versions, capsys, monkeypatch):
+    address, trainer = hub_with_versions
+    monkeypatch.setattr(hub_module.Hub, "recovering", lambda self, now: False)
+    monkeypatch.setenv("TENSORHUB_HUB", address)
+    history = ["--run", "r", "--model", "actor"]
+
+    def run(*arguments: str) -> str:
+        assert main([*arguments, *history]) == 0
+        return capsys.readouterr().out
+
+    assert run("pin", "1") == "r/actor: version 1 is pinned\n"
+    assert trainer.wait() == 1
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert "r/actor: version 1 is pinned" in text and "version 1 (visible, pinned)" in text
+    words = "version 1 is pinned; withdrawn: 2\n"
+    assert run("withdraw", "2").endswith(words) and run("withdraw", "2").endswith(words)
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    assert "version 2 (withdrawn)" in text and words in text
+    assert run("unpin") == run("unpin") == "r/actor: no version is pinned, followers run the newest; withdrawn: 2\n"
+    assert main(["status", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert (model["pinned"], model["withdrawn"]) == (None, [2])
+    assert [worker["worker"] for worker in model["workers"]] == ["trainer/0"]  # the operators have left
+
+
+def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, capsys, monkeypatch):
+    address, _ = hub_with_versions
+    monkeypatch.setattr(hub_module.Hub, "recovering", lambda self, now: False)
+    for arguments, words in (
+        (["pin", "7", "--run", "r"], "nobody holds it; held: [1, 2]"),
+        (["pin", "1"], "nobody holds it; held: none"),  # of the run "default"
+        (["withdraw", "7", "--run", "r"], "never published"),
+        (["withdraw", "0", "--run", "r"], "positive integer"),
+        (["unpin", "--run", ""], "1 to 256 characters"),
+    ):
+        assert main([*arguments, "--model", "actor", "--hub", address]) == 1
+        captured = capsys.readouterr()
+        assert words in captured.err and not captured.out, captured.err
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
+        assert main(["unpin", "--model", "actor", "--hub", address, "--deadline", "0.2"]) == 1
+    assert "no hub answers" in capsys.readouterr().err
+
+
+def test_a_pinned_version_that_nobody_holds_is_shown(hub_with_versions):
+    address, trainer = hub_with_versions
+    report = fetch_status(address)
+    report["models"][0]["pinned"] = 9
+    assert "nobody holds version 9: unpin it, or pin another" in status_text(report)
+
+
 def test_leases_are_shown_by_name():
     report = {
         "hub": "00" * 16,
@@ -132,7 +186,15 @@ def test_status_of_a_hub_that_is_not_there(capsys):
 
 def test_wrong_use_of_the_command_says_how(capsys, monkeypatch):
     monkeypatch.delenv("TENSORHUB_HUB", raising=False)
-    for arguments, words in ((["status"], "TENSORHUB_HUB"), ([], "usage"), (["fly"], "invalid choice")):
+    for arguments, words in (
+        (["status"], "TENSORHUB_HUB"),
+        (["pin", "3", "--model", "actor"], "TENSORHUB_HUB"),
+        (["pin", "--model", "actor"], "version"),
+        (["unpin"], "--model"),
+        (["withdraw", "three", "--model", "actor"], "invalid int"),
+        ([], "usage"),
+        (["fly"], "invalid choice"),
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2 and words in capsys.readouterr().err

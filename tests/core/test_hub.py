@@ -597,6 +597,284 @@ def test_retain_counts_versions(stage: Stage) -> None:
     assert stage.heard("trainer/0") == ["unpublished", "keep it", "keep it"]
 
 
+# --- what operators decide ---
+
+
+def operators_scene(stage: Stage, *versions: int) -> None:
+    """Versions that the trainer holds, a rollout that has seen the newest, and an operator."""
+    for name in ("trainer/0", "rollout/0", "operator/0"):
+        stage.join(name)
+    stage.say("trainer/0", m.Retain, newest=len(versions))
+    for version in versions:
+        stage.publish("trainer/0", version)
+    stage.tell("rollout/0", m.Release(stage.acquire("rollout/0")))
+    stage.heard("rollout/0")
+
+
+def direct(stage: Stage, kind: type, version: int, by: str = "operator/0") -> list[str]:
+    """What the operator is answered; the directive itself left out."""
+    stage.inbox.clear()
+    stage.say(by, kind, version=version, deadline_s=5.0)
+    return [text for text in stage.heard(by) if text != "Alive"]
+
+
+def directive(stage: Stage) -> m.Directive:
+    return stage.hub.histories["run", "actor"].directive
+
+
+def targets(stage: Stage, installed: int, worker: str = "rollout/0", **more: object) -> list[str]:
+    """What a follower hears at once, or by the end of its patience."""
+    stage.inbox.pop(worker, None)
+    stage.say(worker, m.Target, installed=installed, deadline_s=2.0, **more)
+    stage.wait(3.0)
+    return [text for text in stage.heard(worker) if text != "Alive"]
+
+
+def test_latest_is_the_pinned_version_also_for_who_has_seen_a_newer_one(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.acquire("rollout/0", version=0, at_least=2, deadline_s=0.0)
+    assert stage.heard("rollout/0") == [f"read 2 {CHECKPOINT} 0<-trainer/0"]  # the control
+    assert direct(stage, m.Pin, 1) == []
+    stage.publish("trainer/0", 3)  # visible, and nobody follows it
+    stage.inbox.clear()
+    stage.acquire("rollout/0", version=0, at_least=2, deadline_s=0.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=0.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=1, deadline_s=0.0)
+    stage.say("rollout/0", m.Wait, version=3, newer_than=0, deadline_s=0.0)  # by its number it can be had
+    heard = [f"read 1 {CHECKPOINT} 0<-trainer/0", "visible 1", "refused NotPublished", "visible 3"]
+    assert stage.heard("rollout/0") == heard
+    assert targets(stage, 2) == ["visible 1"] and targets(stage, 1) == ["refused NotPublished"]
+    assert targets(stage, 1, pins=False) == ["visible 3"]
+    assert direct(stage, m.Pin, 0) == []
+    stage.acquire("rollout/0", version=0, deadline_s=0.0)
+    assert stage.heard("rollout/0")[-1] == f"read 3 {CHECKPOINT} 0<-trainer/0"
+    assert targets(stage, 1) == ["visible 3"]
+
+
+def test_a_reading_group_agrees_though_a_pin_comes_in_between(stage: Stage) -> None:
+    for name in ("trainer", "rollout"):
+        stage.join(f"{name}/0", 2)
+        stage.join(f"{name}/1", 2)
+    stage.say("trainer/0", m.Retain, newest=2)
+    for version in (1, 2):
+        for shard in (0, 1):
+            stage.publish(f"trainer/{shard}", version, RUNTIME)
+    stage.acquire("rollout/0", layouts=(RUNTIME,))
+    direct(stage, m.Pin, 1, by="trainer/0")
+    stage.acquire("rollout/1", layouts=(RUNTIME,), at_least=1)
+    assert stage.heard("rollout/1") == ["Alive", f"read 2 {RUNTIME} 1<-trainer/1"]
+    stage.acquire("rollout/1", layouts=(RUNTIME,), at_least=2)  # the next round goes back, in all shards
+    stage.acquire("rollout/0", layouts=(RUNTIME,), at_least=2)
+    assert stage.heard("rollout/1") == [f"read 1 {RUNTIME} 1<-trainer/1"]
+    assert stage.heard("rollout/0")[-1] == f"read 1 {RUNTIME} 0<-trainer/0"
+
+
+def test_only_a_version_that_is_held_can_be_pinned(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.publish("trainer/0", 5, complete=False)
+    for version in (5, 9):
+        assert direct(stage, m.Pin, version) == ["refused UsageError"]
+    assert "version 9 cannot be pinned because nobody holds it; held: [1, 2]" in stage.logged[-1]
+    assert directive(stage) == m.NO_DIRECTIVE
+
+
+def test_the_last_copy_of_a_pinned_version_is_kept(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.say("trainer/0", m.Retain, newest=1)
+    direct(stage, m.Pin, 1)
+    stage.unpublish("trainer/0", 1)
+    assert stage.heard("trainer/0")[-1] == "keep it"
+    direct(stage, m.Pin, 0)
+    stage.tell("trainer/0", m.Heartbeat(stage.hub.session))
+    assert "may drop 1" in stage.heard("trainer/0")  # the control: it was the pin that kept it
+
+
+def test_a_pinned_version_that_is_lost_moves_nobody_and_says_so(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.join("old/0")
+    stage.publish("old/0", 3)
+    direct(stage, m.Pin, 3)
+    stage.tell("old/0", m.Bye())
+    assert targets(stage, 2) == ["refused VersionGone"]
+    assert direct(stage, m.Pin, 0) == [] and targets(stage, 1) == ["visible 2"]
+    operators = report(stage.hub, stage.now)["models"][0]
+    assert (operators["pinned"], operators["withdrawn"]) == (None, [])
+
+
+def test_a_withdrawn_version_cannot_be_had_and_who_runs_it_returns(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.join("waiting/0")
+    stage.acquire("waiting/0", layouts=(RUNTIME,), version=2)
+    assert direct(stage, m.Withdraw, 2) == []
+    assert stage.heard("waiting/0") == ["Alive", "refused VersionGone"]
+    stage.inbox.clear()
+    stage.acquire("rollout/0", version=2)
+    stage.say("rollout/0", m.Wait, version=2, newer_than=0, deadline_s=60.0)
+    stage.acquire("rollout/0", at_least=2)
+    assert stage.heard("rollout/0") == ["refused VersionGone"] * 2 + [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+    assert targets(stage, 2) == ["visible 1"] and targets(stage, 1) == ["refused NotPublished"]
+    assert report(stage.hub, stage.now)["models"][0]["withdrawn"] == [2]
+    stage.publish("trainer/0", 3)
+    assert targets(stage, 2) == ["visible 3"]
+
+
+def test_without_a_word_of_an_operator_no_follower_goes_back(stage: Stage) -> None:
+    """The control of the others: version 2 is lost, which is no reason to leave it."""
+    operators_scene(stage, 1)
+    stage.join("other/0")
+    stage.publish("other/0", 2)
+    stage.tell("other/0", m.Bye())
+    assert targets(stage, 2) == ["refused NotPublished"] and targets(stage, 0) == ["visible 1"]
+
+
+def test_with_nothing_to_return_to_a_follower_stays_and_hears_why(stage: Stage) -> None:
+    operators_scene(stage, 1)
+    direct(stage, m.Withdraw, 1)
+    assert targets(stage, 1) == ["refused VersionGone"]
+    assert targets(stage, 0) == ["refused NotPublished"]
+
+
+def test_a_withdrawn_version_is_not_published_again(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    direct(stage, m.Withdraw, 2)
+    stage.join("twin/0")
+    stage.publish("twin/0", 2)
+    assert stage.heard("twin/0") == ["refused UsageError"] and "publish under a higher number" in stage.logged[-1]
+    stage.publish("twin/0", 2, was_read=True)  # it has just finished reading it: the truth, and no more
+    assert stage.heard("twin/0") == [] and not stage.hub.histories["run", "actor"].versions[2].visible
+    stage.unpublish("trainer/0", 2)
+    stage.unpublish("twin/0", 2)
+    assert stage.heard("twin/0") == ["unpublished"]  # bad versions are not retained
+    stage.publish("trainer/0", 2)
+    assert stage.heard("trainer/0")[-1] == "refused UsageError"
+
+
+def test_the_lease_on_a_withdrawn_version_ends_with_the_readers_word(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    lease = stage.acquire("rollout/0")
+    direct(stage, m.Withdraw, 2)
+    (told,) = [message for message in stage.inbox["rollout/0"] if isinstance(message, m.Alive)]
+    assert told.directive == directive(stage) and told.directive.withdrawn == (2,)
+    stage.unpublish("trainer/0", 2)
+    assert "unpublished" not in stage.heard("trainer/0")  # it still reads
+    stage.tell("rollout/0", m.Release(lease))
+    assert stage.heard("trainer/0") == ["unpublished"]
+
+
+def test_a_pin_ends_with_the_withdrawal_of_its_version(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    direct(stage, m.Pin, 1)
+    direct(stage, m.Withdraw, 1)
+    assert (directive(stage).pin, directive(stage).withdrawn) == (0, (1,))
+    assert direct(stage, m.Pin, 1) == ["refused UsageError"] and "was withdrawn" in stage.logged[-1]
+    assert targets(stage, 1) == ["visible 2"]
+
+
+def test_what_was_never_published_cannot_be_withdrawn(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    assert direct(stage, m.Withdraw, 3) == ["refused UsageError"] and "never published" in stage.logged[-1]
+    stage.unpublish("trainer/0", 1)
+    assert direct(stage, m.Withdraw, 1) == []  # gone already, and it shall not come back
+
+
+def test_the_same_word_twice_changes_nothing_but_a_pin_is_a_new_decision(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    direct(stage, m.Pin, 0)
+    assert directive(stage).serial == 0
+    for kind, version, serial in ((m.Withdraw, 2, 1), (m.Withdraw, 2, 1), (m.Pin, 1, 2), (m.Pin, 1, 3), (m.Pin, 0, 4)):
+        assert direct(stage, kind, version) == []
+        assert directive(stage).serial == serial
+    direct(stage, m.Pin, 0)
+    assert directive(stage) == m.Directive(4, 0, (2,))
+
+
+def test_two_operators_pin_at_once_and_the_last_word_counts_for_everybody(stage: Stage) -> None:
+    operators_scene(stage, 1, 2, 3)
+    stage.join("other/0")
+    stage.say("operator/0", m.Pin, version=1, deadline_s=5.0)
+    stage.say("other/0", m.Pin, version=2, deadline_s=5.0)
+    for name in ("operator/0", "other/0", "rollout/0", "trainer/0"):
+        known = [message.directive for message in stage.inbox[name] if isinstance(message, m.Alive)]
+        assert known[-1] == directive(stage) == m.Directive(2, 2)
+
+
+def test_a_refused_version_is_passed_over_until_it_is_pinned_again(stage: Stage) -> None:
+    operators_scene(stage, 1, 2, 3)
+    assert targets(stage, 1, refused=(3,)) == ["visible 2"] and targets(stage, 1) == ["visible 3"]
+    assert targets(stage, 2, refused=(3,)) == ["refused NotPublished"]
+    direct(stage, m.Withdraw, 2)  # it returns past what it cannot install
+    assert targets(stage, 2, refused=(3,)) == ["visible 1"]
+    serial = directive(stage).serial
+    direct(stage, m.Pin, 3)
+    assert targets(stage, 1, refused=(3,), serial=serial) == ["visible 3"]
+    assert targets(stage, 1, refused=(3,), serial=serial + 1) == ["refused NotPublished"]  # refused under this pin
+    direct(stage, m.Pin, 3)
+    assert targets(stage, 1, refused=(3,), serial=serial + 1) == ["visible 3"]
+
+
+def test_a_restarted_hub_has_the_directive_with_the_first_hello_and_the_highest_serial_counts() -> None:
+    stage = Stage(recovering=True)
+    here = m.Holding(ShardKey(2, CHECKPOINT), b"r" * 16, 100)
+    old = m.Holding(ShardKey(1, CHECKPOINT), b"r" * 16, 100)
+    stage.join("late/0", directive=m.Directive(1, 0, (2,)))  # was away when version 1 was pinned
+    stage.join("a/0", holdings=(here, old), directive=m.Directive(7, 1, ()))
+    assert directive(stage) == m.Directive(7, 1, (2,))  # and what was withdrawn stays so
+    assert "Alive" in stage.heard("late/0")
+    stage.acquire("late/0")
+    assert stage.heard("late/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+    stage.join("b/0", directive=m.Directive(3, 2, ()))
+    assert directive(stage) == m.Directive(7, 1, (2,)) and stage.heard("late/0") == []
+    (welcome,) = stage.inbox["b/0"]
+    assert isinstance(welcome, m.Welcome) and welcome.directive == directive(stage)
+
+
+def test_a_restarted_hub_takes_directives_when_it_has_heard_everybody() -> None:
+    stage = Stage(recovering=True)
+    stage.join("operator/0")
+    stage.join("a/0", holdings=(m.Holding(ShardKey(1, CHECKPOINT), b"r" * 16, 100),))
+    stage.say("operator/0", m.Pin, version=1, deadline_s=60.0)
+    stage.say("operator/0", m.Pin, version=1, deadline_s=0.1)
+    stage.wait(GRACE_S - 0.5)
+    assert stage.heard("operator/0") == ["refused DeadlineExceeded"] and directive(stage).pin == 0
+    stage.join("b/0", directive=m.Directive(5, 0, (3,)))
+    stage.wait(1.0)
+    assert directive(stage) == m.Directive(6, 1, (3,))  # it came after the one that b had
+
+
+def test_a_restarted_hub_sends_nobody_back_before_it_has_heard_everybody() -> None:
+    stage = Stage(recovering=True)
+    stage.join("rollout/0", directive=m.Directive(1, 0, (7,)))
+    stage.join("old/0", holdings=(m.Holding(ShardKey(5, CHECKPOINT), b"r" * 16, 100),))
+    stage.say("rollout/0", m.Target, installed=7, deadline_s=60.0)
+    stage.wait(1.0)
+    assert stage.heard("rollout/0") == []
+    stage.join("newer/0", holdings=(m.Holding(ShardKey(6, CHECKPOINT), b"r" * 16, 100),))
+    stage.wait(GRACE_S)
+    assert stage.heard("rollout/0") == ["visible 6"]
+
+
+def test_a_heartbeat_makes_up_for_a_directive_that_was_lost(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    direct(stage, m.Pin, 1)
+    for mark, told in (
+        (m.mark_of(m.NO_DIRECTIVE), directive(stage)),
+        (m.mark_of(directive(stage)), None),
+        (0, None),  # a worker that is older than directives
+    ):
+        stage.inbox.clear()
+        stage.tell("rollout/0", m.Heartbeat(stage.hub.session, directive=mark))
+        (alive,) = stage.inbox["rollout/0"]
+        assert isinstance(alive, m.Alive) and alive.directive == told
+
+
+def test_no_directive_is_given_that_could_not_be_sent(stage: Stage) -> None:
+    operators_scene(stage, 1, 2)
+    stage.join("one/0", directive=m.Directive(0, 0, tuple(range(3, 3 + m.WITHDRAWN_MAX))))
+    assert direct(stage, m.Withdraw, 1) == ["refused UsageError"] and "no more are remembered" in stage.logged[-1]
+    stage.join("two/0", directive=m.Directive(m.SERIAL_MAX, 0, ()))
+    assert direct(stage, m.Pin, 1) == ["refused UsageError"] and "another run name" in stage.logged[-1]
+
+
 # --- rule 6: a restarted hub ---
 
 

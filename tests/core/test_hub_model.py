@@ -54,6 +54,9 @@ class HubBesideModel(RuleBasedStateMachine):
         self.leases: dict[tuple[str, int], tuple[int, str]] = {}  # reader, request -> version, source
         self.leaving: dict[tuple[str, int], int] = {}  # worker, version -> request of the unpublish, in order
         self.waiting: dict[tuple[str, int], int] = {}  # worker, request of a wait -> newer than
+        self.following: dict[tuple[str, int], tuple[int, int]] = {}  # of a target -> installed, refused
+        self.pin = 0
+        self.withdrawn: set[int] = set()
         for name in NAMES:
             self.join(name)
 
@@ -81,6 +84,7 @@ class HubBesideModel(RuleBasedStateMachine):
         for name, version in list(self.leaving):
             request = self.leaving[name, version]
             retained = version in sorted(self.visible, reverse=True)[: self.retain]
+            retained |= version == self.pin and version in self.visible
             if retained and not self.staying(version):
                 del self.leaving[name, version]
                 self.kept.add((name, version))
@@ -91,11 +95,27 @@ class HubBesideModel(RuleBasedStateMachine):
                 self.expect(name, request, m.Unpublished(request))
         self.visible = {version for version in self.visible if self.staying(version)}
         for (name, request), newer_than in list(self.waiting.items()):
-            version = max((v for v in self.visible if v > newer_than and v >= self.seen[name]), default=0)
-            if version:
+            version = self.latest(name)
+            if version > newer_than:
                 del self.waiting[name, request]
-                self.seen[name] = version
+                self.seen[name] = max(self.seen[name], version)
                 self.expect(name, request, m.Visible(request, version))
+        for (name, request), (installed, refused) in list(self.following.items()):
+            floor = 0 if installed in self.withdrawn else installed
+            version = max((v for v in self.visible - {refused} if v >= floor), default=0)
+            if self.pin:  # every pin is newer than the refusal, whose serial is 0
+                version = self.pin if self.pin in self.visible else 0
+            if version not in (0, installed):
+                del self.following[name, request]
+                self.seen[name] = max(self.seen[name], version)
+                self.expect(name, request, m.Visible(request, version))
+
+    def latest(self, name: str) -> int:
+        """0: there is none."""
+        if self.pin:
+            return self.pin if self.pin in self.visible else 0
+        floor = 0 if self.seen[name] in self.withdrawn else self.seen[name]
+        return max((v for v in self.visible if v >= floor), default=0)
 
     def drop(self, name: str, version: int) -> None:
         self.holders[version].remove(name)
@@ -134,7 +154,7 @@ class HubBesideModel(RuleBasedStateMachine):
         name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
         version = 0 if latest else data.draw(st.integers(1, self.newest_ever + 1))
         self.tell(name, m.Acquire(request, version, 0, (CHECKPOINT,), LONG_S))
-        wanted = version or max((v for v in self.visible if v >= self.seen[name]), default=0)
+        wanted = version or self.latest(name)
         sources = [source for source in self.staying(wanted) if source != name] if wanted in self.visible else []
         answer = self.answers.get((name, request))
         if sources:
@@ -159,7 +179,7 @@ class HubBesideModel(RuleBasedStateMachine):
             publish = self.request()
             self.tell(name, m.Publish(publish, m.Holding(key(version), b"%016d" % version, 1, was_read=True)))
             self.holders[version].append(name)
-            self.visible.add(version)
+            self.visible |= {version} - self.withdrawn
             self.settle()
         del self.leases[name, request]
         self.tell(name, m.Release(request, 0))
@@ -186,6 +206,55 @@ class HubBesideModel(RuleBasedStateMachine):
         self.waiting[name, request] = newer_than
         self.settle()
 
+    @rule(data=st.data(), back=st.integers(0, 2), refused=st.integers(0, 2))
+    def follow(self, data: st.DataObject, back: int, refused: int) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        installed, never = max(0, self.newest_ever - back), max(1, self.newest_ever - refused)
+        self.tell(name, m.Target(request, installed, LONG_S, (never,)))
+        self.following[name, request] = installed, never
+        self.settle()
+
+    @precondition(lambda self: self.newest_ever)
+    @rule(data=st.data(), unpin=st.booleans())
+    def direct_to(self, data: st.DataObject, unpin: bool) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        version = 0 if unpin else data.draw(st.integers(1, self.newest_ever + 1))
+        self.tell(name, m.Pin(request, version, LONG_S))
+        if version and version not in self.visible:
+            self.expect_refusal(name, request)
+        else:
+            self.expect(name, request, m.Done(request))
+            self.pin = version
+            self.settle()
+
+    @precondition(lambda self: self.newest_ever)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        version = data.draw(st.integers(1, self.newest_ever + 1))
+        self.tell(name, m.Withdraw(request, version, LONG_S))
+        if version > self.newest_ever:
+            self.expect_refusal(name, request)
+            return
+        self.expect(name, request, m.Done(request))
+        self.withdrawn.add(version)
+        self.visible.discard(version)
+        self.pin = 0 if self.pin == version else self.pin
+        self.settle()
+
+    @precondition(lambda self: self.withdrawn)
+    @rule(data=st.data())
+    def publish_what_was_withdrawn(self, data: st.DataObject) -> None:
+        version = data.draw(st.sampled_from(sorted(self.withdrawn)))
+        for name in sorted(self.here - set(self.holders.get(version, ()))):
+            request = self.request()
+            self.tell(name, m.Publish(request, m.Holding(key(version), b"%016d" % version, 1)))
+            self.expect_refusal(name, request)
+
+    def expect_refusal(self, name: str, request: int) -> None:
+        answer = self.answers.get((name, request))
+        assert isinstance(answer, m.Refused) and answer.error == "UsageError", answer
+
     @precondition(lambda self: len(self.here) == len(NAMES) and any(self.holders.values()))
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
@@ -195,6 +264,7 @@ class HubBesideModel(RuleBasedStateMachine):
         self.leases = {k: lease for k, lease in self.leases.items() if k[0] != name and lease[1] != name}
         self.leaving = {k: request for k, request in self.leaving.items() if k[0] != name}
         self.waiting = {k: newer for k, newer in self.waiting.items() if k[0] != name}
+        self.following = {k: what for k, what in self.following.items() if k[0] != name}
         for version in self.holders:
             if name in self.holders[version]:
                 self.drop(name, version)
@@ -205,7 +275,7 @@ class HubBesideModel(RuleBasedStateMachine):
         self.now += 1.0
         for name in self.here:
             leases = {request: 1 for reader, request in self.leases if reader == name}
-            pending = [request for worker, request in self.waiting if worker == name]
+            pending = [request for worker, request in (*self.waiting, *self.following) if worker == name]
             pending += [request for (worker, _), request in self.leaving.items() if worker == name]
             held = m.mark((key(v), True) for v, names in self.holders.items() if name in names)
             self.tell(name, m.Heartbeat(self.hub.session, self.number, tuple(sorted(pending)), leases, held))
@@ -218,6 +288,8 @@ class HubBesideModel(RuleBasedStateMachine):
         validate(self.hub)
         history = self.hub.histories.get(("r", "m"))
         versions = history.versions if history else {}
+        directive = history.directive if history else m.NO_DIRECTIVE
+        assert (directive.pin, set(directive.withdrawn)) == (self.pin, self.withdrawn)
         assert {n for n, v in versions.items() if v.visible} == self.visible
         holders = {n: sorted(s.decode()[0] for s in v.holders(key(n))) for n, v in versions.items()}
         assert {n: h for n, h in holders.items() if h} == {n: sorted(h) for n, h in self.holders.items() if h}
@@ -247,12 +319,48 @@ class LendsWhatIsLeaving(Hub):
 
 
 class AnswersWithAnOldVersion(Hub):
-    def _newest(self, history: Any, at_least: int) -> int | None:
+    def _newest(self, history: Any, at_least: int, *without: Any) -> int | None:
         return min((n for n, v in history.versions.items() if v.visible and n >= at_least), default=None)
 
 
+class FollowsTheNewestThoughAnotherIsPinned(Hub):
+    def _latest(self, history: Any, at_least: int) -> int | None:
+        return self._newest(history, at_least)
+
+
+class ShowsWhatIsWithdrawn(Hub):
+    def _direct(self, history: Any, directive: m.Directive, **welcomed: Any) -> None:
+        visible = {n for n, v in history.versions.items() if v.visible}
+        super()._direct(history, directive, **welcomed)
+        for number in visible:
+            history.versions[number].visible = True
+
+
+class LetsFollowersGoBackByThemselves(Hub):
+    def _try_target(self, pending: Any, target: m.Target, now: float) -> m.Reply | None:
+        newest = self._newest(pending.worker.history, 0, target.refused)
+        return None if newest in (None, target.installed) else m.Visible(target.request, newest)
+
+
+class TakesAWithdrawnVersionAgain(Hub):
+    def _cannot_be_new(self, *holding: Any) -> None:
+        return None
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("broken", [ForgetsLeases, DropsLastCopies, LendsWhatIsLeaving, AnswersWithAnOldVersion])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ForgetsLeases,
+        DropsLastCopies,
+        LendsWhatIsLeaving,
+        AnswersWithAnOldVersion,
+        FollowsTheNewestThoughAnotherIsPinned,
+        ShowsWhatIsWithdrawn,
+        LetsFollowersGoBackByThemselves,
+        TakesAWithdrawnVersionAgain,
+    ],
+)
 def test_the_model_notices_a_broken_hub(broken: type[Hub]) -> None:
     machine = type("Broken", (HubBesideModel,), {"hub_class": broken})
     quick = settings(max_examples=200, stateful_step_count=40, deadline=None, phases=[Phase.generate])

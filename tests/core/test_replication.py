@@ -132,6 +132,30 @@ def test_after_the_end_nothing_is_done_and_a_late_grant_is_given_back():
     assert story.then(granted(5, grant(0, B, of))) == [r.EndLease(5, None, False)]
 
 
+# --- an operator withdraws the version ---
+
+
+def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
+    story, one, two = Story(), manifest(2), manifest(1, "2")
+    story.open(1, (A, one), (B, two))
+    story.arrive(0, A, 0)
+    assert story.then(r.Withdrawn((5, 6))) == []  # others
+    effects = story.then(r.Withdrawn((5, 6, 7)))
+    ends = [r.Close(0, A), r.EndLease(1, 0, False), r.Close(1, B), r.EndLease(1, 1, False)]
+    assert effects[:-1] == ends and story.machine.finished
+    error = gives_up(effects)
+    assert isinstance(error, errors.VersionGone) and error.version == 7 and "withdrawn" in error.message
+
+
+def test_a_grant_and_the_withdrawal_of_its_version_cross():
+    story, of = Story(LATEST), manifest(1)
+    story.begin()
+    story.then(r.Withdrawn((7,)))  # which version it is to read it does not know yet
+    effects = story.then(granted(1, grant(0, A, of)))
+    assert effects[0] == r.EndLease(1, None, False)
+    assert isinstance(gives_up(effects), errors.VersionGone)
+
+
 # --- a source is lost ---
 
 

@@ -13,6 +13,7 @@ HUB, OTHER_HUB = b"H" * 16, b"O" * 16
 SOURCE, OTHER_SOURCE = b"a" * 16, b"b" * 16
 KEY, NEXT = ShardKey(1, CHECKPOINT), ShardKey(2, CHECKPOINT)
 RUNTIME_KEY = ShardKey(1, "runtime:f")
+DIRECTIVE = m.Directive(3, 5, (4,))
 IDENTITY = m.Hello("r", "actor", "rollout", 0, 1, Location(host="h"), {"tcp": "x"})
 
 
@@ -192,6 +193,7 @@ def test_a_new_hub_is_told_all_there_is():
     claimed = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
     story.hear(m.Granted(claimed, 1, CHECKPOINT, 1, (grant(0, OTHER_SOURCE),), RUNTIME_KEY))
     story.end_lease(claimed)
+    story.hear(m.Alive((), DIRECTIVE))
     story.now = 20.0
     hello = story.restart_hub()
     assert hello == msgspec.structs.replace(
@@ -205,6 +207,7 @@ def test_a_new_hub_is_told_all_there_is():
         seen=1,
         resolved=1,
         round=4,
+        directive=DIRECTIVE,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
 
@@ -372,3 +375,65 @@ def test_an_unpublish_without_an_answer_keeps_the_copy_and_is_tried_again():
 
 def test_a_source_that_is_gone_is_passed_on():
     assert Story().hear(m.SourceGone(SOURCE)) == [s.SourceGone(SOURCE)]
+
+
+# --- what operators decide ---
+
+
+def test_a_directive_is_told_once_and_kept():
+    story = Story()
+    assert story.hear(m.Alive((), DIRECTIVE)) == [s.Directed(DIRECTIVE)]
+    assert story.hear(m.Alive((), DIRECTIVE)) == []
+    assert story.restart_hub().directive == DIRECTIVE
+    beats = [x for x in story.tick(1.0) if isinstance(x, m.Heartbeat)]
+    assert beats == []  # not welcome yet
+    story = Story()
+    story.hear(m.Alive((), DIRECTIVE))
+    (beat,) = story.tick(1.0)
+    assert isinstance(beat, m.Heartbeat) and beat.directive == m.mark_of(DIRECTIVE)
+
+
+def test_a_directive_comes_with_the_welcome():
+    story = Story(welcome=False)
+    (hello,) = story.tick()
+    welcome = msgspec.structs.replace(story.welcome(hello), directive=DIRECTIVE)
+    assert story.hear(welcome) == [s.Directed(DIRECTIVE)] and story.machine.directive == DIRECTIVE
+
+
+def test_a_hub_that_knows_less_is_told():
+    story = Story()
+    story.hear(m.Alive((), DIRECTIVE))
+    (hello,) = story.hear(m.Alive((), m.Directive(2, 9, ())))
+    assert isinstance(hello, m.Hello) and hello.directive == DIRECTIVE
+    assert story.hear(m.Alive((), m.Directive(2, 9, ()))) == []  # it is on its way
+
+
+def test_directives_merge_alike_whatever_their_order():
+    some: list[m.Directive] = [
+        m.NO_DIRECTIVE,
+        m.Directive(1, 2, ()),
+        m.Directive(2, 0, (2,)),
+        m.Directive(2, 3, (1,)),  # of a hub that had not heard of the one above
+        m.Directive(3, 2, (5,)),
+        m.Directive(0, 0, tuple(range(10, 10 + m.WITHDRAWN_MAX))),
+    ]
+    for one in some[:-1]:
+        for other in some:
+            both = m.merge(one, other)
+            assert both == m.merge(other, one) == m.merge(both, one) == m.merge(both, other)
+            assert both.pin not in both.withdrawn and len(both.withdrawn) <= m.WITHDRAWN_MAX
+            for third in some[:-1]:  # while none is forgotten
+                if other is not some[-1]:
+                    assert m.merge(both, third) == m.merge(one, m.merge(other, third))
+    assert m.merge(some[2], some[3]) == m.Directive(2, 3, (1, 2))
+    assert m.merge(some[3], some[4]) == m.Directive(3, 2, (1, 5))
+    assert m.merge(some[2], some[4]) == m.Directive(3, 0, (2, 5))  # a withdrawn version is not pinned
+
+
+@pytest.mark.parametrize("kind", [m.Pin, m.Withdraw])
+def test_an_operators_request_travels_with_the_seconds_that_are_left(kind):
+    story = Story()
+    number = story.ask(kind, 3, 60.0)
+    story.now = 20.0
+    hello = story.restart_hub()
+    assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), kind(number, 3, 40.0)]

@@ -145,6 +145,8 @@ SESSION, ROOT = b"s" * 16, b"r" * 16
 HOLDING = m.Holding(KEY, ROOT, 100, False, True)
 GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host", "gpu"), ROOT, 100)
 
+DIRECTIVE = m.Directive(2, 5, (3, 4))
+
 FROM_CLIENT: list[m.ClientMessage] = [
     m.Hello(
         "run",
@@ -160,8 +162,9 @@ FROM_CLIENT: list[m.ClientMessage] = [
         retain_newest=2,
         sequence=9,
         pending=(3,),
+        directive=DIRECTIVE,
     ),
-    m.Heartbeat(b"h" * 16, 9, (3,), {4: 1}),
+    m.Heartbeat(b"h" * 16, 9, (3,), {4: 1}, 7, 8),
     m.Bye(),
     m.Publish(1, HOLDING),
     m.Unpublish(2, (KEY,), 1.5),
@@ -170,14 +173,18 @@ FROM_CLIENT: list[m.ClientMessage] = [
     m.Release(3),
     m.Abandon(4, KEY),
     m.Wait(5, 0, 3, 2.0),
+    m.Target(5, 3, 2.0, (4, 5), 7, False),
+    m.Pin(5, 3, 2.0),
+    m.Withdraw(5, 3, 2.0),
     m.Retain(6, 2),
     m.AskVersions(7),
     m.AskStatus(8),
 ]
 FROM_HUB: list[m.HubMessage] = [
-    m.Welcome(SESSION, 1.0, 15.0),
+    m.Welcome(SESSION, 1.0, 15.0, 3, DIRECTIVE),
     m.Unknown(),
     m.Alive((3,)),
+    m.Alive((), DIRECTIVE),
     m.Done(1),
     m.Unpublished(2, ("a/0",), True),
     m.Granted(3, 5, CHECKPOINT, 2, (GRANT,), KEY),
@@ -198,6 +205,40 @@ def test_what_a_client_says_arrives(message):
 @pytest.mark.parametrize("message", FROM_HUB, ids=lambda message: type(message).__name__)
 def test_what_a_hub_says_arrives(message):
     assert m.decode_from_hub(m.encode(message)) == message
+
+
+class OldHello(m._Message, frozen=True, tag="Hello"):
+    """As a worker sends it that is older than directives."""
+
+    run: str
+    model: str
+    replica: str
+    shard: int
+    shard_count: int
+    location: Location
+    endpoints: dict[str, str]
+
+
+class OldWelcome(m._Message, frozen=True, tag="Welcome"):
+    hub: bytes
+    heartbeat_s: float
+    session_timeout_s: float
+    sequence: int = 0
+
+
+class OldAlive(m._Message, frozen=True, tag="Alive"):
+    resend: tuple[int, ...] = ()
+
+
+def test_workers_that_are_older_than_directives_and_the_hub_understand_each_other():
+    hello = m.decode_from_client(m.encode(OldHello("r", "a", "x", 0, 1, Location(), {})))
+    assert hello == m.Hello("r", "a", "x", 0, 1, Location(), {}) and hello.directive == m.NO_DIRECTIVE
+    old = msgspec.msgpack.Decoder(OldWelcome | OldAlive)
+    for said, heard in (
+        (m.Welcome(SESSION, 1.0, 15.0, 3, DIRECTIVE), OldWelcome(SESSION, 1.0, 15.0, 3)),
+        (m.Alive((4,), DIRECTIVE), OldAlive((4,))),
+    ):
+        assert old.decode(m.encode(said)[3:]) == heard
 
 
 def test_nobody_speaks_for_the_other_side():
@@ -230,6 +271,9 @@ HEADER = m.encode(m.Bye())[:3]
         (HEADER + msgspec.msgpack.encode(["Wait", 1, 2, 3, -4.0]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Wait", 1, 2, 3, float("nan")]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Retain", 1, 10**6]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Withdraw", 1, 0, 1.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [1] * (m.REFUSED_MAX + 1)]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [], m.SERIAL_MAX + 1]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "", 0, 1]]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "x" * 257, 0, 1]]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [0, "x", 0, 1]]), "malformed"),
@@ -267,7 +311,9 @@ shards = st.integers(0, 2)
 counts = st.integers(1, 3)
 roots = st.sampled_from([bytes([i]) * 16 for i in range(3)])
 seconds = st.sampled_from([0.0, 0.5, 100.0, 31_536_000.0])
-keys = st.builds(ShardKey, numbers.map(lambda n: max(1, n)), layouts, shards, counts)
+positive = numbers.map(lambda n: max(1, n))
+serials = st.sampled_from([0, 1, 2, m.SERIAL_MAX])
+keys = st.builds(ShardKey, positive, layouts, shards, counts)
 holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), st.booleans())
 held = st.builds(
     m.HeldLease, numbers, numbers, layouts, st.dictionaries(st.integers(-1, 3), sessions, max_size=3), seconds
@@ -277,6 +323,8 @@ held = st.builds(
 def several(strategy):
     return st.lists(strategy, max_size=3).map(tuple)
 
+
+directives = st.builds(m.Directive, serials, numbers, several(positive))
 
 strange_messages = st.one_of(
     st.builds(
@@ -294,8 +342,17 @@ strange_messages = st.one_of(
         st.none() | numbers,
         numbers,
         several(numbers),
+        directive=directives,
     ),
-    st.builds(m.Heartbeat, sessions, numbers, several(numbers), st.dictionaries(numbers, numbers, max_size=3), numbers),
+    st.builds(
+        m.Heartbeat,
+        sessions,
+        numbers,
+        several(numbers),
+        st.dictionaries(numbers, numbers, max_size=3),
+        numbers,
+        numbers,
+    ),
     st.builds(m.Bye),
     st.builds(m.Publish, numbers, holdings),
     st.builds(m.Unpublish, numbers, several(keys), seconds),
@@ -316,6 +373,9 @@ strange_messages = st.one_of(
     st.builds(m.Release, numbers, st.none() | shards, st.booleans()),
     st.builds(m.Abandon, numbers, keys),
     st.builds(m.Wait, numbers, numbers, numbers, seconds),
+    st.builds(m.Target, numbers, numbers, seconds, several(positive), serials, st.booleans()),
+    st.builds(m.Pin, numbers, numbers, seconds),
+    st.builds(m.Withdraw, numbers, positive, seconds),
     st.builds(m.Retain, numbers, st.integers(0, 3)),
     st.builds(m.AskVersions, numbers),
     st.builds(m.AskStatus, numbers),

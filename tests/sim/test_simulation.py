@@ -111,7 +111,7 @@ class ResolvesLatestForEachShard(Hub):
 class GoesBack(Hub):
     asked = 0
 
-    def _newest(self, history: Any, at_least: int) -> int | None:
+    def _newest(self, history: Any, at_least: int, *without: Any) -> int | None:
         self.asked += 1
         visible = sorted(n for n, v in history.versions.items() if v.visible)
         return None if not visible else visible[0] if self.asked % 7 == 0 else visible[-1]
