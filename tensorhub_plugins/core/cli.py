@@ -54,13 +54,24 @@ def main(arguments: list[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="try whether this machine, engine and model work with the store")
     checks = doctor.add_subparsers(dest="check", required=True)
     sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
-    sync.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with *.safetensors")
+    which = sync.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="folder of a Hugging Face model with *.safetensors")
+    which.add_argument("--all-families", action="store_true", help="a tiny random model of every architecture of vLLM")
+    sync.add_argument(
+        "--only", type=lambda names: names.split(","), default=[], metavar="NAME,...", help="of all families, these"
+    )
+    sync.add_argument("--json", type=Path, metavar="FILE", help="write the table of all families there")
     sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
     sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     options = parser.parse_args(arguments)
     try:
         if options.command == "doctor":
-            return check_sync(options.model, options.tp, options.engine)
+            settings = {"tensor_parallel_size": options.tp, **options.engine}
+            if options.all_families:
+                return check_families(options.only, options.json, settings)
+            if options.only or options.json:
+                parser.error("--only and --json go with --all-families")
+            return check_sync(options.model, settings)
         if options.command == "server":
             return serve(options.address, verbose=options.verbose)
         if not options.hub:
@@ -108,15 +119,25 @@ def serve(address: str, *, verbose: bool = False) -> int:
             signal.signal(number, handler)
 
 
-def check_sync(model: Path, tensor_parallel: int, engine: dict[str, Any]) -> int:
-    """See vllm/doctor.py. The only place where the core names an adapter, and only when asked to."""
-    try:
-        doctor = import_module("tensorhub_plugins.vllm.doctor")
-    except ImportError as error:
-        raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
+def check_sync(model: Path, settings: dict[str, Any]) -> int:
+    """See vllm/doctor.py."""
+    doctor = _doctor("doctor")
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
-    return int(doctor.run(model, tensor_parallel=tensor_parallel, options=engine))
+    return int(doctor.run(model, settings))
+
+
+def check_families(only: list[str], report: Path | None, settings: dict[str, Any]) -> int:
+    """See vllm/doctor_table.py."""
+    return int(_doctor("doctor_table").run(only, settings, report=report))
+
+
+def _doctor(module: str) -> Any:
+    """The only place where the core names an adapter, and only when asked to."""
+    try:
+        return import_module(f"tensorhub_plugins.vllm.{module}")
+    except ImportError as error:
+        raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
 
 
 def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:

@@ -2,28 +2,32 @@
 
 For this model, on this machine, with this vLLM. Two engines, and nothing else that runs on them:
     reference   loads the model from disk
-    patient     is made with zeros, and starts from the checkpoint that the doctor publishes
-What must hold
-    started     the patient equals the reference: every digest of every tensor, every greedy answer
-    control     zeroed parameters give other digests and other answers; what did not notice would prove nothing
-    converted   the next version, from the checkpoint, mends them
-    copied      the reference, with everything zeroed, is mended by a raw copy from the patient
-Answers are computed one prompt at a time: vLLM's batches may change the last bit.
+    patient     is made with zeros, and starts from what the doctor publishes
+Beside the model's weights the doctor publishes *noise*: another checkpoint of the same names, dtypes and shapes. What
+an update does not renew is then noise where the weights should be, or weights where noise should be, and cannot be
+right by accident. The patient starts from noise, and in turn
+    noise differs      from the reference: in tensors and in answers; a check that does not notice would prove nothing
+    converted          the weights, published as a checkpoint, make the patient equal the reference
+    converted to noise the noise again, and the patient is as it was when it started from it
+    copied noise       the reference copies from the patient, and equals it: nothing of its own weights is left
+    copied             the weights again: the patient converts them; the reference, zeroed before, copies them
+Equal means `==`, for the digest of everything that hangs on the model (hidden.py) and for every answer, including its
+log-probabilities. What answering alone changes is scratch and left out.
+
+Then versions that no trainer should publish (`malformed`): each must be refused by name with nothing changed, and a
+good version must install afterwards.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import random
+import re
 import shutil
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -31,40 +35,54 @@ from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.server import start_server
 from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
+from tensorhub_plugins.vllm.doctor_engine import CALL_DEADLINE_S, EngineFailed, Process, engine_options, plain_options
+from tensorhub_plugins.vllm.hidden import walk
+from tensorhub_plugins.vllm.updater import digest
+from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension, attached
 
 RUN, MODEL = "doctor", "patient"
-EXTENSION = "tensorhub_plugins.vllm.doctor.Patient"
-PROMPTS, PROMPT_LENGTH_MAX, TOKENS = 4, 24, 16
 NAMES_SHOWN_MAX = 5
-START_DEADLINE_S = 1800.0  # of an engine, which may be large
-CALL_DEADLINE_S = 600.0
+NOISE_FACTOR, NOISE_OFFSET = 1.125, 1 / 64  # small, so that the model goes on computing with sane numbers
+MISSING_MAX = 8  # kinds of tensors that are left out, one at a time
+MALFORMED_SIZE_BYTES_MAX = 1 << 30  # a larger checkpoint is published fewer times
+QUESTIONS_AFTER_REFUSAL = 1
+
+# What may have become of a malformed version that was not refused as it should.
+INSTALLED, HALF_WAY = "it was installed", "half way, and the engine cannot answer any more"
+NAMELESS, BROKEN_FOR_GOOD = "refused without the tensor's name", "the engine installs nothing any more"
+
+Weights = dict[str, torch.Tensor]
 
 
 class Patient(TensorHubWorkerExtension):
-    def tensorhub_zero(self, everything: bool) -> None:
-        """Zero the parameters and what is derived from them; if everything, also buffers, which no checkpoint holds."""
-        model = self.model_runner.get_model()
-        buffers = set() if everything else {buffer.data_ptr() for _, buffer in model.named_buffers()}
-        for tensor in runtime.tensors(model).values():
-            if tensor.data_ptr() not in buffers:
-                tensor.zero_()
+    def tensorhub_everything(self) -> dict[str, str]:
+        """Digest of every tensor and value of every float on the model, by name."""
+        return {name: _told(value) for name, value in walk(self.model_runner.get_model())}
+
+    def tensorhub_zero(self) -> None:
+        """Zero every tensor that a copy from a peer brings."""
+        for tensor in runtime.tensors(self.model_runner.get_model()).values():
+            tensor.zero_()
 
     def tensorhub_update(self, version: int, deadline_s: float) -> dict[str, Any]:
-        from tensorhub_plugins.vllm.worker import attached
-
         updater = attached(self)
         assert updater is not None
         return updater.update(version, deadline_s)
 
 
+def _told(value: torch.Tensor | float) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    return f"{value.dtype} {list(value.shape)} {digest(value.contiguous())}"
+
+
 class Engine(Protocol):
     def rpc(self, method: str, *args: Any) -> list[Any]: ...
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]: ...
+    def answers(self, questions: int | None = None) -> list[Any]: ...
     def close(self) -> None: ...
 
 
-Start = Callable[[Path, dict[str, Any]], Engine]  # a model's folder and more options of vllm.LLM
+Start = Callable[[Path, dict[str, Any]], Engine]  # a model's folder and the loader's options
 
 
 @dataclass(frozen=True)
@@ -73,43 +91,41 @@ class Finding:
 
     what: str
     wrong: str = ""
+    of: Literal["sync", "refusal"] = "sync"
+
+    def __str__(self) -> str:
+        return f"WRONG {self.what}: {self.wrong}" if self.wrong else f"ok    {self.what}"
 
 
 def check_sync(model: Path, start: Start) -> Iterator[Finding]:
-    """Yield findings as they are made; the first that is wrong is the last. UsageError: this model is refused."""
+    """Yield findings as they are made; the first of the sync that is wrong is the last.
+
+    Raises UsageError when this model is refused, EngineFailed when vLLM cannot run it.
+    """
     with ExitStack() as stack:
         hub = stack.enter_context(start_server())
-        trainer = stack.enter_context(Client(hub.address, run=RUN, model=MODEL, replica="doctor"))
+        trainer = _Trainer(stack.enter_context(Client(hub.address, run=RUN, model=MODEL, replica="doctor")))
         joining = {"hub": hub.address, "run": RUN, "model": MODEL, "serve_from": "live"}
         weights = read_checkpoint(model)
-        trainer.publish(1, weights)
 
         reference = start(model, {"disk": "only"})
         stack.callback(reference.close)
         reference.rpc("tensorhub_connect", {**joining, "replica": "reference"})
-        prompts = _prompts(model)
-        healthy = _state(reference, prompts)
+        healthy, scratch = _healthy(reference)
 
+        trainer.publish(noise(weights))
         bare = stack.enter_context(tempfile.TemporaryDirectory())
         patient = start(_without_weights(model, Path(bare)), {**joining, "replica": "patient"})
         stack.callback(patient.close)
-        yield _same("started from the checkpoint", healthy, _state(patient, prompts))
-
-        patient.rpc("tensorhub_zero", False)
-        yield _different("negative control: zeroed parameters are noticed", healthy, _state(patient, prompts))
-        trainer.publish(2, weights)
-        _update(patient, 2)
-        yield _same("converted from the checkpoint", healthy, _state(patient, prompts))
-
-        reference.rpc("tensorhub_zero", True)
-        yield _different("negative control: zeroed tensors are noticed", healthy, _state(reference, prompts))
-        reports = _update(reference, 2)
-        if {source.split("/")[0] for report in reports for source in report["sources"]} != {"patient"}:
-            yield Finding("copied from a peer", f"it was not copied from the peer: {reports}")
-        yield _same("copied from a peer", healthy, _state(reference, prompts))
+        proof = _Proof(trainer, reference, patient, weights, healthy, _state(patient), scratch)
+        for finding in proof.sync():
+            yield finding
+            if finding.wrong:
+                return
+        yield from proof.refusals()
 
 
-def read_checkpoint(model: Path) -> dict[str, torch.Tensor]:
+def read_checkpoint(model: Path) -> Weights:
     """All tensors by their Hugging Face names."""
     from safetensors.torch import load_file
 
@@ -119,6 +135,24 @@ def read_checkpoint(model: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def noise(weights: Weights) -> Weights:
+    """Another checkpoint: no float is what it was, and all have about the size they had, so that nothing overflows.
+
+    The same every time. Integers that are no weights (positions, counters) stay: their values are addresses.
+    """
+    return {name: _noise(tensor) for name, tensor in weights.items()}
+
+
+def _noise(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        # Turned round, so that no two rows are the same again; then moved, for what is the same from both ends.
+        other = tensor.flatten().flip(0).float() * NOISE_FACTOR + NOISE_OFFSET
+        return other.to(tensor.dtype).reshape(tensor.shape)
+    if tensor.dim() > 1:  # quantized weights
+        return tensor.flatten().view(torch.uint8).flip(0).view(tensor.dtype).reshape(tensor.shape)
+    return tensor.clone()
+
+
 def _without_weights(model: Path, folder: Path) -> Path:
     for file in model.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt", ".pth", ".gguf"):
@@ -126,27 +160,102 @@ def _without_weights(model: Path, folder: Path) -> Path:
     return folder
 
 
-def _prompts(model: Path) -> list[list[int]]:
-    import json
+class _Trainer:
+    """Publishes versions 1, 2, 3 and holds the newest only."""
 
-    config = json.loads((model / "config.json").read_text())
-    vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 1000)
-    chance = random.Random(0)
-    lengths = [chance.randint(2, PROMPT_LENGTH_MAX) for _ in range(PROMPTS)]
-    return [[chance.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    def __init__(self, client: Client) -> None:
+        self._client, self.version = client, 0
+
+    def publish(self, weights: Weights) -> int:
+        self._client.publish(self.version + 1, weights)
+        if self.version:
+            self._client.unpublish(self.version)
+        self.version += 1
+        return self.version
+
+
+# --- the proof ---
 
 
 @dataclass(frozen=True)
 class _State:
     layouts: list[str]
-    digests: list[dict[str, str]]  # of every worker
-    answers: list[list[int]]
+    everything: list[dict[str, str]]  # of every worker
+    answers: list[Any]
 
 
-def _state(engine: Engine, prompts: list[list[int]]) -> _State:
-    told = engine.rpc("tensorhub_digests")
-    answers = [engine.generate([prompt], TOKENS)[0] for prompt in prompts]
-    return _State([worker["layout"] for worker in told], [worker["runtime"] for worker in told], answers)
+def _healthy(engine: Engine) -> tuple[_State, frozenset[str]]:
+    """The state to compare with, and the names of what answering alone changes."""
+    before = _state(engine)
+    after = engine.rpc("tensorhub_everything")
+    return before, frozenset(_differing(before.everything, after))
+
+
+def _state(engine: Engine, questions: int | None = None) -> _State:
+    layouts = [worker["layout"] for worker in engine.rpc("tensorhub_poll")]
+    return _State(layouts, engine.rpc("tensorhub_everything"), engine.answers(questions))
+
+
+@dataclass(frozen=True)
+class _Proof:
+    trainer: _Trainer
+    reference: Engine
+    patient: Engine
+    weights: Weights
+    healthy: _State  # of the reference, as loaded from disk
+    noisy: _State  # of the patient, as it started from noise
+    scratch: frozenset[str]
+
+    def sync(self) -> Iterator[Finding]:
+        what = "negative control: started from noise, which is noticed"
+        yield _different(what, self.healthy, self.noisy, self.scratch)
+
+        _update(self.patient, self.trainer.publish(self.weights))
+        yield self._same("converted from the checkpoint", self.healthy, _state(self.patient))
+
+        version = self.trainer.publish(noise(self.weights))
+        _update(self.patient, version)
+        yield self._same("converted to noise, as when it started", self.noisy, _state(self.patient))
+
+        _copy(self.reference, version)
+        yield self._same("copied noise from a peer", self.noisy, _state(self.reference))
+
+        version = self.trainer.publish(self.weights)
+        _update(self.patient, version)
+        peer = self._same("converted again", self.healthy, _state(self.patient))
+        if peer.wrong:
+            yield peer
+            return
+        self.reference.rpc("tensorhub_zero")
+        _copy(self.reference, version)
+        yield self._same("copied from a peer", self.healthy, _state(self.reference))
+
+    def refusals(self) -> Iterator[Finding]:
+        """The malformed versions are made of noise, so that what is installed of them is seen."""
+        refused = 0
+        for fault in malformed(noise(self.weights)):
+            what = f"refuses a version {fault.what} {fault.name}"
+            results = self.patient.rpc("tensorhub_update", self.trainer.publish(fault.weights), CALL_DEADLINE_S)
+            wrong = _not_refused(fault, results)
+            if wrong == INSTALLED and not self._same(what, self.noisy, _state(self.patient)).wrong:
+                wrong = ""  # the model has no use for this tensor
+            elif not wrong:
+                wrong = self._same(what, self.healthy, _state(self.patient, QUESTIONS_AFTER_REFUSAL)).wrong
+            refused += not wrong
+            if wrong:
+                yield Finding(what, wrong, "refusal")
+            if wrong or results[0]["installed"]:
+                try:
+                    _update(self.patient, self.trainer.publish(self.weights))
+                except TensorHubError as error:
+                    yield Finding("a good version afterwards", f"{BROKEN_FOR_GOOD}: {_first_line(error)}", "refusal")
+                    return
+        _update(self.patient, self.trainer.publish(self.weights))
+        finding = self._same("a good version afterwards", self.healthy, _state(self.patient))
+        yield Finding(f"refuses {refused} malformed versions; {finding.what}", finding.wrong, "refusal")
+
+    def _same(self, what: str, before: _State, now: _State) -> Finding:
+        return _same(what, before, now, self.scratch)
 
 
 def _update(engine: Engine, version: int) -> list[dict[str, Any]]:
@@ -157,143 +266,139 @@ def _update(engine: Engine, version: int) -> list[dict[str, Any]]:
     return [result["report"] for result in results]
 
 
-def _same(what: str, healthy: _State, now: _State) -> Finding:
+def _copy(engine: Engine, version: int) -> None:
+    reports = _update(engine, version)
+    if {source.split("/")[0] for report in reports for source in report["sources"]} != {"patient"}:
+        raise TensorHubError(f"it was to be copied from the peer, and was not: {reports}", version=version)
+
+
+def _differing(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> list[str]:
+    return sorted(
+        {
+            name
+            for mine, other in zip(ours, theirs, strict=True)
+            for name in mine.keys() | other.keys()
+            if mine.get(name) != other.get(name)
+        }
+    )
+
+
+def _same(what: str, healthy: _State, now: _State, scratch: frozenset[str]) -> Finding:
     if healthy.layouts != now.layouts:
         return Finding(what, "the engines' layouts differ, so they could not copy from each other")
-    wrong = [
-        name
-        for ours, theirs in zip(healthy.digests, now.digests, strict=True)
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
-    ]
+    wrong = [name for name in _differing(healthy.everything, now.everything) if name not in scratch]
     if wrong:
         return Finding(what, f"{len(wrong)} tensors differ, first {', '.join(wrong[:NAMES_SHOWN_MAX])}")
-    if healthy.answers != now.answers:
+    if healthy.answers[: len(now.answers)] != now.answers:
         return Finding(what, "all tensors are equal, and the answers are not: something that is not synced has changed")
-    count = sum(len(worker) for worker in now.digests)
-    return Finding(f"{what}: {count} tensors and {len(now.answers)} answers are equal")
+    count = sum(len(worker) for worker in now.everything) - len(scratch)
+    return Finding(f"{what}: {count} tensors and floats and {len(now.answers)} answers are equal")
 
 
-def _different(what: str, healthy: _State, now: _State) -> Finding:
-    if healthy.digests == now.digests:
+def _different(what: str, healthy: _State, now: _State, scratch: frozenset[str]) -> Finding:
+    differing = [name for name in _differing(healthy.everything, now.everything) if name not in scratch]
+    if not differing:
         return Finding(what, "the digests are those from before")
-    if healthy.answers == now.answers:
-        return Finding(what, "the answers are those from before: this engine does not compute with these tensors")
-    return Finding(what)
+    if any(mine == other for mine, other in zip(healthy.answers, now.answers, strict=True)):
+        return Finding(what, "an answer is that from before: this engine does not compute with these tensors")
+    return Finding(f"{what}: {len(differing)} tensors differ, and all answers")
 
 
-# --- engines in processes of their own, for the command line ---
+# --- what must be refused ---
 
 
-def run(model: Path, *, tensor_parallel: int = 1, options: Mapping[str, Any] | None = None) -> int:
-    """Print the findings; 0: all is well, 1: the sync is wrong, 2: the model is refused or cannot be run."""
-    settings = {"tensor_parallel_size": tensor_parallel, **(options or {})}
+def _some(names: list[str], count: int) -> list[str]:
+    """So many of them, half of them of experts if there are any, from all places."""
+    experts = [name for name in names if "expert" in name]
+    others = [name for name in names if "expert" not in name]
+    first = experts[:: max(1, -(-len(experts) // max(1, count // 2)))]
+    left = max(1, count - len(first))
+    return (first + others[:: max(1, -(-len(others) // left))])[:count]
+
+
+@dataclass(frozen=True)
+class Malformed:
+    what: str
+    name: str  # of the tensor that is not as it should be
+    weights: Weights
+
+
+def malformed(weights: Weights) -> Iterator[Malformed]:
+    """Checkpoints that no trainer should publish, each with one tensor that is wrong.
+
+    Left out is one tensor of every kind (the same but for numbers), because an engine notices them in different
+    places; the other faults are put into one tensor outside of and, if there are any, one of the experts.
+    """
+    kinds: dict[str, str] = {re.sub(r"\d+", "#", name): name for name in weights}  # the last of every kind
+    small = sum(tensor.nbytes for tensor in weights.values()) < MALFORMED_SIZE_BYTES_MAX
+    for name in _some(list(kinds.values()), MISSING_MAX if small else 1):
+        yield Malformed("without", name, {key: tensor for key, tensor in weights.items() if key != name})
+    matrices = [name for name in kinds.values() if weights[name].dim() == 2]
+    victims = [name for name in matrices if "expert" in name][:1] + [n for n in matrices if "expert" not in n][-1:]
+    surplus = f"{(victims or list(weights))[-1].rpartition('.')[0]}.surplus"
+    yield Malformed("with a surplus", surplus, {**weights, surplus: torch.ones(8)})
+    for name in victims:
+        tensor = weights[name]
+        yield Malformed("with two rows missing in", name, {**weights, name: tensor[:-2].clone()})
+        yield Malformed("with two rows too many in", name, {**weights, name: torch.cat([tensor, tensor[:2]])})
+        yield Malformed("with integers in", name, {**weights, name: torch.ones_like(tensor, dtype=torch.int32)})
+
+
+def _not_refused(fault: Malformed, results: list[dict[str, Any]]) -> str:
+    for result in results:
+        if result["installed"]:
+            return INSTALLED
+        if result["broken"]:
+            return f"{HALF_WAY}: {_first_line(result['error'])}"
+    if not any(fault.name in str(result["error"]) for result in results):
+        return f"{NAMELESS}: {_first_line(results[0]['error'])}"
+    return ""
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+# --- the command line ---
+
+
+def run(model: Path, settings: Mapping[str, Any]) -> int:
+    """Print the findings; 0: all is well, 1: something is wrong, 2: the model is refused or cannot be run.
+
+    settings: more options of vllm.LLM.
+    """
+    status = 0
     try:
-        for finding in check_sync(model, lambda folder, extra: Process(folder, extra, settings)):
-            print(
-                f"{'WRONG' if finding.wrong else 'ok   '} {finding.what}{': ' if finding.wrong else ''}{finding.wrong}"
-            )
-            if finding.wrong:
-                return 1
+        for finding in check_sync(model, starter(settings)):
+            print(finding, flush=True)
+            status = 1 if finding.wrong else status
+    except EngineFailed as error:
+        print(f"FAILED {error}\n{_whose_fault(model, settings)}")
+        return 2
     except TensorHubError as error:
         print(f"REFUSED {error}")
         return 2
-    return 0
+    return status
 
 
-class Process:
-    """A vllm.LLM in a process of its own."""
-
-    def __init__(self, model: Path, extra: dict[str, Any], settings: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(model), extra, settings))
-        self._process.start()
-        theirs.close()
-        self._receive(START_DEADLINE_S)
-
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(self._ask("rpc", method, args))
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return list(self._ask("generate", prompts, tokens))
-
-    def close(self) -> None:
-        self._pipe.close()  # it leaves by itself then
-        self._process.join(timeout=20)
-        self._process.kill()
-        self._process.join()
-
-    def _ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
-        return self._receive(CALL_DEADLINE_S)
-
-    def _receive(self, deadline_s: float) -> Any:
-        try:
-            if not self._pipe.poll(deadline_s):
-                raise TensorHubError("the engine does not answer", deadline_s=deadline_s)
-            succeeded, value = self._pipe.recv()
-        except EOFError:
-            raise TensorHubError("the engine's process has ended; what it printed says why") from None
-        if not succeeded:
-            raise TensorHubError(value)
-        return value
+def starter(settings: Mapping[str, Any], **process: Any) -> Start:
+    return lambda folder, extra: Process(folder, {**engine_options(extra), **settings}, **process)
 
 
-def _serve(pipe: Any, model: str, extra: dict[str, Any], settings: dict[str, Any]) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that errors arrive here, and not only in a log
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-    def start() -> None:
-        from vllm import LLM
-
-        nonlocal engine
-        engine = LLM(model, **{**engine_options(extra), **settings})
-
-    engine: Any = None
-    _reply(pipe, start)
-    while engine is not None:
-        try:
-            command, *args = pipe.recv()
-        except EOFError:
-            return
-        action = {"rpc": _rpc, "generate": _generate}[command]
-        _reply(pipe, lambda action=action, args=args: action(engine, *args))
-
-
-def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
-    """Of vllm.LLM, for an engine that the doctor looks at."""
-    return {
-        "load_format": "tensorhub",
-        "model_loader_extra_config": extra,
-        "worker_extension_cls": EXTENSION,
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "kv_cache_memory_bytes": 256 << 20,
-        "enable_prefix_caching": False,
-        "disable_log_stats": True,
-    }
-
-
-def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
-    return engine.collective_rpc(method, args=args)
-
-
-def _generate(engine: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def _reply(pipe: Any, action: Callable[[], Any]) -> None:
+def runs_without_us(model: Path, settings: Mapping[str, Any], **process: Any) -> str:
+    """Empty if vLLM by itself loads the model from disk and answers; else its error."""
     try:
-        answer = (True, action())
+        engine = Process(model, {**plain_options(), **settings}, **process)
+        try:
+            engine.answers(QUESTIONS_AFTER_REFUSAL)
+        finally:
+            engine.close()
     except TensorHubError as error:
-        answer = (False, str(error))
-    except Exception:
-        answer = (False, traceback.format_exc())
-    pipe.send(answer)
+        return str(error)
+    return ""
+
+
+def _whose_fault(model: Path, settings: Mapping[str, Any]) -> str:
+    if runs_without_us(model, {key: value for key, value in settings.items() if key != "worker_extension_cls"}):
+        return "vLLM by itself cannot run this model here either"
+    return "vLLM by itself runs this model"

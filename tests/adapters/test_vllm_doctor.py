@@ -1,4 +1,4 @@
-"""`tensorhub doctor check-sync` on every kind of model that vLLM's CPU build runs; what it cannot run is named."""
+"""`tensorhub doctor check-sync`: it is content with a sound sync, and notices one that is not."""
 
 from __future__ import annotations
 
@@ -11,32 +11,21 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from vllm_engines import Engine, EngineError, checkpoint, make_model
+import torch
+from vllm_engines import checkpoint, make_model
 
+from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.vllm import doctor
 
 pytestmark = pytest.mark.heavy
 
 
-class Patient:
-    """An engine of the tests', as the doctor wants it."""
-
-    def __init__(self, folder: Path, extra: dict[str, Any], **options: Any) -> None:
-        settings = {**doctor.engine_options(extra), "kv_cache_memory_bytes": 64 << 20, **options}
-        self.engine = Engine(folder, extension=settings.pop("worker_extension_cls"), **settings)
-
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(self.engine.ask("rpc", method, args))
-
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        return self.engine.generate(prompts, tokens)
-
-    def close(self) -> None:
-        self.engine.close()
-
-
 def examine(model: Path, **options: Any) -> list[doctor.Finding]:
-    return list(doctor.check_sync(model, lambda folder, extra: Patient(folder, extra, **options)))
+    return list(doctor.check_sync(model, doctor.starter({"kv_cache_memory_bytes": 64 << 20, **options})))
+
+
+def sync(findings: list[doctor.Finding]) -> list[str]:
+    return [finding.wrong for finding in findings if finding.of == "sync"]
 
 
 KINDS = ("qwen2-tied", "qwen2-untied", "llama", "qwen3", "gemma", "mixtral", "qwen3-moe", "deepseek-mla")
@@ -46,31 +35,71 @@ QUICK = ("qwen2-untied", "mixtral")  # the others are behind `make test-vllm`
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.long) for k in KINDS])
 def test_a_synced_model_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
     findings = examine(make_model(kind, tmp_path, 1))
-    assert [finding.wrong for finding in findings] == [""] * 5, findings
-    assert "tensors and 4 answers are equal" in findings[0].what
+    assert sync(findings) == [""] * 5, findings
+    assert "tensors and floats and 4 answers are equal" in findings[1].what
 
 
 def test_the_doctor_notices_a_sync_that_forgets_a_tensor(tmp_path: Path) -> None:
     """The negative control of the test above."""
     model = make_model("qwen2-untied", tmp_path, 1)
     findings = examine(model, worker_extension_cls="vllm_faults.ForgetfulPatient")
-    assert [bool(finding.wrong) for finding in findings] == [False, False, False, False, True]
-    assert findings[-1].wrong == "1 tensors differ, first model.norm.weight"
+    assert sync(findings) == ["", "", "", "1 tensors differ, first model.norm.weight"]
+    assert findings[-1].of == "sync"  # and nothing else is tried then
 
 
 @pytest.mark.long
 def test_a_quantized_model_runs_on_a_cpu_and_is_refused_there(tmp_path: Path) -> None:
     """The CPU build packs quantized weights where no update would be seen."""
     model = quantized(make_model("llama", tmp_path, 1))
-    with Engine(model, extension=doctor.EXTENSION) as plain:
-        assert len(plain.generate()[0]) > 0
-    with pytest.raises(EngineError, match="on the CPU build of vLLM tensorhub updates unquantized models only"):
+    assert doctor.runs_without_us(model, {}) == ""
+    with pytest.raises(TensorHubError, match="on the CPU build of vLLM tensorhub updates unquantized models only"):
         examine(model)
+
+
+def test_noise_is_another_checkpoint_of_the_same_shape() -> None:
+    weights = {
+        "ones": torch.ones(8, dtype=torch.bfloat16),
+        "zeros": torch.zeros(2, 3),
+        "weight": torch.randn(4, 5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(1.0),
+        "packed": torch.arange(6, dtype=torch.int32).reshape(2, 3),
+        "position_ids": torch.arange(4),
+    }
+    noise = doctor.noise(weights)
+    assert {n: (t.dtype, t.shape) for n, t in noise.items()} == {n: (t.dtype, t.shape) for n, t in weights.items()}
+    assert all((noise[name] != weights[name]).all() for name in ("ones", "zeros", "weight", "scalar"))
+    assert noise["position_ids"].equal(weights["position_ids"]) and not noise["packed"].equal(weights["packed"])
+    assert all(noise[name].equal(again) for name, again in doctor.noise(weights).items())
+
+
+def test_malformed_checkpoints_have_one_fault_each() -> None:
+    names = [f"layers.{layer}.experts.{expert}.w1.weight" for layer in (0, 1) for expert in (0, 1)]
+    weights = {"embed.weight": torch.ones(6, 4), "norm.weight": torch.ones(4), **{n: torch.ones(4, 4) for n in names}}
+    faults = list(doctor.malformed(weights))
+    assert [(fault.what, fault.name) for fault in faults] == [
+        ("without", "layers.1.experts.1.w1.weight"),
+        ("without", "embed.weight"),
+        ("without", "norm.weight"),
+        ("with a surplus", "embed.surplus"),
+        *[
+            (what, name)
+            for name in ("layers.1.experts.1.w1.weight", "embed.weight")
+            for what in ("with two rows missing in", "with two rows too many in", "with integers in")
+        ],
+    ]
+    for fault in faults:
+        differing = {
+            name
+            for name in weights.keys() | fault.weights.keys()
+            if name not in weights
+            or name not in fault.weights
+            or (weights[name].dtype, weights[name].shape) != (fault.weights[name].dtype, fault.weights[name].shape)
+        }
+        assert differing == {fault.name}
 
 
 def quantized(model: Path) -> Path:
     """The same with linear layers of 8-bit integers, as llm-compressor writes them."""
-    import torch
     from safetensors.torch import save_file
 
     tensors = checkpoint(model)

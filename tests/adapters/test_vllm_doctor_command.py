@@ -30,7 +30,7 @@ def test_the_command_line_says_what_it_found(workers: int, tmp_path: Path) -> No
         [*command, "--tp", str(workers)], capture_output=True, text=True, timeout=390, env=environment
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [line[:5] for line in ended.stdout.splitlines() if line[:5] in ("ok   ", "WRONG")] == ["ok   "] * 5
+    assert [line[:5] for line in ended.stdout.splitlines() if line[:5] in ("ok   ", "WRONG")] == ["ok   "] * 6
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

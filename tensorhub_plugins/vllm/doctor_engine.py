@@ -1,0 +1,273 @@
+"""Engines for the doctor, each in a process of its own, and what the doctor asks of them.
+
+The processes are forked from a server that has imported vLLM once, so an engine of a tiny model starts in seconds. One
+that dies or hangs costs its owner an error and nothing else.
+
+Questions are the engine's own: every engine of a model makes the same ones by itself, so that both are asked alike.
+    generating models    prompts of random tokens, and some with an image where the model takes images; the answer is
+                         greedy tokens with their log-probabilities, and those of the prompt
+    pooling models       the same prompts; the answer is a vector, or one per token
+They are asked one at a time: vLLM's batches may change the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tensorhub_plugins.core.errors import TensorHubError
+
+EXTENSION = "tensorhub_plugins.vllm.doctor.Patient"
+PRELOAD = ("vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "tensorhub_plugins.vllm.doctor")
+PROMPTS, PROMPT_LENGTH_MAX, TOKENS = 4, 24, 12
+LOGPROBS, PROMPT_LOGPROBS = 3, 2  # of how many tokens, at every place
+IMAGE_SIZE = 56  # pixels; two patches of 28, which every tower of the families takes
+TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling models, in the words of vLLM
+START_DEADLINE_S = 1800.0  # of an engine, which may be large
+CALL_DEADLINE_S = 600.0
+PATIENCE_S = 1.0  # with a process that is told to end, before it is killed
+PATIENCE_WITH_WORKERS_S = 20.0  # it ends those first
+LOG_LINES_SHOWN = 12
+
+
+class EngineFailed(TensorHubError):
+    """vLLM's own error, or the engine's process is gone or silent: not a refusal of ours."""
+
+
+def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
+    """Of vllm.LLM, for an engine that the doctor looks at."""
+    return {
+        "load_format": "tensorhub",
+        "model_loader_extra_config": extra,
+        "worker_extension_cls": EXTENSION,
+        **plain_options(),
+    }
+
+
+def plain_options() -> dict[str, Any]:
+    """The same for an engine without anything of ours."""
+    return {
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "kv_cache_memory_bytes": 256 << 20,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+
+
+class Apart:
+    """A function in a process of its own that is given a pipe, sends (ok, value) first and after every command."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        args: tuple[Any, ...],
+        *,
+        deadline: float = math.inf,
+        log: Path | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """deadline: of all there is to do, an instant. log: a file for what the process prints."""
+        self._deadline, self._log, self._patience_s = deadline, log, patience_s
+        self._pipe, theirs = _context().Pipe()
+        self._process = _context().Process(target=_begin, args=(theirs, log, function, args))
+        self._process.start()
+        theirs.close()
+        try:
+            self.first = self._receive(START_DEADLINE_S)
+        except TensorHubError:
+            self.close()
+            raise
+
+    def ask(self, *command: Any) -> Any:
+        """Raises what the command raised: a TensorHubError as it was, anything else as EngineFailed."""
+        try:
+            self._pipe.send(command)
+        except OSError:
+            raise EngineFailed(self._last_words()) from None
+        return self._receive(CALL_DEADLINE_S)
+
+    def close(self) -> None:
+        self._pipe.close()  # it leaves by itself then
+        self._process.join(timeout=self._patience_s)
+        self._process.kill()
+        self._process.join()
+
+    def _receive(self, deadline_s: float) -> Any:
+        deadline_s = max(0.0, min(deadline_s, self._deadline - time.monotonic()))
+        try:
+            if not self._pipe.poll(deadline_s):
+                raise EngineFailed(f"no answer from the engine's process within {deadline_s:.0f} s")
+            outcome, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise EngineFailed(self._last_words()) from None
+        if outcome == "refused":
+            raise TensorHubError(value)
+        if outcome == "failed":
+            raise EngineFailed(value)
+        return value
+
+    def _last_words(self) -> str:
+        self._process.join(timeout=5)
+        words = f"the engine's process has ended with {self._process.exitcode}"
+        if self._log is None or not self._log.exists():
+            return f"{words}; what it printed says why"
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([f"{words}; the end of what it printed:", *lines[-LOG_LINES_SHOWN:]])
+
+
+class Process(Apart):
+    """A vllm.LLM."""
+
+    def __init__(
+        self, model: Path, options: dict[str, Any], *, deadline: float = math.inf, log: Path | None = None
+    ) -> None:
+        options = {"skip_tokenizer_init": not any(model.glob("tokenizer*")), **options}
+        workers = options.get("tensor_parallel_size", 1) > 1
+        patience_s = PATIENCE_WITH_WORKERS_S if workers else PATIENCE_S
+        super().__init__(_serve, (str(model), options), deadline=deadline, log=log, patience_s=patience_s)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Of every worker."""
+        return list(self.ask("rpc", method, args))
+
+    def answers(self, questions: int | None = None) -> list[Any]:
+        """To the first so many questions, or all."""
+        return list(self.ask("answers", questions))
+
+
+def call_apart(function: Callable[..., Any], *args: Any, deadline: float, log: Path | None = None) -> Any:
+    """What the function returns, called in a process of its own."""
+    apart = Apart(_call, (function, args), deadline=deadline, log=log)
+    apart.close()
+    return apart.first
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that errors arrive here, and not only in a log
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+# --- in the process ---
+
+
+def _begin(pipe: Any, log: Path | None, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    function(pipe, *args)
+
+
+def _call(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _reply(pipe, lambda: function(*args))
+
+
+def _serve(pipe: Any, model: str, options: dict[str, Any]) -> None:
+    engine: Any = None
+
+    def start() -> None:
+        from vllm import LLM
+
+        nonlocal engine
+        engine = LLM(model, **options)
+
+    _reply(pipe, start)
+    while engine is not None:
+        try:
+            command, *args = pipe.recv()
+        except EOFError:
+            return
+        action = {"rpc": _rpc, "answers": answers}[command]
+        _reply(pipe, lambda action=action, args=args: action(engine, *args))
+
+
+def _reply(pipe: Any, action: Callable[[], Any]) -> None:
+    try:
+        answer = ("done", action())
+    except TensorHubError as error:
+        answer = ("refused", str(error))
+    except Exception:
+        answer = ("failed", traceback.format_exc())
+    pipe.send(answer)
+    sys.stdout.flush()
+
+
+def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
+    return engine.collective_rpc(method, args=args)
+
+
+# --- questions and answers ---
+
+
+def answers(engine: Any, questions: int | None = None) -> list[Any]:
+    """Plain lists of numbers. Raises UsageError when they are not numbers, because NaN equals nothing."""
+    from tensorhub_plugins.core.errors import UsageError
+
+    prompts = _prompts(engine)[:questions]
+    if engine.model_config.runner_type == "pooling":
+        given = [_vectors(engine, prompt) for prompt in prompts]
+    else:
+        given = [_tokens(engine, prompt) for prompt in prompts]
+    if _holds_nan(given):
+        raise UsageError("this model answers with NaN, which cannot be compared: give one whose weights are trained")
+    return given
+
+
+def _tokens(engine: Any, prompt: Any) -> Any:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=LOGPROBS,
+        prompt_logprobs=PROMPT_LOGPROBS,
+    )
+    [output] = engine.generate([prompt], params, use_tqdm=False)
+    completion = output.outputs[0]
+    return [
+        list(completion.token_ids),
+        [_places(place) for place in completion.logprobs or ()],
+        [_places(place) for place in output.prompt_logprobs or ()],
+    ]
+
+
+def _places(place: Any) -> list[tuple[int, float]]:
+    return [(int(token), float(entry.logprob)) for token, entry in sorted((place or {}).items())]
+
+
+def _vectors(engine: Any, prompt: Any) -> Any:
+    known = [task for task in TASKS if task in engine.supported_tasks]
+    task = getattr(engine, "pooling_task", None) or known[0]  # vLLM answers one task of an engine's only
+    [output] = engine.encode([prompt], pooling_task=task, use_tqdm=False)
+    return [task, output.outputs.data.flatten().tolist()]
+
+
+def _holds_nan(given: Any) -> bool:
+    if isinstance(given, (list, tuple)):
+        return any(_holds_nan(item) for item in given)
+    return isinstance(given, float) and math.isnan(given)
+
+
+def _prompts(engine: Any) -> list[Any]:
+    chance = random.Random(0)
+    vocabulary = engine.model_config.get_vocab_size()
+    lengths = [chance.randint(2, PROMPT_LENGTH_MAX) for _ in range(PROMPTS)]
+    words = [[chance.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
+    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in words]
+    return prompts
