@@ -35,7 +35,14 @@ from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.server import start_server
 from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.doctor_engine import CALL_DEADLINE_S, EngineFailed, Process, engine_options, plain_options
+from tensorhub_plugins.vllm.doctor_engine import (
+    CALL_DEADLINE_S,
+    EngineFailed,
+    Process,
+    check_numbers,
+    engine_options,
+    plain_options,
+)
 from tensorhub_plugins.vllm.hidden import walk
 from tensorhub_plugins.vllm.updater import digest
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension, attached
@@ -187,6 +194,7 @@ class _State:
 def _healthy(engine: Engine) -> tuple[_State, frozenset[str]]:
     """The state to compare with, and the names of what answering alone changes."""
     before = _state(engine)
+    check_numbers(before.answers)
     after = engine.rpc("tensorhub_everything")
     return before, frozenset(_differing(before.everything, after))
 
@@ -209,6 +217,7 @@ class _Proof:
     def sync(self) -> Iterator[Finding]:
         what = "negative control: started from noise, which is noticed"
         yield _different(what, self.healthy, self.noisy, self.scratch)
+        check_numbers(self.noisy.answers)
 
         _update(self.patient, self.trainer.publish(self.weights))
         yield self._same("converted from the checkpoint", self.healthy, _state(self.patient))
@@ -390,7 +399,7 @@ def runs_without_us(model: Path, settings: Mapping[str, Any], **process: Any) ->
     try:
         engine = Process(model, {**plain_options(), **settings}, **process)
         try:
-            engine.answers(QUESTIONS_AFTER_REFUSAL)
+            check_numbers(engine.answers())
         finally:
             engine.close()
     except TensorHubError as error:

@@ -29,6 +29,7 @@ EXTENSION = "tensorhub_plugins.vllm.doctor.Patient"
 PRELOAD = ("vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "tensorhub_plugins.vllm.doctor")
 PROMPTS, PROMPT_LENGTH_MAX, TOKENS = 4, 24, 12
 LOGPROBS, PROMPT_LOGPROBS = 3, 2  # of how many tokens, at every place
+NOT_A_NUMBER = "nan"
 IMAGE_SIZE = 56  # pixels; two patches of 28, which every tower of the families takes
 TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling models, in the words of vLLM
 START_DEADLINE_S = 1800.0  # of an engine, which may be large
@@ -214,17 +215,24 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
 
 
 def answers(engine: Any, questions: int | None = None) -> list[Any]:
-    """Plain lists of numbers. Raises UsageError when they are not numbers, because NaN equals nothing."""
-    from tensorhub_plugins.core.errors import UsageError
+    """Plain lists of numbers; NOT_A_NUMBER where one is none, because NaN equals nothing."""
+    ask = _vectors if engine.model_config.runner_type == "pooling" else _tokens
+    return [_plain(ask(engine, prompt)) for prompt in _prompts(engine)[:questions]]
 
-    prompts = _prompts(engine)[:questions]
-    if engine.model_config.runner_type == "pooling":
-        given = [_vectors(engine, prompt) for prompt in prompts]
-    else:
-        given = [_tokens(engine, prompt) for prompt in prompts]
-    if _holds_nan(given):
-        raise UsageError("this model answers with NaN, which cannot be compared: give one whose weights are trained")
-    return given
+
+def check_numbers(given: Any) -> None:
+    """Raise EngineFailed if some are none: they could be compared, and would prove nothing."""
+    if isinstance(given, (list, tuple)):
+        for item in given:
+            check_numbers(item)
+    elif given == NOT_A_NUMBER:
+        raise EngineFailed("the model answers with NaN: give one whose weights are trained")
+
+
+def _plain(given: Any) -> Any:
+    if isinstance(given, (list, tuple)):
+        return [_plain(item) for item in given]
+    return NOT_A_NUMBER if isinstance(given, float) and math.isnan(given) else given
 
 
 def _tokens(engine: Any, prompt: Any) -> Any:
@@ -256,12 +264,6 @@ def _vectors(engine: Any, prompt: Any) -> Any:
     task = getattr(engine, "pooling_task", None) or known[0]  # vLLM answers one task of an engine's only
     [output] = engine.encode([prompt], pooling_task=task, use_tqdm=False)
     return [task, output.outputs.data.flatten().tolist()]
-
-
-def _holds_nan(given: Any) -> bool:
-    if isinstance(given, (list, tuple)):
-        return any(_holds_nan(item) for item in given)
-    return isinstance(given, float) and math.isnan(given)
 
 
 def _prompts(engine: Any) -> list[Any]:

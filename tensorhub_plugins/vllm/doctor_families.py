@@ -8,6 +8,7 @@ one that was not updated.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 VOCABULARY = 500  # not a multiple of 64: vLLM pads it
-DIMENSIONS_MAX = 50_000_000  # elements of a model; more is a configuration that does not take SHAPE
+ELEMENTS_MAX = 50_000_000  # elements of a model; more is a configuration that does not take SHAPE
 
 # By the names that configurations use; whichever a configuration has is set.
 SHAPE: dict[str, Any] = {
@@ -54,7 +55,13 @@ SHAPE: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
-UNSET: Any = object()  # in the settings of a family: leave it as its configuration has it
+# Of these, what every configuration by hand has.
+SHAPE_BY_HAND = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    "tie_word_embeddings",
+)
+UNSET: Any = "(unset)"  # in the settings of a family: leave it as its configuration has it
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the configuration, beyond SHAPE
     like: str = ""  # the class of transformers; empty: called as the architecture
     engine: Mapping[str, Any] = field(default_factory=dict)  # options of vllm.LLM
+    by_hand: bool = False  # no class of transformers: `settings` are all of config.json, names are derived from vLLM
+    packed: Mapping[str, list[str]] = field(default_factory=dict)  # then: what the parts of a fused layer are called
 
 
 def family(architecture: str) -> Family | None:
@@ -74,8 +83,17 @@ def family(architecture: str) -> Family | None:
     return Family(architecture) if getattr(transformers, architecture, None) is not None else None
 
 
-def make(of: Family, folder: Path) -> int:
-    """Save configuration and weights; how many elements they have. Raises what transformers raises."""
+def make(of: Family, folder: Path) -> None:
+    """Save configuration, weights and tokenizer. Raises what transformers or vLLM raises."""
+    torch.manual_seed(1)
+    if of.by_hand:
+        _make_by_hand(of, folder)
+    else:
+        _make_by_transformers(of, folder)
+    tokenizer(folder)
+
+
+def _make_by_transformers(of: Family, folder: Path) -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -84,15 +102,38 @@ def make(of: Family, folder: Path) -> int:
     config = configuration(kind.config_class, of.settings)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(config).parameters())
-    if count > DIMENSIONS_MAX:
+    if count > ELEMENTS_MAX:
         raise ValueError(f"{count / 1e6:.0f} million elements: the settings of this family make it too large")
-    torch.manual_seed(1)
     model = kind(config)
-    randomize(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        randomize(tensor)
     model.to(torch.bfloat16).save_pretrained(folder)
-    _set_architecture(folder / "config.json", of.architecture)
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**saved, "architectures": [of.architecture]}))
+
+
+def _make_by_hand(of: Family, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    from tensorhub_plugins.vllm.doctor_naming import checkpoint_shapes
+
+    folder.mkdir(parents=True)
+    shared = {key: SHAPE[key] for key in SHAPE_BY_HAND}
+    values = {"architectures": [of.architecture], "torch_dtype": "bfloat16", **shared, **of.settings}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v != UNSET}))
     tokenizer(folder)
-    return count
+    shapes = checkpoint_shapes(folder, of.packed)
+    weights = {name: randomize(torch.empty(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def randomize(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if tensor.is_floating_point() and tensor.dim() < 2:
+            tensor.normal_(mean=1.0, std=0.2)
+        elif tensor.is_floating_point():  # large enough that other weights give other answers
+            tensor.normal_(std=min(0.3, 2 / math.sqrt(tensor.shape[-1])))
+    return tensor
 
 
 def tokenizer(folder: Path, special: Sequence[str] = ()) -> None:
@@ -117,7 +158,7 @@ def configuration(kind: Any, settings: Mapping[str, Any]) -> Any:
         given = settings.get(name, {})
         parts[name] = given if not isinstance(given, Mapping) else configuration(_kind(default, name, part), given)
     values = {**values, **{key: value for key, value in settings.items() if key not in parts}}
-    return kind(**{key: value for key, value in values.items() if value is not UNSET}, **parts)
+    return kind(**{key: value for key, value in values.items() if value != UNSET}, **parts)
 
 
 def _kind(default: Any, name: str, part: Any) -> Any:
@@ -125,31 +166,60 @@ def _kind(default: Any, name: str, part: Any) -> Any:
     return type(getattr(default, name)) if part.__name__ == "AutoConfig" else part
 
 
-def randomize(model: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.is_floating_point():
-                continue
-            if tensor.dim() < 2:
-                tensor.normal_(mean=1.0, std=0.2)
-            else:  # large enough that other weights give other answers
-                tensor.normal_(std=min(0.3, 2 / math.sqrt(tensor.shape[-1])))
-
-
-def _set_architecture(config: Path, architecture: str) -> None:
-    import json
-
-    values = json.loads(config.read_text())
-    config.write_text(json.dumps({**values, "architectures": [architecture]}))
-
-
 def _families(*families: Family) -> dict[str, Family]:
     return {family.architecture: family for family in families}
 
 
+def _by_hand(architecture: str, *, packed: Mapping[str, list[str]] | None = None, **settings: Any) -> Family:
+    return Family(architecture, {"model_type": "llama", **settings}, by_hand=True, packed=packed or {})
+
+
+EXPERTS = {
+    **{key: SHAPE[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group")},
+    **{key: SHAPE[key] for key in ("moe_intermediate_size", "topk_group", "first_k_dense_replace")},
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+}
+CORRECTED = {"use_qk_norm": True, "moe_router_enable_expert_bias": True, "score_function": "sigmoid"}
+LATENT = {
+    **{key: SHAPE[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")},
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+}
+PLAMO3 = {"interleaved_sliding_window": [64, None], "rope_local_theta": 10000, "sliding_window": 64}
+BAILING = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "embedding_dropout": 0.0,
+    "score_function": "softmax",
+}
+CHATGLM = {
+    "model_type": "chatglm",
+    "num_layers": 2,
+    "padded_vocab_size": VOCABULARY,
+    "ffn_hidden_size": 256,
+    "kv_channels": 32,
+    "seq_length": 256,
+    "multi_query_attention": True,
+    "multi_query_group_num": 2,
+    "add_qkv_bias": True,
+    "original_rope": True,
+    "rmsnorm": True,
+}
 MAMBA2 = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 64}
 TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 
+SHORT_CONV = {"conv_dim": 128, "block_dim": 128, "conv_L_cache": 4}  # 4 is the only width that CPUs take
 TIED = {"tie_word_embeddings": True}
 
 FAMILIES = _families(
@@ -175,7 +245,7 @@ FAMILIES = _families(
         {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
             "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
+            "num_kv_shared_layers": 0,  # transformers does not save what shared layers do not use, vLLM wants it
             "vocab_size_per_layer_input": VOCABULARY,
             "hidden_size_per_layer_input": 32,
             "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
@@ -184,8 +254,8 @@ FAMILIES = _families(
         },
     ),
     Family("Gemma4ForCausalLM", {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 32}),
-    Family("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    Family("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+    Family("Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **SHORT_CONV}),
+    Family("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"], **SHORT_CONV}),
     Family(
         "LongcatFlashForCausalLM",
         {
@@ -196,9 +266,32 @@ FAMILIES = _families(
             "zero_expert_num": 2,
             "num_key_value_heads": 4,
             "head_dim": 64,
+            "zero_expert_type": "identity",
         },
     ),
     Family("Mamba2ForCausalLM", MAMBA2),
+    Family("DeepseekV3ForCausalLM", {"topk_method": "noaux_tc"}),
+    Family("ExaoneMoeForCausalLM", {"sliding_windows": [64, 64]}),
+    Family("Gemma2ForCausalLM", TIED),
+    Family("Glm4MoeForCausalLM", {"head_dim": 32}),
+    Family("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}),
+    Family("GPTJForCausalLM", {"rotary_dim": 16}),
+    Family("HYV3ForCausalLM", {"expert_hidden_dim": 64, "route_norm": True, "first_k_dense_replace": 1}),
+    Family("LagunaForCausalLM", {"num_attention_heads_per_layer": [4, 4]}),
+    Family("MiniMaxM2ForCausalLM", {"rotary_dim": 16}),
+    Family("Llama4ForCausalLM", {"num_experts_per_tok": 1, "attention_chunk_size": 64, "head_dim": 32}),
+    Family(
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp"],  # its experts run on GPUs only
+            "num_hidden_layers": UNSET,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "hybrid_override_pattern": "M*-",
+        },
+    ),
     Family("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8}),
     Family("Qwen3NextForCausalLM", TWO_KINDS),
     Family("Qwen3_5ForCausalLM", TWO_KINDS),
@@ -211,7 +304,53 @@ FAMILIES = _families(
             "n_mamba_heads": 8,
             "mamba_d_state": 16,
             "num_key_value_heads": 4,
-            "head_dim": UNSET,
         },
     ),
+    # llama.py under other names
+    Family("LLaMAForCausalLM", like="LlamaForCausalLM"),
+    Family("IQuestCoderForCausalLM", like="LlamaForCausalLM"),
+    Family("InternLM3ForCausalLM", like="LlamaForCausalLM"),
+    Family("TeleChat3ForCausalLM", like="LlamaForCausalLM"),
+    Family("PhiMoEForCausalLM", like="PhimoeForCausalLM"),
+    Family("GraniteSWAForCausalLM", like="GraniteForCausalLM"),
+    Family("GraniteMoeSWAForCausalLM", like="GraniteMoeSharedForCausalLM"),
+    Family("Rnj1ForCausalLM", like="Gemma3ForCausalLM"),
+    # configurations of remote code: Llama's holds any attribute
+    _by_hand("OrionForCausalLM"),
+    _by_hand("ExaoneForCausalLM", activation_function="silu", layer_norm_epsilon=1e-5, num_layers=2),
+    _by_hand("SolarForCausalLM", **{f"bskcn_{n}": [n % 2] for n in range(1, 5)}, bskcn_tv=[0.9, 0.1]),
+    _by_hand("MiMoForCausalLM", attention_bias=True, num_nextn_predict_layers=1),
+    _by_hand("MiniCPMForCausalLM", scale_emb=12, scale_depth=1.4, dim_model_base=64, num_experts=0),
+    _by_hand("MiniCPM3ForCausalLM", **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=64, num_experts=0),
+    _by_hand("InternLM2ForCausalLM", packed={"gate_up_proj": ["w1", "w3"]}),
+    _by_hand("InternLM2ForRewardModel", packed={"gate_up_proj": ["w1", "w3"]}),
+    _by_hand("TeleFLMForCausalLM", use_mup=True, mup_scale_factor=4.0, input_mult=2.0, output_mult=0.5),
+    _by_hand("Step1ForCausalLM"),
+    _by_hand("Plamo3ForCausalLM", layer_types=["sliding_attention", "full_attention"], **PLAMO3),
+    _by_hand("DeepseekForCausalLM", **EXPERTS, qk_nope_head_dim=0, qk_rope_head_dim=0),
+    _by_hand("BailingMoeForCausalLM", **BAILING),
+    _by_hand("BailingMoeV2ForCausalLM", **{**BAILING, **CORRECTED}),
+    _by_hand("SarvamMoEForCausalLM", **BAILING),
+    _by_hand("SarvamMLAForCausalLM", **BAILING, **LATENT),
+    _by_hand("AXK1ForCausalLM", **EXPERTS, **LATENT, model_type="axk1"),
+    _by_hand("PanguEmbeddedForCausalLM", bias=True),
+    _by_hand("PanguUltraMoEForCausalLM", **EXPERTS, **LATENT, sandwich_norm=True),
+    _by_hand(
+        "Step3TextForCausalLM",
+        share_expert_dim=64,
+        share_q_dim=64,
+        moe_num_experts=4,
+        moe_top_k=2,
+        moe_intermediate_size=64,
+        norm_expert_weight=True,
+        max_position_embedding=256,
+        moe_layers_enum="1",
+    ),
+    _by_hand("IQuestLoopCoderForCausalLM", loop_num=2, loop_window_size=64, max_window_layers=2),
+    _by_hand("Qwen2ForRewardModel", model_type="qwen2"),
+    _by_hand("Qwen2ForProcessRewardModel", model_type="qwen2"),
+    _by_hand("ChatGLMModel", **CHATGLM),
+    _by_hand("ChatGLMForConditionalGeneration", **CHATGLM),
+    _by_hand("LlamaBidirectionalModel", pooling="avg"),
+    _by_hand("LlamaBidirectionalForSequenceClassification", pooling="avg", num_labels=1),
 )

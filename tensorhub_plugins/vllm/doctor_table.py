@@ -105,13 +105,13 @@ def _prepare(made: Family, model: Path) -> None:
 
     vLLM would do that by importing itself once more, in yet another process, which takes seconds; it keeps a note.
     """
-    make(made, model)
     from vllm.model_executor.models import registry
 
     if hasattr(registry, "_run_in_subprocess"):
         registry._run_in_subprocess = lambda function: function()
-        with suppress(Exception):  # the engine will say it better
-            registry.ModelRegistry.models[made.architecture].inspect_model_cls()
+    make(made, model)
+    with suppress(Exception):  # the engine will say it better
+        registry.ModelRegistry.models[made.architecture].inspect_model_cls()
 
 
 def _refusals(wrong: Sequence[doctor.Finding]) -> str:
@@ -125,7 +125,7 @@ def _refusals(wrong: Sequence[doctor.Finding]) -> str:
 def _short(error: object) -> str:
     """What a traceback ends with, in a line."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    telling = [line for line in lines if re.match(r"^[\w.]*(Error|Exception|Refused)\b", line)]
+    telling = [line for line in lines if re.match(r"^([\w.]*(Error|Exception)|Value error)\b", line)]
     return (telling or lines or ["?"])[-1][:WHY_LENGTH_MAX]
 
 

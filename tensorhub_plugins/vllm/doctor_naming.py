@@ -1,0 +1,92 @@
+"""The tensors of a checkpoint whose model only vLLM knows: derived from vLLM's class, which is made without memory.
+
+What the class fuses is taken apart again by its own tables: `packed_modules_mapping`, `get_expert_mapping`, the sizes
+of a fused layer's outputs. A wrong guess does no harm: vLLM then refuses to load the checkpoint, because it names or
+lacks tensors.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Shapes = dict[str, torch.Size]
+
+USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def checkpoint_shapes(folder: Path, packed: Mapping[str, list[str]]) -> Shapes:
+    """For the model of this folder's config.json. packed: what a fused layer's parts are called, beyond vLLM's tables.
+
+    Call it in a process of its own: it starts torch.distributed.
+    """
+    model = _made(folder)
+    tables = {**USUAL, **getattr(model, "packed_modules_mapping", {}), **packed}
+    experts = _expert_names(model)
+    shapes: Shapes = {}
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            name = f"{module_name}.{parameter_name}"
+            parts = list(_experts(name, parameter, experts))
+            shapes.update(parts or _parts(module_name, module, parameter_name, parameter, tables))
+    return shapes
+
+
+def _made(folder: Path) -> torch.nn.Module:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = EngineArgs(model=str(folder), enforce_eager=True, max_model_len=128).create_engine_config()
+    with tempfile.NamedTemporaryFile() as meeting, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+            return initialize_model(vllm_config=config)
+
+
+def _expert_names(model: torch.nn.Module) -> list[tuple[str, str, int, str]]:
+    """(part of the parameter's name, part of the checkpoint's name, expert, "w1", "w2" or "w3")"""
+    for module in model.modules():
+        if hasattr(module, "get_expert_mapping"):
+            return list(module.get_expert_mapping())
+    return []
+
+
+def _experts(
+    name: str, parameter: torch.Tensor, names: list[tuple[str, str, int, str]]
+) -> Iterator[tuple[str, torch.Size]]:
+    """w13_weight is (experts, 2 x width, hidden), w2_weight (experts, hidden, width)."""
+    for of_parameter, of_checkpoint, _, part in names:
+        if of_parameter in name:
+            shape = list(parameter.shape[1:])
+            if part in ("w1", "w3"):
+                shape[0] //= 2
+            yield name.replace(of_parameter, of_checkpoint), torch.Size(shape)
+
+
+def _parts(
+    module_name: str,
+    module: Any,
+    parameter_name: str,
+    parameter: torch.Tensor,
+    tables: Mapping[str, list[str]],
+) -> Iterator[tuple[str, torch.Size]]:
+    parent, _, leaf = module_name.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    shape = parameter.shape
+    if hasattr(module, "org_vocab_size"):  # rows are padded to a multiple of 64
+        shape = torch.Size([module.org_vocab_size, *shape[1:]])
+    sizes = list(getattr(module, "output_sizes", []))
+    names = tables.get(leaf, [])
+    if len(names) < 2 or len(names) != len(sizes) or parameter.shape[0] != sum(sizes):
+        yield f"{prefix}{leaf}.{parameter_name}" if leaf else parameter_name, shape
+        return
+    for name, size in zip(names, sizes, strict=True):
+        yield f"{prefix}{name}.{parameter_name}", torch.Size([size, *shape[1:]])
