@@ -44,7 +44,7 @@ from tensorhub_plugins.vllm.doctor_engine import (
     plain_options,
 )
 from tensorhub_plugins.vllm.hidden import walk
-from tensorhub_plugins.vllm.updater import digest
+from tensorhub_plugins.vllm.runtime import digest
 from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension, attached
 
 RUN, MODEL = "doctor", "patient"
