@@ -121,7 +121,7 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
 
 @dataclass
 class _Place:
-    """A parameter of the model, as it is before anything is loaded."""
+    """A parameter or buffer of the model, as it is before anything is loaded."""
 
     name: str
     layer: torch.nn.Module
@@ -129,6 +129,7 @@ class _Place:
     dtype: torch.dtype
     size: int  # elements of its storage that it spans
     live: torch.Tensor | None  # what the model computes with
+    must_be_filled: bool = True  # not a buffer, which a model may compute by itself
     boxes: set[Box] = field(default_factory=set)
 
     @property
@@ -206,7 +207,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
-    """Parameters without memory in the place of the model's own, by storage; afterwards all is as it was."""
+    """Tensors without memory in the place of the model's own, by storage; afterwards all is as it was."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
@@ -222,7 +223,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
                     if not tensor.is_meta and (owned is layer._parameters or name in LIVE_IN_RELOADS):
                         tensor = owned[name] = to_meta_tensor(tensor)
                     _unwrap_loader(tensor)
-                    if owned is layer._parameters and tensor.is_meta:
+                    if tensor.is_meta:
                         places[_storage(tensor)] = _Place(
                             f"{prefix}.{name}" if prefix else name,
                             layer,
@@ -230,6 +231,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
                             tensor.dtype,
                             tensor.untyped_storage().nbytes() // tensor.element_size(),
                             live.get(name),
+                            must_be_filled=owned is layer._parameters,
                         )
         yield places
 
@@ -275,7 +277,7 @@ def _not_filled(model: torch.nn.Module, places: Mapping[int, _Place]) -> list[st
         count, done = place.shape.numel(), place.filled
         if done and place.live is not None:
             filled.add(place.live.data_ptr())
-        if done < count and not _is_optional(place):
+        if done < count and place.must_be_filled and not _is_optional(place):
             lacking.append((place, done))
     # A tied head is given nothing, and shares what its embedding is given.
     return [
