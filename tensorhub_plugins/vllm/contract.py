@@ -17,6 +17,7 @@ expert is missing, or fail half way through.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -154,17 +155,27 @@ class _Recorder(TorchDispatchMode):
         self.used: set[str] = set()
         self.wrong_kinds: list[str] = []
         self._places = places
-        self._origins: dict[int, frozenset[str]] = {}  # storage -> names
+        self._origins: dict[int, frozenset[str]] = {}  # storage of what was made of tensors -> their names
+        self._given: list[tuple[int, int, str]] = []  # the tensors themselves: first address, the one behind it, name
         self._current = ""  # what the loaders have asked for last
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, for the loaders. They may share one storage, and a loader may ask for all of them first."""
         self._tensors = tensors
+        self._given = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.numel())
         for name, tensor in tensors.items():
             self._current = name
-            self._origins[_storage(tensor)] = frozenset([name])
             yield name, tensor
         self._current = ""
+
+    def _origin(self, tensor: torch.Tensor) -> frozenset[str]:
+        """The names of the tensors from which this one was made, or of which it is a part."""
+        address = 0 if tensor.is_meta else tensor.data_ptr()
+        before = bisect_right(self._given, (address, float("inf"))) - 1
+        if before >= 0 and address < self._given[before][1]:
+            return frozenset([self._given[before][2]])
+        return self._origins.get(_storage(tensor), frozenset())
 
     def explain(self, error: Exception) -> str:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -181,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]
         written = [v for a, v in given if isinstance(v, torch.Tensor) and a.alias_info and a.alias_info.is_write]
         read = [t for a, v in given if not (a.alias_info and a.alias_info.is_write) for t in _tensors_in(v)]
-        names = frozenset().union(*(self._origins.get(_storage(tensor), frozenset()) for tensor in read))
+        names: frozenset[str] = frozenset().union(*map(self._origin, read))
         for tensor in written:
             self._written(tensor, read, names)
         known = {_storage(tensor) for tensor in (*read, *written)}
@@ -197,7 +208,8 @@ class _Recorder(TorchDispatchMode):
             self._origins[storage] = self._origins.get(storage, frozenset()) | names
             return
         place.boxes.add((tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())))
-        names = names or frozenset([self._current] if self._current else [])
+        if not names:  # a number that was read, or a constant: it is of the tensor in hand, if there is one in hand
+            names = frozenset([self._current] if self._current else self._tensors)
         self.used |= names
         for source in read:
             if kind(source.dtype) != kind(tensor.dtype):

@@ -145,6 +145,21 @@ def test_tensors_are_followed_through_what_loaders_make_of_them() -> None:
     assert not recorder.wrong_kinds
 
 
+class AsksForAllFirst(Fused):
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(list(weights))
+
+
+def test_tensors_of_one_block_of_memory_are_told_apart() -> None:
+    """As they come from a slab."""
+    block = torch.zeros(32)
+    given = {"both": block[:16].view(4, 4), "skipped": block[16:20], "number": block[20]}
+    assert recorded(Fused(), given).used == {"both", "number"}
+    tensors = {name: tensor for name, tensor in given.items() if name != "number"}
+    assert recorded(AsksForAllFirst(), tensors).used == {"both"}
+    assert recorded(AsksForAllFirst(), given).used == given.keys()  # whose number it was cannot be told: any may be it
+
+
 def test_a_number_of_another_kind_is_seen_where_it_lands() -> None:
     assert recorded(Fused(), {"both": torch.zeros(4, 4, dtype=torch.int32)}).wrong_kinds == [
         "both is int32, qk is float32"
