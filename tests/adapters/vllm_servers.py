@@ -1,0 +1,62 @@
+"""Real `vllm serve` processes for tests, and how to talk to them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUEST_DEADLINE_S = 120.0
+TOLD = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # what the other engines of the tests are told
+
+
+class Server:
+    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url, self.process, self.log = url, process, log
+
+    def post(self, route: str, body: Any, **options: Any) -> requests.Response:
+        return requests.post(f"{self.url}/{route}", json=body, **{"timeout": REQUEST_DEADLINE_S, **options})
+
+    def complete(self, prompt: list[int], tokens: int, **options: Any) -> requests.Response:
+        """A greedy completion that does not end early."""
+        body = {"model": "actor", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        stream = bool(options.get("stream"))
+        return self.post("v1/completions", {**body, "return_token_ids": True, "stream": stream}, **options)
+
+    def running(self) -> float:
+        metrics = requests.get(f"{self.url}/metrics", timeout=30).text
+        pattern = r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$"
+        return sum(float(number) for number in re.findall(pattern, metrics, re.MULTILINE))
+
+    def healthy(self) -> bool:
+        try:
+            return requests.get(f"{self.url}/health", timeout=5).ok
+        except requests.RequestException:
+            return False
+
+
+@contextmanager
+def serving(folder: Path, out: Path, extra: dict[str, Any], *options: str) -> Iterator[Server]:
+    """A server of the model in this folder that has its weights from the store. extra: keys of the loader."""
+    with ExitStack() as stack:
+        port, log = free_port(), out / "log"
+        told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
+        called = ["--port", str(port), "--served-model-name", "actor", *SERVER_OPTIONS, *options]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *told, *called]
+        environment = {name: value for name, value in environment_for(out).items() if name not in TOLD}
+        written = stack.enter_context(open(log, "wb"))
+        process = subprocess.Popen(command, stdout=written, stderr=written, env=environment, cwd=ROOT, process_group=0)
+        stack.callback(stop, process)
+        server = Server(f"http://127.0.0.1:{port}", process, log)
+        until(server.healthy, f"vllm serve answers ({log})", process)
+        yield server
