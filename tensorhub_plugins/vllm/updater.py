@@ -221,16 +221,16 @@ class Updater:
         """They are back where they were: serve them again. Unless they are no version of the store any more."""
         with self._lock:
             was_asleep, self._asleep = self._asleep, False
-            whole = self._broken is None and self._version and self.config.source == "live"
-            if was_asleep and whole and self._served is None:
-                self._serving = self._thread.submit(self._serve, _Staged(self._version, None))
+            if was_asleep:
+                self._serve_again()
 
     def discard(self) -> None:
         """Give up what is staged, so that another worker may convert it and its memory is free."""
         with self._lock:
             dropped, self._staged, self._error = self._staged, None, None
-        if dropped is not None:
-            self._thread.submit(self._drop, dropped)
+            if dropped is not None:
+                self._thread.submit(self._drop, dropped)
+                self._serve_again()
 
     def prepare_install(self, deadline_s: float) -> None:
         """Before the pause, between two steps of the engine: what an install would wait for, or might refuse.
@@ -448,7 +448,8 @@ class Updater:
             refused = VersionRefused(error.message, version=staged.version)
             with self._lock:
                 self._staged, self._error = None, refused
-            self._thread.submit(self._drop, staged)
+                self._thread.submit(self._drop, staged)
+                self._serve_again()
             raise refused from error
 
     def _change(self, staged: _Staged, deadline: float) -> _Staged:
@@ -521,6 +522,17 @@ class Updater:
             }
 
     # --- serving, in the background thread ---
+
+    def _serve_again(self) -> None:
+        """The live weights were withdrawn for a change that did not come. With the lock held."""
+        if self._broken is None and self._version and self.config.source == "live" and not self._asleep:
+            self._serving = self._thread.submit(self._serve_live)
+
+    def _serve_live(self) -> None:
+        with self._lock:
+            version = self._version if self._served is None and self._staged is None else 0
+        if version:
+            self._serve(_Staged(version, None))
 
     def _serve(self, staged: _Staged) -> None:
         """After an install: offer the new version in our layout, then stop offering the one before."""

@@ -14,7 +14,15 @@ import pytest
 import torch
 from client_processes import hold_back, let_go
 
-from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, Server, ShardKey, UsageError
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    DeadlineExceeded,
+    Server,
+    ShardKey,
+    UsageError,
+    VersionRefused,
+)
 from tensorhub_plugins.vllm import contract, runtime
 from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
 
@@ -42,6 +50,8 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
         named = dict(weights)
         with torch.no_grad():
             model.fused.copy_(torch.cat([named["a"], named["b"]]))
+            if hasattr(model, "kernel"):
+                model.kernel["scale"] = model.fused.sum(1)
 
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
     monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
@@ -139,6 +149,66 @@ def test_what_is_served_is_never_what_is_written(options: dict[str, Any], engine
         assert updater.install(2, DEADLINE_S)["installed"]
         wait_until(lambda: not updater.poll()["serving"])
         assert {key.version for key in updater._client.serving()} == {2}
+
+
+@pytest.mark.parametrize("how", ["discarded", "refused"])
+@pytest.mark.parametrize("serve_from", ["live", "host"])
+def test_a_version_that_is_given_up_leaves_the_old_one_served(
+    how: str, serve_from: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updater = engines("first", serve_from=serve_from)
+    with engines.trainer() as trainer, engines.trainer("reader") as reader:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        trainer.publish(2, toy_checkpoint(2.0))
+        if how == "refused":
+
+            def refuse(model: Any, vllm_config: Any, tensors: Any) -> None:
+                raise VersionRefused("not this model's")
+
+            updater._contract = contract.Contract(updater._model, None)  # as if 2 were the first checkpoint it reads
+            monkeypatch.setattr(contract, "rehearse", refuse)
+        assert fetch(updater, 2) == "ready"
+        if how == "refused":
+            with pytest.raises(VersionRefused, match="not this model's .version=2."):
+                updater.prepare_install(DEADLINE_S)
+            assert updater.poll()["error_kind"] == "VersionRefused"
+        else:
+            updater.discard()
+        assert not updater.install(2, DEADLINE_S)["installed"]
+        wait_until(lambda: {key.version for key in updater._client.serving()} == {1})
+        assert reader.fetch(1, (LAYOUT,)).tensors()["fused"].unique().tolist() == [1.0]
+        monkeypatch.undo()
+
+
+def test_a_version_unlike_the_first_is_refused_before_it_is_ready(engines: Engines) -> None:
+    updater = engines("first")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        trainer.publish(2, {"a": torch.zeros(2, 1000)})
+        assert fetch(updater, 2) == "failed"
+        assert updater.poll()["error_kind"] == "VersionRefused" and updater.poll()["broken"] is None
+        assert "1 tensors are missing: b float32[4, 1000]" in updater.poll()["error"]
+        trainer.publish(3, toy_checkpoint(3.0))
+        update(updater, 3)
+        assert value(updater) == 3.0
+
+
+def test_what_kernels_keep_for_themselves_is_never_copied_raw(engines: Engines) -> None:
+    """Such an engine always reads the checkpoint, and offers nothing that a peer could copy."""
+    updater, peer = engines("first"), engines("second")
+    updater._model.kernel = {"scale": torch.zeros(6)}  # see `conversion`
+    with engines.trainer() as trainer:
+        for version in (1, 2, 3):
+            trainer.publish(version, toy_checkpoint(float(version)))
+            for one in (updater, peer) if version == 1 else (peer, updater):
+                assert fetch(one, version) == "ready"
+                assert one.install(version, DEADLINE_S)["layout"] == CHECKPOINT
+                wait_until(lambda one=one: not one.poll()["serving"])
+                assert value(one) == version
+            assert not updater._client.serving() and peer._client.serving()
+        assert updater._conversion.hidden == ("kernel.scale",) and not peer._conversion.hidden
 
 
 def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
