@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -43,62 +44,110 @@ LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # what a module changes in place
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the loaders did with a checkpoint of these shapes.
+
+    used: the tensors from which they took something. tied: two that fill the same place, so that they must be equal.
+    ignored: biases of layers that have none here although their weights were used, so that they must be zero.
+    """
+
+    shapes: Shapes
+    used: frozenset[str]
+    tied: tuple[tuple[str, str], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
 class Contract:
     """Of one model. `check` may run in any thread, `rehearse` only where the model does not compute."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config = model, vllm_config
-        self._accepted: dict[str, tuple[torch.dtype, torch.Size]] | None = None
-        self._used: frozenset[str] = frozenset()
+        self._rehearsed: Rehearsal | None = None
+        self._accepted: Rehearsal | None = None
 
-    def check(self, shapes: Shapes) -> None:
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise VersionRefused if these are not the tensors of the checkpoint that was accepted; if any was."""
         accepted = self._accepted
-        if accepted is None or accepted == shapes:
+        if accepted is None:
             return
-        surplus = [name for name in shapes if name not in accepted]
-        missing = [name for name in accepted if name not in shapes and name in self._used]
-        changed = [
-            f"{name} is {_text(*shapes[name])}, not {_text(*wanted)}"
-            for name, wanted in accepted.items()
-            if name in shapes and (shapes[name][1] != wanted[1] or kind(shapes[name][0]) != kind(wanted[0]))
-        ]
-        said = [
-            f"{len(missing)} tensors are missing: {_some([f'{n} {_text(*accepted[n])}' for n in missing])}"
-            if missing
-            else "",
-            f"{len(surplus)} tensors are unknown: {_some([f'{n} {_text(*shapes[n])}' for n in surplus])}"
-            if surplus
-            else "",
-            f"{len(changed)} tensors have changed: {_some(changed)}" if changed else "",
-        ]
-        if any(said):
-            raise VersionRefused(
-                "not the tensors that this engine was given before; "
-                + "; ".join(filter(None, said))
-                + ". Publish the same tensors again, or restart the engine for another model"
-            )
+        shapes = shapes_of(tensors)
+        if accepted.shapes != shapes:
+            _compare(accepted, shapes)
+        _check_values(accepted, tensors)
 
     def rehearse(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Accept the first checkpoint, or raise VersionRefused with the model untouched."""
+        """Raise VersionRefused, with the model untouched, for a first checkpoint that would not fill it."""
         if self._accepted is not None:
-            self.check({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+            self.check(tensors)
             return
-        used = rehearse(self._model, self._vllm_config, tensors)
-        unused = sorted(tensors.keys() - used)
-        if unused:
-            logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), _some(unused))
-        self._used = frozenset(used)
-        self._accepted = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        if self._rehearsed is None or self._rehearsed.shapes != shapes_of(tensors):
+            self._rehearsed = rehearse(self._model, self._vllm_config, tensors)
+        _check_values(self._rehearsed, tensors)
+
+    def accept(self) -> None:
+        """All workers of the engine have installed what was rehearsed: from now on versions are compared with it."""
+        if self._accepted is None and self._rehearsed is not None:
+            self._accepted = self._rehearsed
+            unused = sorted(self._accepted.shapes.keys() - self._accepted.used)
+            if unused:
+                logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), _some(unused))
 
 
-def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Run the model's loaders over these tensors without changing the model; the names that they took something from.
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> None:
+    for one, other in rehearsal.tied:
+        if one in tensors and other in tensors and not torch.equal(tensors[one], tensors[other]):
+            raise VersionRefused(
+                f"{one} and {other} are one parameter of this model, and differ: publish one of them, or give the "
+                "engine a configuration that does not tie them"
+            )
+    for name in rehearsal.ignored:
+        if name in tensors and bool(tensors[name].any()):
+            raise VersionRefused(
+                f"{name} is not zero, and this model has no bias there: give the engine the configuration of the model "
+                "that is trained"
+            )
+
+
+def _compare(accepted: Rehearsal, shapes: Shapes) -> None:
+    """Raise VersionRefused unless these shapes fill the model as the accepted ones did."""
+    wanted_shapes = accepted.shapes
+    twins = {name: other for pair in accepted.tied for name, other in (pair, pair[::-1])}
+    surplus = [name for name in shapes if name not in wanted_shapes]
+    missing = [
+        name for name in wanted_shapes if name not in shapes and name in accepted.used and twins.get(name) not in shapes
+    ]
+    changed = [
+        f"{name} is {_text(*shapes[name])}, not {_text(*wanted)}"
+        for name, wanted in wanted_shapes.items()
+        if name in shapes and (shapes[name][1] != wanted[1] or kind(shapes[name][0]) != kind(wanted[0]))
+    ]
+    said = [
+        ("are missing", [f"{name} {_text(*wanted_shapes[name])}" for name in missing]),
+        ("are unknown", [f"{name} {_text(*shapes[name])}" for name in surplus]),
+        ("have changed", changed),
+    ]
+    if any(texts for _, texts in said):
+        raise VersionRefused(
+            "not the tensors that this engine was given before; "
+            + "; ".join(f"{len(texts)} tensors {how}: {_some(texts)}" for how, texts in said if texts)
+            + ". Publish the same tensors again, or restart the engine for another model"
+        )
+
+
+def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> Rehearsal:
+    """Run the model's loaders over these tensors without changing the model.
 
     Raise VersionRefused, naming the tensor or the parameter, for a checkpoint that would not fill the model.
     """
     from vllm.config import set_current_vllm_config
+    from vllm.distributed import get_tp_group
 
+    group = get_tp_group()
     with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
         recorder = _Recorder(places)
         with recorder:
@@ -117,7 +166,13 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
             f"{len(empty)} parameters of the model would not be filled: {_some(empty)}. "
             "Publish every tensor of the model under its Hugging Face name"
         )
-    return recorder.used
+    left = recorder.left_over(is_first=group.rank_in_group == 0, is_last=group.rank_in_group == group.world_size - 1)
+    if left:
+        raise VersionRefused(
+            f"{len(left)} tensors are larger than what the model takes of them: {_some(left)}. "
+            "Give the engine the configuration of the model that is trained"
+        )
+    return Rehearsal(shapes_of(tensors), frozenset(recorder.used), recorder.tied(), recorder.ignored_biases())
 
 
 @dataclass
@@ -136,15 +191,7 @@ class _Place:
     @property
     def filled(self) -> int:
         """Elements that were written at least once."""
-        spans = sorted(
-            (offset, offset + _count(shape)) for offset, shape, stride in self.boxes if _is_run(shape, stride)
-        )
-        if len(spans) == len(self.boxes) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):
-            return sum(end - start for start, end in spans)
-        written = torch.zeros(self.size, dtype=torch.bool)
-        for offset, shape, stride in self.boxes:
-            written.as_strided(shape, stride, offset).fill_(True)
-        return int(written.sum())
+        return _filled(self.size, self.boxes)
 
 
 class _Recorder(TorchDispatchMode):
@@ -159,6 +206,8 @@ class _Recorder(TorchDispatchMode):
         self._given: list[tuple[int, int, str]] = []  # the tensors themselves: first address, the one behind it, name
         self._current = ""  # what the loaders have asked for last
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._taken: dict[str, set[Box]] = {}  # of a tensor, counted from its own beginning
+        self._writers: dict[tuple[int, Box], set[str]] = {}  # by live parameter and box: tensors that alone fill it
 
     def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, for the loaders. They may share one storage, and a loader may ask for all of them first."""
@@ -169,13 +218,57 @@ class _Recorder(TorchDispatchMode):
             yield name, tensor
         self._current = ""
 
+    def left_over(self, *, is_first: bool, is_last: bool) -> list[str]:
+        """Tensors of which the loaders took only a part, although it is not another rank that takes the rest.
+
+        Of a tensor that ranks share, the first one takes the first element and the last one the last.
+        """
+        found = []
+        for name, boxes in self._taken.items():
+            size = self._tensors[name].numel()
+            taken = [
+                (start, start + sum((n - 1) * step for n, step in zip(*dims, strict=True))) for start, *dims in boxes
+            ]
+            ends_are_taken = min(taken)[0] == 0 or not is_first, max(end for _, end in taken) == size - 1 or not is_last
+            whole = all(ends_are_taken) and not (is_first and is_last and _filled(size, boxes) < size)
+            if name in self.used and not whole:
+                found.append(f"{name} {_text(self._tensors[name].dtype, self._tensors[name].shape)}")
+        return found
+
+    def tied(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of tensors that fill the very same place."""
+        pairs = {pair for names in self._writers.values() for pair in combinations(sorted(names), 2)}
+        return tuple(sorted(pairs))
+
+    def ignored_biases(self) -> tuple[str, ...]:
+        """Biases that nobody took, of layers whose weights were taken."""
+        biases = [name for name in self._tensors if name.endswith("bias") and name not in self.used]
+        return tuple(name for name in biases if f"{name.removesuffix('bias')}weight" in self.used)
+
+    def _given_at(self, tensor: torch.Tensor) -> str:
+        """The name of the tensor of which this one is a view, or ""."""
+        if tensor.is_meta or not tensor.numel():
+            return ""
+        address = tensor.data_ptr()
+        before = bisect_right(self._given, (address, float("inf"))) - 1
+        return self._given[before][2] if before >= 0 and address < self._given[before][1] else ""
+
     def _origin(self, tensor: torch.Tensor) -> frozenset[str]:
         """The names of the tensors from which this one was made, or of which it is a part."""
-        address = 0 if tensor.is_meta else tensor.data_ptr()
-        before = bisect_right(self._given, (address, float("inf"))) - 1
-        if before >= 0 and address < self._given[before][1]:
-            return frozenset([self._given[before][2]])
-        return self._origins.get(_storage(tensor), frozenset())
+        name = self._given_at(tensor)
+        return frozenset([name]) if name else self._origins.get(_storage(tensor), frozenset())
+
+    def _take(self, tensor: torch.Tensor) -> None:
+        """Elements of this view of a given tensor are read."""
+        name = self._given_at(tensor)
+        whole = self._tensors.get(name)
+        if whole is None or not whole.is_contiguous():
+            return
+        box = (0, tuple(whole.shape), tuple(whole.stride()))
+        if tensor.element_size() == whole.element_size():
+            start = (tensor.data_ptr() - whole.data_ptr()) // whole.element_size()
+            box = (start, tuple(tensor.shape), tuple(tensor.stride()))
+        self._taken.setdefault(name, set()).add(box)
 
     def explain(self, error: Exception) -> str:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -196,9 +289,13 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             self._written(tensor, read, names)
         known = {_storage(tensor) for tensor in (*read, *written)}
-        for tensor in _tensors_in(result):
+        made = _tensors_in(result)
+        for tensor in made:
             if _storage(tensor) not in known:  # new memory: nothing of what was there before it counts
                 self._origins[_storage(tensor)] = names
+        if written or not made or any(_storage(tensor) not in known for tensor in made):  # more than a view
+            for tensor in read:
+                self._take(tensor)
         return result
 
     def _written(self, tensor: torch.Tensor, read: list[torch.Tensor], names: frozenset[str]) -> None:
@@ -207,7 +304,11 @@ class _Recorder(TorchDispatchMode):
         if place is None:
             self._origins[storage] = self._origins.get(storage, frozenset()) | names
             return
-        place.boxes.add((tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())))
+        box = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        place.boxes.add(box)
+        if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
+            where = storage if place.live is None else place.live.data_ptr()
+            self._writers.setdefault((where, box), set()).update(names)
         if not names:  # a number that was read, or a constant: it is of the tensor in hand, if there is one in hand
             names = frozenset([self._current] if self._current else self._tensors)
         self.used |= names
@@ -325,6 +426,17 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
+
+
+def _filled(size: int, boxes: set[Box]) -> int:
+    """How many of so many elements lie in at least one of the boxes."""
+    spans = sorted((offset, offset + _count(shape)) for offset, shape, stride in boxes if _is_run(shape, stride))
+    if len(spans) == len(boxes) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):
+        return sum(end - start for start, end in spans)
+    written = torch.zeros(size, dtype=torch.bool)
+    for offset, shape, stride in boxes:
+        written.as_strided(shape, stride, offset).fill_(True)
+    return int(written.sum())
 
 
 def _is_run(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

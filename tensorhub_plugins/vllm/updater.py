@@ -276,6 +276,8 @@ class Updater:
             held, self._staged = self._staged, None
             if failure is None:
                 self._version, self._broken = version, None
+                if staged.converted_by is not None:
+                    self._contract.accept()
             else:
                 self._broken = f"version {version} was not installed completely: {failure}"
         if failure is not None:
@@ -374,8 +376,7 @@ class Updater:
             if staged.fetched.layout == self.place.layout:
                 runtime.check_same_tensors(runtime.tensors(self._model), staged.fetched.tensors())
             else:
-                shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in staged.fetched.tensors().items()}
-                self._contract.check(shapes)
+                self._contract.check(staged.fetched.tensors())
         except VersionRefused as error:
             self._drop(staged)
             raise VersionRefused(error.message, version=version) from error

@@ -18,18 +18,33 @@ FIRST = {
     "proj.bias": (BF16, torch.Size([4])),
     "steps": (torch.int64, torch.Size([])),
     "draft.weight": (BF16, torch.Size([2, 2])),
+    "head.weight": (BF16, torch.Size([10, 4])),  # the same parameter as the embedding
+    "up.bias": (BF16, torch.Size([4])),  # of a layer that has none
 }
-UNUSED = "draft.weight"
+UNUSED, IGNORED, TIED = "draft.weight", "up.bias", ("embed.weight", "head.weight")
 
 
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> Contract:
     """After the first checkpoint, of which the loaders used all but one tensor."""
-    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: tensors.keys() - {UNUSED})
+
+    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
+        return contract.Rehearsal(
+            contract.shapes_of(tensors), frozenset(tensors.keys() - {UNUSED, IGNORED}), (TIED,), (IGNORED,)
+        )
+
+    monkeypatch.setattr(contract, "rehearse", rehearse)
     made = Contract(torch.nn.Module(), None)
-    made.check({"whatever": (BF16, torch.Size([1]))})  # nothing to compare with yet
-    made.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in FIRST.items()})
+    made.check({"whatever": torch.zeros(1)})  # nothing to compare with yet
+    made.rehearse({"another": torch.zeros(1)})  # refused by another worker, or not installed: not accepted
+    made.rehearse(tensors_of(FIRST))
+    made.check({"whatever": torch.zeros(1)})
+    made.accept()
     return made
+
+
+def tensors_of(shapes: Any) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
 
 
 def changed(**changes: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -44,11 +59,13 @@ def changed(**changes: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
         dict(reversed(FIRST.items())),
         changed(proj__weight=(torch.float32, torch.Size([4, 4]))),  # a copy converts it
         changed(draft__weight=None),  # nobody took anything from it
+        changed(head__weight=None),  # its twin is there
+        changed(embed__weight=None),
     ],
 )
 def test_what_fills_the_model_in_the_same_way_is_taken(shapes: Any, accepted: Contract) -> None:
-    accepted.check(shapes)
-    accepted.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()})
+    accepted.check(tensors_of(shapes))
+    accepted.rehearse(tensors_of(shapes))
 
 
 @pytest.mark.parametrize(
@@ -64,15 +81,29 @@ def test_what_fills_the_model_in_the_same_way_is_taken(shapes: Any, accepted: Co
         (changed(proj__weight=(torch.int32, torch.Size([4, 4]))), "proj.weight is int32"),
         (changed(proj__weight=(torch.float8_e4m3fn, torch.Size([4, 4]))), "proj.weight is float8_e4m3fn"),
         (changed(steps=(torch.float32, torch.Size([]))), "steps is float32"),
-        ({}, "4 tensors are missing"),
+        ({}, "5 tensors are missing"),
+        (changed(head__weight=None, embed__weight=None), "2 tensors are missing: embed.weight"),
         (changed(**{f"x{k}": (BF16, torch.Size([1])) for k in range(9)}), r"9 tensors are unknown: .*, \.\.\."),
     ],
 )
 def test_anything_else_is_refused_by_name(shapes: Any, says: str, accepted: Contract) -> None:
     with pytest.raises(VersionRefused, match=says):
-        accepted.check(shapes)
+        accepted.check(tensors_of(shapes))
     with pytest.raises(VersionRefused, match=says):
-        accepted.rehearse({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()})
+        accepted.rehearse(tensors_of(shapes))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("head.weight", "embed.weight and head.weight are one parameter.*differ"), ("up.bias", "up.bias is not zero")],
+)
+def test_values_that_cannot_be_held_are_refused(name: str, says: str, accepted: Contract) -> None:
+    given = tensors_of(FIRST)
+    given[name][0] = 1
+    with pytest.raises(VersionRefused, match=says):
+        accepted.check(given)
+    given[name][0] = 0
+    accepted.check(given)
 
 
 def box(view: torch.Tensor) -> contract.Box:
@@ -158,6 +189,41 @@ def test_tensors_of_one_block_of_memory_are_told_apart() -> None:
     tensors = {name: tensor for name, tensor in given.items() if name != "number"}
     assert recorded(AsksForAllFirst(), tensors).used == {"both"}
     assert recorded(AsksForAllFirst(), given).used == given.keys()  # whose number it was cannot be told: any may be it
+
+
+def test_what_is_left_of_a_tensor_is_seen() -> None:
+    """Loaders cut a tensor that is too large to size, and ranks take a part each."""
+
+    class Cuts(Fused):
+        def load_weights(self, weights: Any) -> None:
+            for _, tensor in weights:
+                self.qk.data.copy_(tensor.narrow(0, self.start, 4))
+
+    def left_over(rows: int, start: int, **ranks: bool) -> list[str]:
+        model = Cuts()
+        model.start = start
+        return recorded(model, {"q": torch.zeros(rows, 4)}).left_over(**ranks)
+
+    alone = {"is_first": True, "is_last": True}
+    assert left_over(4, 0, **alone) == []
+    assert left_over(6, 0, **alone) == ["q float32[6, 4]"]
+    assert left_over(6, 2, **alone) == ["q float32[6, 4]"]
+    assert left_over(8, 0, is_first=True, is_last=False) == [] == left_over(8, 4, is_first=False, is_last=True)
+    assert left_over(12, 4, is_first=False, is_last=False) == []
+    assert left_over(10, 4, is_first=False, is_last=True) == ["q float32[10, 4]"]
+    assert left_over(10, 2, is_first=True, is_last=False) == ["q float32[10, 4]"]
+
+
+def test_tensors_that_fill_one_place_are_found() -> None:
+    class Twice(Fused):
+        def load_weights(self, weights: Any) -> None:
+            for name, tensor in weights:
+                if not name.endswith("bias"):
+                    self.qk.data.copy_(tensor)
+
+    given = {"b.weight": torch.zeros(4, 4), "a.weight": torch.ones(4, 4), "b.bias": torch.zeros(4)}
+    recorder = recorded(Twice(), given)
+    assert recorder.tied() == (("a.weight", "b.weight"),) and recorder.ignored_biases() == ("b.bias",)
 
 
 def test_a_number_of_another_kind_is_seen_where_it_lands() -> None:

@@ -90,7 +90,7 @@ class Core:
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
     monkeypatch.setattr(runtime, "reload_checkpoint", lambda model, config, named: _fill(model, named))
-    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
+    monkeypatch.setattr(contract, "rehearse", _rehearsed)
     monkeypatch.setattr(runtime, "checkpoint_view", lambda model, config: None)
     ends: list[Callable[[], Any]] = []
 
@@ -106,6 +106,10 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     yield start
     for end in ends:
         end()
+
+
+def _rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
+    return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
 
 
 def _fill(model: Toy, named: Any) -> None:
@@ -184,7 +188,7 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
 
     core = following("idle")
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
-    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
+    monkeypatch.setattr(contract, "rehearse", _rehearsed)
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})

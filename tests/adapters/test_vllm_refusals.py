@@ -63,11 +63,27 @@ BAD: dict[str, list[tuple[str, Callable[[Weights], Weights], str]]] = {
         ("a surplus tensor", surplus, "model.layers.7"),
         ("rows are missing", changed(DOWN, two_rows_less), DOWN),
         ("surplus rows", changed(DOWN, two_rows_more), DOWN),
+        ("surplus rows that vLLM cuts off", changed(Q, two_rows_more), Q),
+        ("the same with a bias", changed(Q.replace("weight", "bias"), two_rows_more), Q.replace("weight", "bias")),
         ("transposed", changed(DOWN, torch.t), DOWN),
         ("integers", changed(DOWN, as_integers), DOWN),
         ("float8", changed(DOWN, lambda t: t.to(torch.float8_e4m3fn)), DOWN),
         ("empty", changed(NORM, lambda t: t[:0]), NORM),
         ("nothing at all", lambda weights: {"a": torch.zeros(3)}, "a float32[3]"),
+    ],
+    "qwen2-tied": [
+        (
+            "another head than the embedding",
+            lambda weights: {**weights, "lm_head.weight": weights["model.embed_tokens.weight"] * 2},
+            "lm_head.weight",
+        ),
+    ],
+    "llama": [
+        (
+            "a bias that the model has not",
+            lambda weights: {**weights, Q.replace("weight", "bias"): torch.ones(128, dtype=torch.bfloat16)},
+            Q.replace("weight", "bias"),
+        ),
     ],
     "mixtral": [
         ("an expert's tensor is missing", without(f"{EXPERT}.w1.weight"), "model.layers.0.block_sparse_moe.experts"),
@@ -121,7 +137,9 @@ def take(engine: Engine, version: int) -> None:
     engine.call("tensorhub_guard")
 
 
-@pytest.mark.parametrize("kind", ["qwen2-untied", "mixtral", pytest.param("deepseek-mla", marks=LONG)])
+@pytest.mark.parametrize(
+    "kind", ["qwen2-untied", "qwen2-tied", "llama", "mixtral", pytest.param("deepseek-mla", marks=LONG)]
+)
 def test_another_models_tensors_are_refused_by_name(kind: str, models: Any, hub: Server) -> None:
     """As the first checkpoint of an engine that reads its weights from disk, and later as one of many."""
     new = checkpoint(models(kind, 2))

@@ -42,6 +42,11 @@ def toy_checkpoint(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((2, 1000), value), "b": torch.full((4, 1000), value)}
 
 
+def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
+    """Stands in for a rehearsal of vLLM's loaders that takes everything."""
+    return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
+
+
 @pytest.fixture(autouse=True)
 def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for vLLM's layerwise reload."""
@@ -54,7 +59,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
                 model.kernel["scale"] = model.fused.sum(1)
 
     monkeypatch.setattr(runtime, "reload_checkpoint", reload)
-    monkeypatch.setattr(contract, "rehearse", lambda model, vllm_config, tensors: set(tensors))
+    monkeypatch.setattr(contract, "rehearse", rehearsed)
     monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
 
 
