@@ -167,6 +167,8 @@ class Client:
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._lock = threading.Lock()
         self._offers: dict[ShardKey, Offer] = {}
+        self._offered: dict[ShardKey, int] = {}  # which offering of this client it is, also once it is kept
+        self._offerings = 0
         self._incoming: set[ShardKey] = set()  # offers whose bytes are still arriving
         self._pool: list[Slab] = []
         self._owned: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # of `allocate` -> how often handed out
@@ -535,13 +537,14 @@ class Client:
         with self._lock:
             if key in self._offers:
                 raise UsageError("this version is published here already: unpublish it first", version=key.version)
-            self._offers[key] = offer
+            self._put(offer)
         holding = messages.Holding(key, manifest.root(), manifest.size_bytes, True, was_read)
         try:
             self._ask(lambda number: messages.Publish(number, holding), deadline_s)
         except BaseException:
             with self._lock:
                 self._offers.pop(key, None)
+                self._offered.pop(key, None)
             offer.withdraw()
             raise
 
@@ -557,12 +560,16 @@ class Client:
         return self._hub.ask(lambda number: messages.Publish(number, holding), FOR_EVER)
 
     def _unpublish(self, keys: list[ShardKey], version: int, began: float, deadline_s: float) -> UnpublishReport:
+        with self._lock:
+            offered = {key: self._offered.get(key) for key in keys}
         try:
             reply = self._ask(lambda number: messages.Unpublish(number, tuple(keys), deadline_s), deadline_s)
             assert isinstance(reply, messages.Unpublished)
         except HubUnreachable:  # it may be the last copy; the hub says when it is back
             log.warning("%s/%d: version %d is kept, the hub does not answer", self.replica, self.shard, version)
             reply = messages.Unpublished(0, keep=True)
+        with self._lock:  # two threads may give up the same, and one of them read it again before the other hears
+            keys = [key for key in keys if self._offered.get(key) == offered[key]]
         if reply.keep:
             for key in keys:
                 self._keep(key, began + _in_bounds(deadline_s))
@@ -570,6 +577,11 @@ class Client:
             for key in keys:
                 self._withdraw(key)
         return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.keep)
+
+    def _put(self, offer: Offer) -> None:
+        """On the shelf. Called with the lock."""
+        self._offerings += 1
+        self._offers[offer.key], self._offered[offer.key] = offer, self._offerings
 
     def _keep(self, key: ShardKey, deadline: float) -> None:
         """Rule 4: go on serving the last copy, from memory that the caller does not touch."""
@@ -591,6 +603,7 @@ class Client:
     def _withdraw(self, key: ShardKey) -> None:
         with self._lock:
             offer = self._offers.pop(key, None)
+            self._offered.pop(key, None)
         if offer is not None:
             offer.withdraw()
             self._recycle(offer.slab)
@@ -750,7 +763,8 @@ class _Targets:
             with client._lock:
                 if key in client._offers or client._closed:
                     return slab
-                offer = client._offers[key] = Offer(key, manifest, slab, birth=self._birth)
+                offer = Offer(key, manifest, slab, birth=self._birth)
+                client._put(offer)
                 client._incoming.add(key)
                 client._shelved.notify_all()
             self._arriving[key.shard] = offer

@@ -330,7 +330,7 @@ class Hub(Books):
         if request < worker.withdrawn.get(holding.key, 0):  # overtaken on the way by its own Unpublish
             self._reply(worker, m.Done(request))
             return
-        problem = self._cannot_be_new(worker, holding) or self._hold(worker, holding, request)
+        problem = self._cannot_be_new(worker, holding) or self._hold(worker, holding, request, request)
         if problem:
             self._refuse(worker, request, "UsageError", problem)
         else:
@@ -361,16 +361,14 @@ class Hub(Books):
         self._at(pending.deadline, pending)
         self._look_at(pending)
         if isinstance(message, m.Unpublish):
-            for key in message.keys:
-                held = worker.holdings.get(key)
-                if held is not None:
-                    held.unpublishing, held.kept = message.request, False
-                    worker.history.versions[key.version].may_be_lost = True
-                    self._reconsider(worker, key)
+            for held in self._given_up(worker, message):
+                held.unpublishing, held.kept = message.request, False
+                worker.history.versions[held.key.version].may_be_lost = True
+                self._reconsider(worker, held.key)
 
     # --- holdings ---
 
-    def _hold(self, worker: Worker, announced: m.Holding, sequence: int) -> str | None:
+    def _hold(self, worker: Worker, announced: m.Holding, sequence: int, offered: int = 0) -> str | None:
         """Record a holding; return what is wrong with it, if anything."""
         key = announced.key
         if key.version < 1 or key.shard >= key.shard_count:
@@ -390,7 +388,8 @@ class Hub(Books):
         mine = worker.holdings.get(key)
         worker.mark = 0
         if mine is None:
-            mine = Holding(worker, key, root, announced.size_bytes, announced.complete, announced.was_read, sequence)
+            size_bytes, complete = announced.size_bytes, announced.complete
+            mine = Holding(worker, key, root, size_bytes, complete, announced.was_read, sequence, offered)
             worker.holdings[key] = mine
             by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
             by_shard.setdefault(key.shard, {})[worker.session] = mine
@@ -668,7 +667,7 @@ class Hub(Books):
 
     def _try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
         worker, history = pending.worker, pending.worker.history
-        holdings = [h for h in (worker.holdings.get(key) for key in unpublish.keys) if h is not None]
+        holdings = self._given_up(worker, unpublish)
         leases = [lease for h in holdings for lease in self._leases_on(worker, h.key)]
         if not unpublish.gone:
             # Rule 6: others may still have to say that they read it or hold it, or how many are retained.
@@ -691,6 +690,12 @@ class Hub(Books):
         while len(worker.withdrawn) > WITHDRAWN_KEPT_MAX:
             del worker.withdrawn[next(iter(worker.withdrawn))]
         return m.Unpublished(unpublish.request, cut_off)
+
+    @staticmethod
+    def _given_up(worker: Worker, unpublish: m.Unpublish) -> list[Holding]:
+        """Not what it has begun to offer since, under the same name."""
+        held = (worker.holdings.get(key) for key in unpublish.keys)
+        return [h for h in held if h is not None and h.offered < unpublish.request]
 
     def _is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
         """Rule 4: whether giving these up would lose a retained version, or its universal checkpoint layout."""
@@ -825,7 +830,9 @@ class Hub(Books):
                         bool(acquire.beside),
                     )
                 )
-                return m.Granted(acquire.request, version.number, layout, shard_count, tuple(grants), claim)
+                return m.Granted(
+                    acquire.request, version.number, layout, shard_count, tuple(grants), claim, hub=self.session
+                )
         return None
 
     def _choose(self, reader: Worker, acquire: m.Acquire, version: Version, key: ShardKey) -> Worker | None:

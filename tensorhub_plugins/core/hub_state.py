@@ -24,6 +24,7 @@ class Holding:
     complete: bool
     was_read: bool
     sequence: int  # the number under which the worker has last spoken of it
+    offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
     unpublishing: int | None = None  # the request that withdraws it
     kept: bool = False  # the holder wanted to give it up and was told to keep it
 

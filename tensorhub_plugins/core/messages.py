@@ -349,6 +349,7 @@ class Granted(_Message, frozen=True):
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
     round: Count = 0  # which of its replica's rounds of "latest" came to this version; 0: none
+    hub: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # the life of the hub that knows of it
 
 
 class Visible(_Message, frozen=True):

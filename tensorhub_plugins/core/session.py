@@ -132,6 +132,7 @@ class Session:
     asked: dict[int, _Asked] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
     holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
+    offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
     kept: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
     retain_newest: int | None = None
@@ -181,11 +182,11 @@ class Session:
         if isinstance(message, m.Publish):
             announced = message.holding.key in self.holdings
             self.holdings[message.holding.key] = message.holding
+            self.offered[message.holding.key] = message.request
         elif isinstance(message, m.Unpublish) and message.gone:
             deadline = float("inf")
             for key in message.keys:
-                self.holdings.pop(key, None)
-                self.kept.discard(key)
+                self._drop(key)
             for overtaken in self._publishing(message):
                 del self.asked[overtaken]
                 self._effects.append(Answered(overtaken, m.Done(overtaken)))
@@ -270,7 +271,8 @@ class Session:
             case _:
                 # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
                 # what was said before would change what the hub has been told.
-                if self._welcomed or message.request == 0:
+                late = isinstance(message, m.Granted) and message.hub not in (b"", self.hub)  # of a hub before this one
+                if (self._welcomed and not late) or message.request == 0:
                     self._answered(message, now)
 
     def _greet_again(self, now: float) -> None:
@@ -301,16 +303,16 @@ class Session:
             return
         match asked.message, reply:
             case m.Publish(_, holding), m.Refused():
-                self.holdings.pop(holding.key, None)
+                self._drop(holding.key)
             case m.Publish(_, holding), _:
                 self.claims.pop(holding.key, None)
-            case m.Unpublish(_, keys, _), m.Unpublished(_, _, keep):
-                for key in keys:
+            case m.Unpublish(request, keys, _), m.Unpublished(_, _, keep):
+                # A shard that was unpublished twice at the same time may have been read again after the first answer.
+                for key in (key for key in keys if self.offered.get(key, 0) < request):
                     if keep and key in self.holdings:
                         self.kept.add(key)
                     else:
-                        self.holdings.pop(key, None)
-                        self.kept.discard(key)
+                        self._drop(key)
             case m.Abandon(_, key), _:
                 self.claims.pop(key, None)
             case m.Acquire(), m.Granted():
@@ -330,6 +332,11 @@ class Session:
         self._effects.append(Answered(reply.request, reply))
         self._send_unblocked(asked.message, now)
 
+    def _drop(self, key: ShardKey) -> None:
+        self.holdings.pop(key, None)
+        self.offered.pop(key, None)
+        self.kept.discard(key)
+
     def _send_unblocked(self, ended: Request, now: float) -> None:
         if isinstance(ended, m.Publish):
             for request, asked in list(self.asked.items()):
@@ -345,7 +352,7 @@ class Session:
                         if not asked.announced and self.holdings.get(holding.key) is holding:
                             self._ask(m.Unpublish(self.number(), (holding.key,), 0.0, gone=True), now, now)
                     case m.Unpublish(_, keys, _):
-                        self.kept.update(key for key in keys if key in self.holdings)
+                        self.kept.update(key for key in keys if 0 < self.offered.get(key, 0) < request)
                         self._retry_kept = True
                     case m.Abandon(_, key):
                         self.claims.pop(key, None)

@@ -960,6 +960,35 @@ def test_unpublish_waits_for_a_reader(stage, progress):
     assert (report.cut_off, report.kept) == ((), False)
 
 
+def test_two_threads_unpublish_the_same_and_it_is_read_again_in_between(stage, monkeypatch):
+    """As a kept copy that may go, while its owner gives the version up and then returns to it."""
+    trainer, engine = stage.client("trainer"), stage.client("engine")
+    trainer.publish(1, tensors_of(1))
+    first = engine.fetch(1, serve=True)
+    asking, answered = threading.Event(), threading.Event()
+    ask = engine._ask
+
+    def ask_and_wait(make: Callable[[int], Any], deadline_s: float) -> Any:
+        reply = ask(make, deadline_s)
+        if threading.current_thread() is not threading.main_thread():
+            asking.set()
+            assert answered.wait(SOON_S)
+        return reply
+
+    monkeypatch.setattr(engine, "_ask", ask_and_wait)
+    other = stage.begin(engine.unpublish, 1)
+    assert asking.wait(SOON_S)
+    engine.unpublish(1)
+    first.release()
+    second = engine.fetch(1, serve=True)
+    answered.set()
+    other.result(SOON_S)
+    assert engine.serving() == [ShardKey(1, CHECKPOINT)]
+    assert engine.allocate(second.slab.specs) is not second.slab and same_bytes(second.tensors(), tensors_of(1))
+    engine.unpublish(1)  # the control: now it is meant
+    assert engine.serving() == []
+
+
 @pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
 def test_unpublish_cuts_off_at_its_deadline_and_the_reader_goes_elsewhere(stage, progress, transport):
     trainer, far, rollout = (

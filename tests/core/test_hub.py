@@ -203,6 +203,27 @@ def test_unpublish_waits_for_its_reader_and_grants_nothing_new(stage: Stage) -> 
     assert stage.heard("trainer/0") == ["unpublished"]
 
 
+@pytest.mark.parametrize(("again", "left"), [(True, [1, 2]), (False, [2])])
+def test_an_unpublish_that_comes_late_does_not_mean_what_is_offered_since(
+    stage: Stage, again: bool, left: list[int]
+) -> None:
+    stage.join("a/0")
+    stage.join("b/0")
+    stage.publish("a/0", 1)
+    for version in (1, 2):
+        stage.publish("b/0", version)
+    stage.requests["a/0"] += 1  # asked twice; the first one takes longer on the way
+    stage.unpublish("a/0", 1)
+    if again:
+        stage.publish("a/0", 1)
+    late = m.Unpublish(stage.requests["a/0"] - 1 - again, (ShardKey(1, CHECKPOINT),), 30.0)
+    stage.tell("b/0", m.Unpublish(9, (ShardKey(1, CHECKPOINT),), 30.0))
+    stage.tell("a/0", late)
+    assert stage.heard("a/0") == ["unpublished", "unpublished"]
+    versions = stage.hub.histories["run", "actor"].versions
+    assert [number for number, version in versions.items() if version.visible] == left
+
+
 def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(stage: Stage) -> None:
     stage.join("trainer/0")
     stage.join("rollout/0")

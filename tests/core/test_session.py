@@ -255,6 +255,17 @@ def test_a_hello_fits_whatever_the_deadlines_are():
 # --- acquire ---
 
 
+def test_a_grant_of_a_former_hub_that_comes_late_is_no_answer():
+    story = Story()
+    number = story.ask(m.Acquire, 0, 0, (CHECKPOINT,), 60.0)
+    grants = (grant(0, SOURCE),)
+    hello = story.restart_hub()
+    assert story.hear(story.welcome(hello, OTHER_HUB))[1:] == [m.Acquire(number, 0, 0, (CHECKPOINT,), 60.0)]
+    assert story.hear(m.Granted(number, 1, CHECKPOINT, 1, grants, hub=HUB)) == []
+    reply = m.Granted(number, 2, CHECKPOINT, 1, grants, hub=OTHER_HUB)
+    assert story.hear(reply) == [s.Answered(number, reply)]
+
+
 def test_a_grant_that_nobody_waits_for_is_given_back_with_its_claim():
     story = Story()
     number = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
@@ -340,6 +351,20 @@ def test_what_is_gone_answers_for_its_own_publish():
     effects = story.machine.handle(s.Ask(m.Unpublish(gone, (KEY,), 0.0, gone=True), 0.0), 0.0)
     assert effects == [s.Answered(publish, m.Done(publish)), s.Send(m.Unpublish(gone, (KEY,), m.SECONDS_MAX, True))]
     assert story.restart_hub().holdings == ()
+
+
+def test_a_shard_that_is_read_again_between_two_answers_stays_announced():
+    story = Story()
+    story.publish(KEY)
+    first, second = story.ask(m.Unpublish, (KEY,), 5.0), story.ask(m.Unpublish, (KEY,), 5.0)
+    story.hear(m.Unpublished(first))
+    assert story.machine.holdings == {}
+    story.publish(KEY)
+    story.hear(m.Unpublished(second))
+    assert list(story.machine.holdings) == [KEY]
+    third = story.ask(m.Unpublish, (KEY,), 5.0)  # the control: one that means this offering
+    story.hear(m.Unpublished(third))
+    assert story.machine.holdings == story.machine.offered == {}
 
 
 def test_a_kept_copy_stays_announced_until_it_may_be_dropped():

@@ -9,7 +9,9 @@ knowing exactly what is true. In both, these are checked whenever they could bre
 
     torn        what a finished read hands over is, byte for byte, what was published under that name
     group       the shards of a replica that read "latest" together get one version
-    backwards   no reader is ever given an older version than before
+    backwards   no reader is given an older version than before, unless an operator said so
+    withdrawn   no version is lent or named that the hub has been told is bad
+    pinned      "latest" is the pinned version as long as the hub has been told of a pin
     atomic      a version is visible only if one replica really held all of it
     retained    no unpublish drops the last copy of a retained version
     lease       no byte is read without a lease at the hub, and no unpublish is confirmed while somebody it does not
@@ -19,6 +21,7 @@ knowing exactly what is true. In both, these are checked whenever they could bre
     twice       no segment that has arrived intact is read again
     stuck       in the calm, everybody finishes
     ghost       in the calm, the hub's holdings, leases and waiters are the workers' own
+    forgotten   in the calm, all know the same of what operators have decided
 """
 
 from __future__ import annotations
@@ -168,6 +171,12 @@ class World:
             tuple[bytes, ShardKey], set[str]
         ] = {}  # source, shard -> readers that it was told to cut off
         self.unpublishing: dict[tuple[bytes, int], tuple[ShardKey, ...]] = {}  # session, request -> what it gives up
+        self.directive = m.NO_DIRECTIVE  # what this life of the hub has been told
+        self.asked: dict[tuple[bytes, int], m.Wait | m.Target | m.Pin | m.Withdraw] = {}  # by session and request
+        self.answered: set[tuple[int, bytes, int]] = set()  # hub's life, session, request
+        self.ever_pinned: set[int] = set()
+        self.ever_withdrawn: set[int] = set()
+        self.visible_before: set[int] = set()  # the event that the hub is handling
         self.rounds: dict[tuple[str, int], dict[int, int]] = {}
         self.last_version = -1
         self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
@@ -175,9 +184,12 @@ class World:
         self.trainers = Group(self, "trainer", self.rng.choice([1, 1, 2, 3]), Location("dc", "r0", "h0"), "trainer")
         self.groups = [self.trainers]
         for i in range(self.rng.randint(2, 4)):
-            kind = self.rng.choice(["checkpoint", "runtime"])
+            kind = self.rng.choice(["checkpoint", "runtime", "follower"])
             location = Location(self.rng.choice(["dc", "dc", "far"]), f"r{i % 2}", f"h{i}")
-            self.groups.append(Group(self, f"rollout-{i}", self.rng.choice([1, 1, 2]), location, kind))
+            shards = 1 if kind == "follower" else self.rng.choice([1, 1, 2])
+            self.groups.append(Group(self, f"rollout-{i}", shards, location, kind))
+        if self.rng.random() < 0.5:
+            self.groups.append(Group(self, "operator", 1, Location("dc", "r0", "h0"), "operator"))
 
     # --- time ---
 
@@ -217,6 +229,7 @@ class World:
         self.counts["calm_ms"] += int(1000 * (self.now - FAULTS_S))
         self.run_until(self.now + QUIET_S)
         self._check_no_ghosts()
+        self._check_nothing_forgotten()
         return self.counts
 
     def _every(self, mean_s: Callable[[], float], action: Callable[[], None]) -> None:
@@ -233,6 +246,7 @@ class World:
     def start_hub(self) -> None:
         self.lives += 1
         self.hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
+        self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
 
     def _crash_hub(self) -> None:
@@ -277,6 +291,8 @@ class World:
         frame, sent = m.encode(message), self.now
         if isinstance(message, m.Unpublish):
             self.unpublishing[worker.session, message.request] = message.keys
+        elif isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw):
+            self.asked[worker.session, message.request] = message
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
                 self.at(delay, lambda: self._hub_receives(worker, frame, sent))
@@ -286,6 +302,8 @@ class World:
             message = m.decode_from_client(frame)
             if isinstance(message, m.Hello | m.Heartbeat):
                 self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
+            if isinstance(message, m.Hello):
+                self.directive = m.merge(self.directive, message.directive)
             self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
 
     def _tick_hub(self, life: int) -> None:
@@ -295,6 +313,7 @@ class World:
 
     def _feed_hub(self, event: hub_machine.Event) -> None:
         assert self.hub is not None
+        self.visible_before = self._visible()
         effects = self.hub.handle(event, self.now)
         if self.log is not None:
             self._log(event, effects)
@@ -329,9 +348,42 @@ class World:
             elif not isinstance(effect.message, quiet):
                 self.log(f"{self.now:8.3f} {names.get(effect.session, 'dead'):>14} < {effect.message}")
 
+    def _visible(self) -> set[int]:
+        history = self.hub.histories.get(("run", "actor")) if self.hub is not None else None
+        return {number for number, version in history.versions.items() if version.visible} if history else set()
+
     # --- checks on what the hub says and on what readers do ---
 
+    def _check_directed(self, session: bytes, reply: m.HubMessage) -> None:
+        """What the hub decides agrees with what operators have decided."""
+        if not isinstance(reply, m.Done | m.Granted | m.Visible):
+            return
+        asked, old = self.asked.get((session, reply.request)), self.directive
+        match reply, asked:
+            case m.Done(), m.Pin(_, version):
+                self.ever_pinned.add(version)
+                self.directive = m.Directive(old.serial + bool(version or old.pin), version, old.withdrawn)
+            case m.Done(), m.Withdraw(_, version):
+                self.ever_withdrawn.add(version)
+                known = version in old.withdrawn
+                new = m.merge(old, m.Directive(0, 0, (version,)))
+                self.directive = m.Directive(old.serial + (not known), new.pin, new.withdrawn)
+            case ((m.Granted() | m.Visible()), _):
+                version = reply.version
+                if version in old.withdrawn:
+                    raise Violation("withdrawn", self, f"version {version} is named, and was withdrawn")
+                if isinstance(asked, m.Wait | m.Target) and old.pin and version != old.pin:
+                    raise Violation("pinned", self, f"version {version} is named, and {old.pin} is pinned")
+                returns = version == old.pin or getattr(asked, "installed", 0) in old.withdrawn
+                if isinstance(asked, m.Target) and version < asked.installed and not returns:
+                    raise Violation("backwards", self, f"{asked} is answered with version {version}")
+
     def _check_reply(self, effect: hub_machine.Send) -> None:
+        answer = (self.lives, effect.session, getattr(effect.message, "request", 0))
+        repeated = answer in self.answered  # what it says again was decided before
+        self.answered.add(answer)
+        if not repeated:
+            self._check_directed(effect.session, effect.message)
         if not isinstance(effect.message, m.Unpublished) or effect.message.keep:
             return
         for key in self.unpublishing.get((effect.session, effect.message.request), ()):
@@ -342,7 +394,7 @@ class World:
             return
         for key in asked.message.keys:
             offer = source.offers.get(key)
-            if not asked.message.gone and offer is not None and offer.complete:
+            if not repeated and not asked.message.gone and offer is not None and offer.complete:
                 self._check_retained(source, key)
         for link in self.links:
             # Another unpublish of the same shard may have ended before, and named it, though nobody waits for it now.
@@ -392,7 +444,12 @@ class World:
         # How many are retained is known to the hub while one lives who has asked for it.
         asker = any(w.session in self.hub.workers for w in self.trainers.workers)
         count = self.retain_newest if asker else min(1, self.retain_newest)
-        retained = sorted(self.ever_visible, reverse=True)[:count]
+        good = self.ever_visible - set(self.directive.withdrawn)
+        if self.ever_withdrawn:  # what was given up as too old before is not retained when a newer one is withdrawn
+            good &= self.visible_before
+        retained = sorted(good, reverse=True)[:count]
+        if self.directive.pin in self.visible_before:
+            retained.append(self.directive.pin)
         if key.version not in retained or key.layout != CHECKPOINT:
             return
         others = [other for other in self.workers.values() if other is not worker]
@@ -418,10 +475,17 @@ class World:
                 raise Violation("ghost", self, f"{known.name} holds {real}, the hub believes {said}")
             if known.leases or known.readers:
                 raise Violation("ghost", self, f"{known.name} has leases though nobody reads")
-            if any(not isinstance(pending.message, m.Wait) for pending in known.pending.values()):
+            if any(not isinstance(pending.message, m.Wait | m.Target) for pending in known.pending.values()):
                 raise Violation("ghost", self, f"{known.name} waits, says the hub: {list(known.pending.values())}")
         if len(self.hub.workers) != len(self.workers):
             raise Violation("ghost", self, "the hub has forgotten a worker that lives")
+
+    def _check_nothing_forgotten(self) -> None:
+        assert self.hub is not None
+        known = {worker.name: worker.machine.directive for worker in self.workers.values()}
+        known["hub"] = self.hub.histories["run", "actor"].directive
+        if len(set(known.values())) > 1 or known["hub"] != self.directive:
+            raise Violation("forgotten", self, f"{known} differ, or from {self.directive}")
 
 
 # --- a replica: workers that start, read and die together ---
@@ -443,7 +507,7 @@ class Group:
         self.life += 1
         self.arrived = []
         self.workers = [Worker(self, shard) for shard in range(self.shard_count)]
-        program = trainer if self.kind == "trainer" else rollout
+        program = {"trainer": trainer, "operator": operator, "follower": follower}.get(self.kind, rollout)
         for worker in self.workers:
             self.world.workers[worker.session] = worker
             worker.start(program(worker))
@@ -464,7 +528,8 @@ class Group:
             # one to another: the driver then names one.
             outcomes = {w.outcome for w in self.workers}
             agreed = len(outcomes) == 1 and outcomes != {FAILED}
-            version = 0 if agreed else max(w.seen for w in self.workers) or FAILED
+            seen = [w.seen for w in self.workers if w.seen not in w.machine.directive.withdrawn]
+            version = 0 if agreed else max(seen, default=0) or FAILED
             answer = Met(self.round, version, self.world.calm)
             for each, waiting in arrived:
                 delay = self.world.rng.uniform(0, 0.2)
@@ -625,6 +690,11 @@ class Worker:
                 case s.SourceGone(session):
                     for transfer in list(self.transfers):
                         transfer.feed(r.SourceGone(session))
+                case s.Directed(directive):
+                    self.world.counts["directed"] += 1
+                    for transfer in list(self.transfers):
+                        self.world.counts["told_to_stop"] += transfer.machine.version in directive.withdrawn
+                        transfer.feed(r.Withdrawn(directive.withdrawn))
                 case s.MayDrop(keys):
                     self.world.counts["may_drop"] += 1
                     self.step(drop(self, keys), None)
@@ -707,7 +777,9 @@ class Worker:
 
     def see(self, version: int) -> None:
         if version < self.seen:
-            raise Violation("backwards", self.world, f"{self.name} was given version {version} after {self.seen}")
+            if version not in self.world.ever_pinned and self.seen not in self.world.ever_withdrawn:
+                raise Violation("backwards", self.world, f"{self.name} was given version {version} after {self.seen}")
+            self.world.counts["went_back"] += 1
         self.seen = version
 
 
@@ -1004,7 +1076,7 @@ def trainer(worker: Worker) -> Program:
         reply = yield Request(
             lambda number, offer=offer: m.Publish(number, worker.holding(offer, was_read=False)), 30.0
         )
-        if reply is None:
+        if not isinstance(reply, m.Done):
             worker.withdraw(key)
         world.counts["published" if reply is not None else "publish_expired"] += 1
         if held:
@@ -1047,6 +1119,44 @@ def rollout(worker: Worker) -> Program:
         worker.finished = world.calm and current == world.last_version
 
 
+def follower(worker: Worker) -> Program:
+    """It runs what it is told to run, and goes back, too."""
+    world = worker.world
+    current = 0
+    while not worker.group.finished:
+        deadline_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Target(number, current, deadline_s), deadline_s)  # noqa: B023
+        if isinstance(reply, m.Visible):
+            got = yield Replicate(reply.version, 0, (CHECKPOINT,), False, world.rng.choice([3.0, 10.0]))
+            if not isinstance(got, str):
+                old = tuple(key for key in worker.offers if key.version != got.version)
+                if old:
+                    yield from unpublish(worker, old)
+                current = got.version
+        yield Sleep(world.rng.uniform(0.0, 1.0))
+        worker.finished = world.calm and current == world.last_version
+
+
+def operator(worker: Worker) -> Program:
+    """Pins, unpins and withdraws as it likes; in the calm, what is pinned still is let go."""
+    world = worker.world
+    while not world.calm:
+        yield Sleep(world.rng.uniform(0.5, 8.0))
+        reply = yield Request(m.AskVersions, 5.0)
+        held = [info.version for info in reply.versions if info.visible] if isinstance(reply, m.Versions) else []
+        what = world.rng.choice([m.Pin, m.Pin, m.Withdraw])
+        version = world.rng.choice(held) if held and (what is m.Withdraw or world.rng.random() < 0.6) else 0
+        if not world.calm and (what is m.Pin or version):  # the last version is everybody's goal
+            reply = yield Request(lambda number: what(number, version, 10.0), 10.0)  # noqa: B023
+            done = "pinned" if version and what is m.Pin else "unpinned" if what is m.Pin else "withdrawn"
+            world.counts[done] += isinstance(reply, m.Done)
+    worker.finished = True
+    while not all(group.finished for group in world.groups):
+        yield Sleep(1.0)
+        if worker.machine.directive.pin:
+            yield Request(lambda number: m.Pin(number, 0, 10.0), 10.0)
+
+
 def convert_and_publish(worker: Worker, got: Got) -> Program:
     world = worker.world
     world.counts["conversions"] += 1
@@ -1059,7 +1169,7 @@ def convert_and_publish(worker: Worker, got: Got) -> Program:
     content = convert([got.shards[i] for i in sorted(got.shards)], worker.shard)
     offer = worker.offer(key, content, manifest_of(content), complete=True)
     reply = yield Request(lambda number: m.Publish(number, worker.holding(offer, was_read=True)), 30.0)
-    if reply is None:
+    if not isinstance(reply, m.Done):  # also when it was withdrawn meanwhile
         worker.withdraw(key)
     checkpoint = tuple(k for k in worker.offers if k.layout == CHECKPOINT)
     if checkpoint:
@@ -1069,13 +1179,15 @@ def convert_and_publish(worker: Worker, got: Got) -> Program:
 def unpublish(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
     world = worker.world
     deadline_s = world.rng.choice([0.5, 3.0, 10.0])
+    offers = {key: worker.offers.get(key) for key in keys}
     reply = yield Request(lambda number: m.Unpublish(number, keys, deadline_s), deadline_s)
     if reply is None or (isinstance(reply, m.Unpublished) and reply.keep):  # then from memory that nobody overwrites
         world.counts["kept" if reply is not None else "kept_without_hub"] += 1
         return
     world.counts["unpublished"] += 1
     for key in keys:
-        worker.withdraw(key)
+        if worker.offers.get(key) is offers[key]:  # else it was read again, after another unpublish of it had ended
+            worker.withdraw(key)
 
 
 def drop(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
