@@ -1,6 +1,6 @@
 """OpenRLHF's vLLM actor that follows the store by itself.
 
-One that was started again fetches the newest version, and only then answers. Prompts it was working on are asked
+One that was started again fetches the version to run, and only then answers. Prompts it was working on are asked
 elsewhere meanwhile (generator.py).
 """
 
@@ -18,7 +18,7 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, here
+from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, here
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
@@ -38,7 +38,8 @@ _versions: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions 
 
 
 class Engine(_Stock):
-    """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update}."""
+    """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
+    trainer waits for the samples of its newest version}."""
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
         kwargs["worker_extension_cls"] = EXTENSION
@@ -54,11 +55,12 @@ class Engine(_Stock):
         await self.rpc("tensorhub_connect", self._worker_config(replica))
         self.follower = Follower(
             self,
-            client.wait,
+            client.target,
             worker=self.worker,
             deadline_s=self.options.deadline_s,
             gate=self.gate,
             until=self.options.pull_until,
+            pins=not tensorhub["sync"],
         )
         await self._catch_up(client)
         self._tasks = []
@@ -144,13 +146,13 @@ class Engine(_Stock):
         """An engine that was started again has the weights of before the training: it must not answer with those."""
         while True:
             try:
-                versions = await asyncio.to_thread(client.versions)
-                newest = max((info.version for info in versions if info.visible), default=0)
-                if newest > (self.options.pull_until or newest) or newest == 0:
-                    return
-                await self.follower.update(newest)
+                version = await asyncio.to_thread(client.target, pins=self.follower.pins, deadline_s=0.0)
+                if version <= (self.options.pull_until or version):
+                    await self.follower.update(version)
                 return
-            except (UpdateFailed, HubUnreachable, DeadlineExceeded) as error:  # the trainer may have a newer one by now
+            except NotPublished:
+                return
+            except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
                 log.warning("%s: trying again: %s", self.worker, error)
                 await asyncio.sleep(RETRY_S)
 

@@ -1,19 +1,27 @@
-"""Rollout side: what OpenRLHF asks of an engine that follows the newest version (../vllm/follower.py).
+"""Rollout side: what OpenRLHF asks of an engine that follows by itself (../vllm/follower.py).
 
 Two kinds of training
     partial rollout     requests in flight are kept and go on with the new weights
     otherwise           the samples of a prompt must come from one version: the installation waits at a `Gate` until
                         the prompts inside have been answered, and new ones wait outside meanwhile
 An evaluation holds an engine at its version.
+
+When operators pin a version or withdraw one, prompts that were to be answered from a later one than the engines are to
+run are answered from that. Sync training is on policy: it needs the newest version, and pins do not apply to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import suppress
 from typing import Any
 
+from tensorhub_plugins.core import HubUnreachable, NotPublished, VersionGone
 from tensorhub_plugins.vllm import follower
 from tensorhub_plugins.vllm.follower import UpdateFailed
+
+LOOK_S = 5.0  # how often one that waits for a version asks whether it is still to come
 
 
 class Gate:
@@ -53,33 +61,58 @@ class Follower(follower.Follower):
         super().__init__(*args, **kwargs)
         self.gate = gate
         self.is_held = False  # stay with this version, for evaluation
+        self._asked_with = 0  # the version that was installed when the last question was asked
         self._one_update = asyncio.Lock()
         self._changed = asyncio.Condition()
 
     async def need(self, version: int) -> None:
-        """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline."""
+        """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline.
+
+        An older one is enough when that is what operators want to be run.
+        """
         if self.until is not None:
             version = min(version, self.until)
-        async with self._changed:
-            try:
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self.version >= version and not self.is_broken), self.deadline_s
-                )
-            except asyncio.TimeoutError:
+        deadline = time.monotonic() + self.deadline_s
+        while self.is_broken or self.version < version:
+            version = min(version, await self._to_run_instead_of(version))
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise UpdateFailed(
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
                     version=version,
                     phase="need",
                     deadline_s=self.deadline_s,
-                ) from None
+                )
+            await self._reach(version, min(left_s, LOOK_S))
+
+    async def _reach(self, version: int, deadline_s: float) -> None:
+        """Wait until it is installed; not for ever."""
+        async with self._changed:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(
+                    self._changed.wait_for(lambda: self.version >= version and not self.is_broken), deadline_s
+                )
+
+    async def _to_run_instead_of(self, version: int) -> int:
+        """What the hub says now; the same one if it does not say anything, 0 when there is nothing to be run."""
+        try:
+            return await asyncio.to_thread(self.target, version, pins=self.pins, deadline_s=0.0)
+        except (NotPublished, HubUnreachable):
+            return version
+        except VersionGone:
+            return 0
+
+    async def next_version(self) -> int | None:
+        self._asked_with = self.version
+        return await super().next_version()
 
     async def hold(self, version: int = 0) -> int:
-        """Stay with the version that is installed, or with `version` where that is later, until `release`."""
+        """Stay with the version that is installed, or with `version` if one is given, until `release`."""
         if self.until is not None:
             version = min(version, self.until)
         async with self._one_update:
             self.is_held = True
-            if self.version < version:
+            if version and self.version != version:
                 await self.update(version)
             return self.version
 
@@ -92,7 +125,8 @@ class Follower(follower.Follower):
         async with self._changed:
             await self._changed.wait_for(lambda: not self.is_held)
         async with self._one_update:
-            if not self.is_held and (version > self.version or self.is_broken):
+            # While it was held, or before that, it may have got another one: then this answer is an old one.
+            if not self.is_held and self.version == self._asked_with:
                 await self.update(version)
 
     async def install(self, version: int) -> None:

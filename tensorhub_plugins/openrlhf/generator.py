@@ -2,8 +2,9 @@
 
 A prompt goes to an engine that answers. When that engine is lost in the middle, the prompt is asked again elsewhere
 at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the newest version
-there is when it is handed out, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. An
-evaluation sees one version: the engines stay with it until the end.
+there is when it is handed out, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. If operators
+have pinned a version, then from that one, except in sync training, which must be on policy. An evaluation sees one
+version: the engines stay with it until the end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import Client, here
-from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
+from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, VersionGone
 from tensorhub_plugins.core.events import record
 from tensorhub_plugins.openrlhf.config import Options
 
@@ -30,7 +31,6 @@ CHECK_S = 2.0  # without an answer for this long, the engines are asked whether 
 QUICK_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
 ASKED_AGAIN_MAX = 20  # times that one prompt may lose its engine: something is wrong with the prompt then
 DEATHS_MAX = 3  # an engine that Ray still calls dead after so many heartbeats will not be started again
-HUB_S = 5.0  # to learn the newest version; without an answer the last one known counts
 
 LOST = (RayActorError, TensorHubError)
 
@@ -149,11 +149,12 @@ class _Counter:
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
-    def __init__(self, *, options: Options, is_partial: bool, **kwargs: Any) -> None:
+    def __init__(self, *, options: Options, is_partial: bool, is_sync: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.is_sync = is_sync
         self.fleet = Fleet(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
-        self.newest = 0  # the latest version known here
+        self.newest = 0  # the version to be run, as far as it is known here
         self._evaluating: list[_Member] = []
         self._asked: dict[Any, _Asked] = {}
         assert options.hub is not None and options.run is not None, "the driver fills them in"
@@ -167,8 +168,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         # Stay where you are; then all go where the first one is, or to the newest.
         held = self._hold(live, 0)
         goal = max(self.newest, *held.values()) if held else self.newest
+        goal = min(goal, self._to_run_instead_of(goal) or goal)  # unless operators want an older one
         held = self._hold(live, goal)
-        if len(set(held.values())) > 1:  # the goal was withdrawn meanwhile
+        if len(set(held.values())) > 1:  # the goal is gone meanwhile
             goal = max(held.values())
         self._evaluating = [member for member in live if held.get(member.name) == goal]
         record("evaluate", worker="generator/0", version=goal)
@@ -227,12 +229,20 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def _look_for_newest(self) -> None:
         if self.is_partial:
             return
+        self.newest = self._to_run_instead_of(self.newest)
+
+    def _to_run_instead_of(self, version: int) -> int:
+        """What the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
         try:
-            visible = [info.version for info in self._client.versions(deadline_s=HUB_S) if info.visible]
+            return self._client.target(version, pins=not self.is_sync, deadline_s=0.0)
+        except NotPublished:
+            return version
+        except VersionGone as error:
+            log.warning("prompts are answered from whatever the engines have: %s", error)
+            return 0
         except TensorHubError as error:
-            log.warning("going on with version %d: %s", self.newest, error)
-            return
-        self.newest = max([self.newest, *visible])
+            log.warning("going on with version %d: %s", version, error)
+            return version
 
     def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **kwargs: Any) -> Any:
         """As in OpenRLHF 0.11.2, but a prompt whose engine is lost is asked again."""

@@ -75,7 +75,7 @@ def install(options: config.Options) -> None:
 
     from tensorhub_plugins.openrlhf import engine, hub, trainer
 
-    chosen = SimpleNamespace(backend="", partial=False)  # known when OpenRLHF has read its command line
+    chosen = SimpleNamespace(backend="", partial=False, sync=False)  # known when OpenRLHF has read its command line
     get_strategy = openrlhf.utils.get_strategy
 
     def get_strategy_and_check(args: Any) -> Any:
@@ -86,6 +86,7 @@ def install(options: config.Options) -> None:
         except TensorHubError as error:
             refuse(error)
         chosen.partial = bool(args.train.partial_rollout_enable)
+        chosen.sync = not args.train.async_enable
         args.vllm.sync_backend = chosen.backend  # it reaches every actor with the arguments
         print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)
         return get_strategy(args)
@@ -103,7 +104,8 @@ def install(options: config.Options) -> None:
             )
 
             def remote(**kwargs: Any) -> Any:
-                extra = {"backend": chosen.backend, "engine": len(started), "partial": chosen.partial}
+                how = {"partial": chosen.partial, "sync": chosen.sync}
+                extra = {"backend": chosen.backend, "engine": len(started), **how}
                 started.append(made.remote(**kwargs, tensorhub=extra))
                 return started[-1]
 

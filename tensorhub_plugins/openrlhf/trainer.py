@@ -167,6 +167,7 @@ def _generator(strategy: Any, given: Any) -> SamplesGenerator:
     return SamplesGenerator(
         options=config.parse(strategy.args.vllm.sync_backend),
         is_partial=bool(getattr(strategy.args.train, "partial_rollout_enable", False)),
+        is_sync=not strategy.args.train.async_enable,
         strategy=strategy,
         prompts_dataloader=given.prompts_dataloader,
         eval_dataloader=given.eval_dataloader,

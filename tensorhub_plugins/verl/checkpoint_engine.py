@@ -82,7 +82,10 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             yield name, tensor
 
     def _receive(self, version: int) -> dict[str, torch.Tensor]:
-        """All rollouts come at once: whoever has a part serves it on to the others while the rest arrives."""
+        """All rollouts come at once: whoever has a part serves it on to the others while the rest arrives.
+
+        By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
+        """
         client, deadline_s = self._client, self.options.deadline_s
         assert client is not None, "init_process_group comes before receive_weights"
         if version == self._received:

@@ -2,7 +2,8 @@
 
 A replica is in rotation while it is *ready* (it has installed a version) and has been heard within the timeout. One
 that falls silent is taken out at once and put back only when it answers again AND has caught up with the version the
-others had when it came back: it may have slept through many, and its first answers would be stale.
+others had when it came back: it may have slept through many, and its first answers would be stale. When the others
+go back, because an older version was pinned, that is far enough.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Watch:
             replica.catch_up_to = self.newest()  # the first answer after the loss, or after a silence
         replica.heard_at = now
         replica.ready, replica.version = ready, version
-        if replica.lost and ready and version >= (replica.catch_up_to or 0):
+        if replica.lost and ready and version >= min(replica.catch_up_to or 0, self.newest()):
             replica.lost = False
             return True
         return False

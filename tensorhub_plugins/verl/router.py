@@ -334,15 +334,17 @@ def _hand_over(output: TokenOutput, key: tuple[str, tuple[int, ...]]) -> TokenOu
     may_split = output.extra_fields.pop("tensorhub_split", False)
     if not spans:
         return output
-    if len(spans) > 1 and may_split and output.routed_experts is None and output.stop_reason != "aborted":
+    steps = [span.step for span in spans]
+    grows = steps == sorted(steps)  # else it went back, and verl would take the first piece's step for the oldest
+    if len(spans) > 1 and may_split and grows and output.routed_experts is None and output.stop_reason != "aborted":
         pieces = split(output, spans)
         request_id, prompt = key
         for before, piece in zip(pieces, pieces[1:], strict=False):
             prompt = (*prompt, *before.token_ids)  # what the client will ask with when it comes back
             _pieces.put((request_id, prompt), piece)
         return pieces[0]
-    output.extra_fields.setdefault("min_global_steps", spans[0].step)
-    output.extra_fields.setdefault("max_global_steps", spans[-1].step)
+    output.extra_fields.setdefault("min_global_steps", min(steps))
+    output.extra_fields.setdefault("max_global_steps", max(steps))
     return output
 
 

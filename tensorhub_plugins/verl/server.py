@@ -1,6 +1,8 @@
 """The server actor of one pull-mode replica: verl's vLLM server plus a Follower, and a heartbeat for the router.
 
-One that was started again fetches the newest version, and only then says that it is ready.
+One that was started again fetches the version to run, and only then says that it is ready. Nothing in verl waits for
+a replica to reach a step, so the trainer goes on when operators pin a version or withdraw one; the samples say which
+steps they are of. Drop-in mode (checkpoint_engine.py) asks for every step by its number: pins do not apply to it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class TensorHubServer(vLLMHttpServer):
         until = self.options.pull_until
         self.follower = Follower(
             self,
-            self._client.wait,
+            self._client.target,
             worker=self.worker,
             deadline_s=self.options.deadline_s,
             until=None if until is None else version_of_step(until),
@@ -154,7 +156,7 @@ class TensorHubServer(vLLMHttpServer):
             raise
         spans = self._ledger.finished(request_id, len(output.token_ids), self.global_steps)
         spans = spans or (Span(first, 0),)
-        output.extra_fields["global_steps"] = spans[0].step
+        output.extra_fields["global_steps"] = min(span.step for span in spans)  # it may have gone back
         output.extra_fields["tensorhub_spans"] = [tuple(span) for span in spans]
         output.extra_fields["tensorhub_split"] = self.options.spans == "split"
         record(

@@ -8,7 +8,8 @@
                                         engine, in whatever mode, or not at all. The cache of prepared images stays:
                                         it holds inputs, and the API server's half of it would not be told.
     Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
-    "follow"                            The engine switches to every new version by itself, see follower.py.
+    "follow"                            The engine switches to every new version by itself, and back to a pinned one,
+                                        see follower.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any, Literal
 
 from tensorhub_plugins.core.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.values import LATEST
 from tensorhub_plugins.vllm.follower import POLL_S, RETRY_S, Follower
 from tensorhub_plugins.vllm.updater import WorkerConfig
 
@@ -143,7 +143,8 @@ class CoreFollower(Follower):
 
     when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
     "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
-    instead. While somebody else has paused the engine, or put it to sleep, nothing is switched.
+    instead, and one that is not to be run any more is dropped. While somebody else has paused the engine, or put it to
+    sleep, nothing is switched.
     """
 
     def __init__(self, core: Core, joining: WorkerConfig, *, when: Literal["idle", "now"], patience_s: float) -> None:
@@ -179,8 +180,8 @@ class CoreFollower(Follower):
         self.is_broken = any(worker["broken"] for worker in workers)
         await self.follow()
 
-    def _ask_hub(self, version: str, *, newer_than: int, deadline_s: float) -> int:
-        """`Client.wait`, in short turns: an engine that is shut down does not wait for a version."""
+    def _ask_hub(self, installed: int, *, deadline_s: float, **more: Any) -> int:
+        """`Client.target`, in short turns: an engine that is shut down does not wait for a version."""
         if self._closed:
             raise _ClosedError
         if self._client is None:
@@ -194,27 +195,31 @@ class CoreFollower(Follower):
                 transports=("tcp",),
                 connect_deadline_s=config.connect_deadline_s,
             )
-        return self._client.wait(version, newer_than=newer_than, deadline_s=min(deadline_s, WAIT_S))
+        return self._client.target(installed, deadline_s=min(deadline_s, WAIT_S), **more)
 
     async def update(self, version: int) -> None:
-        newer: int | None = version
-        while newer is not None:
-            version = newer
+        other: int | None = version
+        while other is not None:
+            if other < version:  # an operator has decided against what was fetched: ask again from what is installed
+                await self.engine.rpc("tensorhub_discard")
+                return
+            version = other
             while not (self.is_paused or await self._core.ask(lambda: self._core.available)):
                 await self.sleep(POLL_S)
             await self.fetch(version)
-            newer = None if self._when == "now" else await self._idle_moment(version)
-        await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
+            other = None if self._when == "now" else await self._idle_moment(version)
+        await self.prepare(version)
         await self.install(version)
 
     async def _idle_moment(self, version: int) -> int | None:
-        """Return when there is one, or a newer version that has appeared first."""
+        """Return when there is one, or another version that is to be run instead of this one before there was."""
         patient_until = time.monotonic() + self._patience_s
         while not (self.is_paused or time.monotonic() > patient_until):
             if await self._core.ask(lambda: self._core.idle):
                 return None
             with suppress(TensorHubError):
-                return await asyncio.to_thread(self._ask_hub, LATEST, newer_than=version, deadline_s=POLL_S)
+                refused = tuple(self.refused)
+                return await asyncio.to_thread(self._ask_hub, version, refused=refused, deadline_s=POLL_S)
         return None
 
 

@@ -195,9 +195,9 @@ class Updater:
         return self.install(version, _left(deadline))
 
     def resolve(self, deadline_s: float) -> int:
-        """The newest version, the same for every worker of the engine; NotPublished if there is none in time."""
+        """The version to run, the same for every worker of the engine; NotPublished if there is none in time."""
         try:
-            newest, error = self._client.wait(deadline_s=deadline_s), None
+            newest, error = self._client.target(deadline_s=deadline_s), None
         except TensorHubError as failure:
             newest, error = 0, failure
         version = agreed(self.gather, newest)
@@ -563,7 +563,7 @@ class Updater:
         events.record("serve", worker=self._name, version=version, layout=layout, bytes=size_bytes)
         with self._lock:
             previous, self._served = self._served, version
-        if previous is not None:
+        if previous not in (None, version):  # it returned to what it has never ceased to serve
             self._client.unpublish(previous, layout, deadline_s=deadline_s)
 
     def _drop_source(self, staged: _Staged) -> None:

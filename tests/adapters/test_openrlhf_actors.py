@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
 
-from tensorhub_plugins.core import CHECKPOINT, Client, TensorSpec, VersionInfo, start_server  # noqa: E402
+from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine as engines  # noqa: E402
 from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
@@ -121,8 +121,14 @@ def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None
     async def story(visible: int, until: int | None) -> int:
         one = make_engine(is_partial=True)
         one.options = Options(hub="tcp://h:1", run="r", pull_until=until)
-        versions = [VersionInfo(number, True, {}) for number in range(1, visible + 1)]
-        await one._catch_up(SimpleNamespace(versions=lambda: versions))
+
+        def target(*, pins: bool, deadline_s: float) -> int:
+            assert pins
+            if visible == 0:
+                raise NotPublished("none")
+            return visible
+
+        await one._catch_up(SimpleNamespace(target=target))
         return int(one.follower.version)
 
     assert asyncio.run(story(0, None)) == 0

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError  # noqa: E402
 
-from tensorhub_plugins.core import VersionInfo  # noqa: E402
+from tensorhub_plugins.core import NotPublished, VersionGone  # noqa: E402
 from tensorhub_plugins.openrlhf import generator as module  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.engine import FIRST  # noqa: E402
@@ -125,11 +125,16 @@ class FakeEngine:
 
 class FakeHub:
     visible = 0
+    pinned = 0
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def versions(self, deadline_s: float) -> list[VersionInfo]:
-        return [VersionInfo(version, True, {}) for version in range(1, self.visible + 1)]
+    def target(self, installed: int, *, pins: bool, deadline_s: float) -> int:
+        assert deadline_s == 0.0, "nobody waits for the hub"
+        version = self.pinned if self.pinned and pins else max(self.visible, installed)
+        if version == installed:
+            raise NotPublished("nothing else")
+        return version
 
 
 class FakeProgress:
@@ -147,6 +152,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(module, "Client", FakeHub)
     monkeypatch.setattr(module.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     monkeypatch.setattr(FakeHub, "visible", 0)
+    monkeypatch.setattr(FakeHub, "pinned", 0)
     return fake
 
 
@@ -154,7 +160,12 @@ PROMPTS = [(["d"], [f"p{i}"], [""], [None]) for i in range(6)]
 
 
 def make(
-    engines: list[FakeEngine], *, is_partial: bool = False, evaluation: Any = None, batches: int = 1
+    engines: list[FakeEngine],
+    *,
+    is_partial: bool = False,
+    is_sync: bool = False,
+    evaluation: Any = None,
+    batches: int = 1,
 ) -> module.SamplesGenerator:
     args = SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=6, vllm_generate_batch_size=None),
@@ -168,6 +179,7 @@ def make(
     return module.SamplesGenerator(
         options=Options(hub="tcp://h:1", run="r", engine_timeout_s=10),
         is_partial=is_partial,
+        is_sync=is_sync,
         strategy=SimpleNamespace(args=args),
         prompts_dataloader=batches * PROMPTS,
         eval_dataloader=evaluation,
@@ -196,6 +208,33 @@ def test_a_batch_asks_for_the_newest_version_there_is(ray: FakeRay, monkeypatch:
     samples, *_ = make([engine]).generate_samples()
     assert {asked["min_version"] for asked in engine.asked} == {4}
     assert {int(sample.info[FIRST]) for sample in samples} == {4}
+
+
+@pytest.mark.parametrize(("is_sync", "asked_for"), [(False, 2), (True, 4)])
+def test_a_batch_asks_for_what_is_pinned_except_in_sync_training(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, is_sync: bool, asked_for: int
+) -> None:
+    monkeypatch.setattr(FakeHub, "visible", 4)
+    engine = FakeEngine()
+    generator = make([engine], is_sync=is_sync, batches=2)
+    generator.generate_samples()
+    monkeypatch.setattr(FakeHub, "pinned", 2)
+    generator.generate_samples()
+    assert {asked["min_version"] for asked in engine.asked[:6]} == {4}
+    assert {asked["min_version"] for asked in engine.asked[6:]} == {asked_for}
+
+
+def test_with_nothing_to_be_run_a_batch_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(version=4)
+    generator = make([engine])
+    generator.newest = 4
+
+    def gone(*_: Any, **__: Any) -> int:
+        raise VersionGone("version 4 was withdrawn, and no other is held")
+
+    monkeypatch.setattr(FakeHub, "target", gone)
+    generator.generate_samples()
+    assert {asked["min_version"] for asked in engine.asked} == {0}
 
 
 def test_partial_rollout_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

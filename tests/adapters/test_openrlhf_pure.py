@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.core import NotPublished, UsageError
+from tensorhub_plugins.core import NotPublished, UsageError, VersionGone
 from tensorhub_plugins.openrlhf import autoload, config, install
+from tensorhub_plugins.openrlhf import follower as follower_module
 from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,16 +262,38 @@ class FakeEngine:
         assert self.log[-1] == "install"
 
 
-def follower(engine: FakeEngine, *, gate: Gate | None = None, until: int | None = None, newest: int = 0) -> Follower:
-    def wait(version: str, *, newer_than: int, deadline_s: float) -> int:
-        if newest <= newer_than:
-            raise NotPublished("nothing newer")
-        return newest
+class FakeHub:
+    """As the hub answers `Client.target`."""
+
+    def __init__(self, newest: int = 0, pinned: int = 0) -> None:
+        self.newest, self.pinned = newest, pinned
+        self.withdrawn: set[int] = set()
+
+    def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, deadline_s: float) -> int:
+        version = self.pinned if self.pinned and pins else self.newest
+        back = (self.pinned and pins) or installed in self.withdrawn
+        if version in (0, installed) or (version < installed and not back):
+            error = VersionGone if installed in self.withdrawn and not version else NotPublished
+            raise error("nothing else")
+        return version
+
+
+def follower(
+    engine: FakeEngine,
+    *,
+    gate: Gate | None = None,
+    until: int | None = None,
+    newest: int = 0,
+    hub: FakeHub | None = None,
+    pins: bool = True,
+) -> Follower:
+    hub = hub or FakeHub(newest)
 
     async def no_sleep(_: float) -> None:
         await asyncio.sleep(0)
 
-    return Follower(engine, wait, worker="w/0", deadline_s=0.2, gate=gate, until=until, sleep=no_sleep)
+    target = hub.target
+    return Follower(engine, target, worker="w/0", deadline_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
 
 
 UPDATE = ["begin_fetch", "poll", "prepare_install", "pause", "install", "resume"]
@@ -379,5 +403,92 @@ def test_pulling_can_be_switched_off_after_a_version() -> None:
         await one.update(3)
         await one.need(5)  # nobody waits for what will not come
         assert await one.hold(5) == 3
+
+    asyncio.run(story())
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "LOOK_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=4)
+        one = follower(FakeEngine(), hub=hub)
+        await one.update(4)
+        hub.newest = 5
+        waiting = asyncio.create_task(one.need(5))
+        while hub.newest and not one._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        assert not waiting.done()  # the control: it waits for what is still to come
+        hub.pinned = 4
+        await waiting
+        hub.pinned, hub.newest = 0, 4
+        hub.withdrawn.add(5)
+        await one.need(5)
+        hub.newest = 0
+        hub.withdrawn.add(4)
+        await one.need(5)  # there is nothing to be run: from whatever it has
+        hub.newest = 6
+        with pytest.raises(UpdateFailed, match="has version 4"):
+            await one.need(6)
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_pins_do_not_apply_to_an_engine_of_sync_training() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=5, pinned=4)
+        one, free = follower(FakeEngine(), hub=hub, pins=False), follower(FakeEngine(), hub=hub)
+        assert await one.next_version() == 5 and await free.next_version() == 4
+        await one.update(4)
+        await free.update(4)
+        await free.need(5)
+        with pytest.raises(UpdateFailed, match="has version 4"):
+            await one.need(5)
+
+    asyncio.run(story())
+
+
+def test_an_engine_goes_back_and_a_held_one_does_so_afterwards() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=5)
+        one = follower(FakeEngine(), hub=hub)
+        following = asyncio.create_task(one.follow())
+        await one.need(5)
+        assert await one.hold() == 5
+        hub.pinned = 3
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert one.version == 5
+        assert await one.hold(3) == 3  # an evaluation of the pinned version
+        await one.release()
+        hub.pinned = 2
+        while one.version != 2:
+            await asyncio.sleep(0.001)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_an_answer_that_was_overtaken_by_an_evaluation_is_not_taken() -> None:
+    """The hub said 5, and before that was installed an evaluation has brought the engine to 6."""
+
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5)
+        version = await one.next_version()
+        assert version == 5
+        await one.hold(6)
+        taking = asyncio.create_task(one.take(version))
+        await one.release()
+        await taking
+        assert one.version == 6
+        one._asked_with = 6
+        await one.take(5)  # the control: an answer to the engine as it is
+        assert one.version == 5
 
     asyncio.run(story())

@@ -196,6 +196,16 @@ def test_a_failed_replica_catches_up_with_what_the_others_have_when_it_answers_a
     assert watch.heard("a", 7, ready=True, version=9)
 
 
+@pytest.mark.parametrize(("others", "comes_back"), [(4, True), (9, False)], ids=["they went back", "control"])
+def test_a_replica_catches_up_no_further_than_the_others_are(others, comes_back):
+    watch = _watch()
+    assert watch.failed("a", 2)
+    watch.heard("b", 5, ready=True, version=9)
+    assert not watch.heard("a", 6, ready=True, version=0)
+    watch.heard("b", 7, ready=True, version=others)  # an older version was pinned meanwhile
+    assert watch.heard("a", 8, ready=True, version=4) is comes_back
+
+
 def test_the_last_one_standing_is_never_kept_out():
     watch = _watch()
     assert watch.silent(20) == []  # both at once: it was the machine that stood still

@@ -258,6 +258,20 @@ def test_an_unsplit_sample_says_first_and_last_to_the_plain_client():
     assert not [name for name in told if name.startswith("tensorhub")]
 
 
+def test_a_sample_of_an_engine_that_went_back_is_not_split():
+    """verl takes the first piece's step for the oldest."""
+
+    def told(*spans: tuple[int, int]) -> TokenOutput:
+        fields = {"global_steps": 4, "tensorhub_spans": list(spans), "tensorhub_split": True}
+        return module._hand_over(TokenOutput(token_ids=[1, 2, 3], extra_fields=fields), ("r", (9,)))
+
+    whole = told((5, 1), (4, 2))
+    assert whole.token_ids == [1, 2, 3]
+    assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (4, 5)
+    assert told((4, 1), (5, 2)).token_ids == [1]  # the control
+    module._pieces._waiting.clear()
+
+
 def test_pieces_hold_what_the_whole_held():
     whole = TokenOutput(token_ids=[5, 6, 7], log_probs=[-1.0, -2.0, -3.0], stop_reason="length", num_preempted=2)
     first, last = split(whole, [Span(1, 2), Span(2, 1)])

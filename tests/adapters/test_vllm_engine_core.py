@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.core import Client, Server
+from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.vllm import contract, runtime
 from tensorhub_plugins.vllm.engine import CoreFollower
 from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
@@ -155,6 +155,99 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
         core.idle = True
         wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
         assert core.log == [("begin_fetch", 1), ("begin_fetch", 2), *switches(2)]
+
+
+@pytest.mark.parametrize("in_time", [True, False], ids=["served", "withdrawn before it was served"])
+def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned_to(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    offer = Updater._offer
+
+    def offer_if_in_time(self: Updater, staged: Any) -> None:
+        if staged.version == 2 and not in_time:
+            raise UsageError("version 2 was withdrawn")
+        offer(self, staged)
+
+    monkeypatch.setattr(Updater, "_offer", offer_if_in_time)
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(newest=2)
+        for version in (1, 2):
+            trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
+            wait_until(lambda version=version: core.log[-2:] == [("switch", version), "resume"], "switched")
+            served = version if in_time else 1
+            wait_until(lambda served=served: core.updater.poll()["served_version"] == served, "served")
+        began = len(core.log)
+        trainer.withdraw(2)
+        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"] and len(core.log) > began, "returned")
+        assert core.log[began:] == [("begin_fetch", 1), *switches(1)]
+        assert core.updater._model.weight.unique().tolist() == [1.0]
+        wait_until(lambda: not core.updater.poll()["serving"], "it serves again")
+        assert core.updater.poll()["served_version"] == 1
+        layouts = {info.version: info.layouts for info in trainer.versions() if info.visible}
+        assert layouts == {1: {"checkpoint": ("trainer/0",), "runtime:toy": ("engine/0",)}}
+        trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
+        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "it follows on")
+
+
+def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:
+    """The control of the test above: everything is the same, but no operator has said a word."""
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        with Client(hub.address, run="r", model="m", replica="other") as other:
+            other.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+            wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
+            wait_until(lambda: core.updater.poll()["served_version"] == 2, "served")
+        core.updater._client.unpublish(2, "runtime:toy")
+        core.updater._client.retain(newest=0)
+        core.updater._client.unpublish(2)
+        wait_until(lambda: [info.version for info in trainer.versions() if info.visible] == [1], "2 is lost")
+        trainer.wait(1)
+        with pytest.raises(NotPublished):
+            trainer.target(2, deadline_s=1.5)  # longer than one question of the follower
+        assert core.log[-2:] == [("switch", 2), "resume"]
+
+
+def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: Any, hub: Server) -> None:
+    core = following("idle")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(newest=2)
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        core.idle = False
+        trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+        wait_until(lambda: core.updater.poll()["state"] == "ready", "fetched")
+        trainer.withdraw(2)
+        wait_until(lambda: core.log[-1] == ("discard",), "dropped")
+        core.idle = True
+        trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
+        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "switched")
+        assert ("install", 2) not in core.log
+
+
+def test_a_version_that_the_worker_refuses_is_fetched_once(
+    following: Any, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = Updater._acquire
+
+    def refuse(self: Updater, version: int, *more: Any) -> Any:
+        if version == 2:
+            raise VersionRefused("a tensor is missing", version=version)
+        return acquire(self, version, *more)
+
+    monkeypatch.setattr(Updater, "_acquire", refuse)
+    core = following("now")
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+        wait_until(lambda: ("begin_fetch", 2) in core.log, "tried")
+        trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
+        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "switched")
+        assert core.log.count(("begin_fetch", 2)) == 1
+        trainer.pin(2)
+        wait_until(lambda: core.log.count(("begin_fetch", 2)) == 2, "tried again, because it was pinned")
 
 
 def test_patience_ends(following: Any, hub: Server) -> None:

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from tensorhub_plugins.core import HubUnreachable, NotPublished
+from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone
+from tensorhub_plugins.core.messages import REFUSED_MAX
 from tensorhub_plugins.vllm import follower as module
 from tensorhub_plugins.vllm.follower import Follower, UpdateFailed
 
@@ -19,6 +20,7 @@ class Engine:
         self.version = 0
         self.is_paused = False
         self.fetching = 0
+        self.error = None
 
     async def rpc(self, method, *args):
         self.calls.append(method.removeprefix("tensorhub_"))
@@ -31,10 +33,13 @@ class Engine:
         self.fetching -= worker
         failure = self.fails.get(("fetch", worker))
         state = "fetching" if self.fetching > 0 else "failed" if failure else "ready"
-        return {"state": state, "error": failure if state == "failed" else None}
+        error = failure if state == "failed" else self.error
+        return {"state": state, "error": error, "error_kind": str(error).partition(":")[0] if error else None}
 
     def _prepare_install(self, worker, deadline_s):
-        pass
+        self.error = self.fails.get(("prepare", worker))
+        if self.error:
+            raise RuntimeError(self.error)
 
     def _discard(self, worker):
         pass
@@ -69,21 +74,21 @@ class Done(Exception):
 def follow(engine, answers, **options):
     """Let a follower hear these answers: versions, or errors."""
     heard = iter(answers)
-    newer_than = []
+    asked = []
 
-    def wait(version, *, newer_than: int, deadline_s):
-        asked.append(newer_than)
+    def target(installed, *, refused, pins, deadline_s):
+        asked.append((installed, refused) if refused else installed)
         answer = next(heard, Done())
+        if callable(answer):
+            answer = answer()
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    asked = newer_than
-
     async def no_sleep(seconds):
         await asyncio.sleep(0)
 
-    follower = Follower(engine, wait, worker="rollout-0/0", deadline_s=1, sleep=no_sleep, **options)
+    follower = Follower(engine, target, worker="rollout-0/0", deadline_s=1, sleep=no_sleep, **options)
     with pytest.raises(Done):
         asyncio.run(asyncio.wait_for(follower.follow(), 20))
     return follower, asked
@@ -133,7 +138,7 @@ def test_mixed_weights_never_answer_until_they_are_repaired():
     assert follower.is_broken and follower.version == 0
 
     engine.fails.clear()
-    follower.wait = lambda *a, **k: 3
+    follower.target = lambda *a, **k: 3
     engine.calls.clear()
     asyncio.run(follower.update(asyncio.run(follower.next_version())))
     assert engine.calls == ["begin_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "resume"]
@@ -143,14 +148,14 @@ def test_mixed_weights_never_answer_until_they_are_repaired():
 def test_the_same_version_repairs():
     follower, asked = follow(Engine(), [3])
     follower.is_broken = True
-    follower.wait = lambda version, *, newer_than, deadline_s: 3 if newer_than == 2 else pytest.fail("asked for newer")
+    follower.target = lambda installed, **more: 3 if installed == 0 else pytest.fail("asked for another")
     assert asyncio.run(follower.next_version()) == 3
 
 
 def test_workers_that_never_finish_are_given_up(monkeypatch):
     monkeypatch.setattr(module, "POLL_GRACE_S", -10)
     engine = Engine()
-    engine._poll = lambda worker: {"state": "fetching", "error": None}
+    engine._poll = lambda worker: {"state": "fetching", "error": None, "error_kind": None}
     follower, _ = follow(engine, [3])
     assert "pause" not in engine.calls
     with pytest.raises(UpdateFailed, match="not fetched in time"):
@@ -163,6 +168,77 @@ def test_it_stops_following_where_it_is_told_to():
     follower = Follower(engine, lambda *a, **k: next(heard), worker="w", deadline_s=1, until=4)
     asyncio.run(asyncio.wait_for(follower.follow(), 20))
     assert follower.version == 4
+
+
+def test_it_goes_back_when_it_is_told_to():
+    engine = Engine()
+    follower, asked = follow(engine, [3, 5, 3])
+    assert engine.calls == update(3) + update(5) + update(3)
+    assert asked == [0, 3, 5, 3] and follower.version == engine.version == 3
+
+
+def test_with_nothing_to_go_to_it_stays_and_says_so_once(caplog):
+    engine = Engine()
+    gone, lost = VersionGone("version 3 was withdrawn"), VersionGone("version 4 is pinned and nobody holds it")
+    follower, asked = follow(engine, [3, gone, gone, gone, lost, NotPublished("nothing"), lost])
+    assert engine.calls == update(3) and asked == [0] + 7 * [3]
+    said = [record.message for record in caplog.records if "staying with version 3" in record.message]
+    assert [text.partition("3: ")[2] for text in said] == [gone.message, lost.message, lost.message]
+
+
+@pytest.mark.parametrize(
+    ("failure", "calls"),
+    [
+        (("fetch", 1), ["begin_fetch", "poll", "poll", "discard"]),
+        (("prepare", 0), ["begin_fetch", "poll", "poll", "prepare_install", "poll", "discard"]),
+    ],
+)
+def test_a_version_that_is_refused_is_not_taken_again(failure, calls, caplog):
+    engine = Engine(fails={failure: "VersionRefused: no such tensor"})
+    engine.rpc = answering(engine)
+    follower, asked = follow(engine, [4, NotPublished("nothing else")])
+    assert engine.calls == calls and not engine.is_paused
+    assert asked == [0, (0, (4,)), (0, (4,))] and list(follower.refused) == [4]
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "version 4 cannot be installed in this engine, which goes on with version 0" in said.message
+    assert "no such tensor" in said.message
+
+
+@pytest.mark.parametrize("failure", [("fetch", 1), ("prepare", 0)])
+def test_what_fails_otherwise_is_tried_again(failure, caplog):
+    """The control of the test above."""
+    engine = Engine(fails={failure: "DeadlineExceeded: too slow"})
+    engine.rpc = answering(engine)
+    follower, asked = follow(engine, [4, 4])
+    assert asked == [0, 0, 0] and not follower.refused
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def answering(engine):
+    """As over collective_rpc: what a worker raises arrives as an error of this package or of vLLM."""
+    rpc = engine.rpc
+
+    async def translate(method, *args):
+        try:
+            return await rpc(method, *args)
+        except RuntimeError as error:
+            raise TensorHubError(str(error)) from error
+
+    return translate
+
+
+def test_a_refused_version_is_tried_once_more_when_it_is_pinned_anew(caplog):
+    engine = Engine(fails={("fetch", 0): "VersionRefused: no such tensor"})
+    follower, asked = follow(engine, [4, 4, lambda: engine.fails.clear() or 4])
+    assert engine.calls[-8:] == update(4) and follower.version == 4 and not follower.refused
+    assert asked == [0, (0, (4,)), (0, (4,)), 4]
+    assert caplog.text.count("tried again because it was pinned") == 2
+
+
+def test_only_so_many_refused_versions_are_remembered():
+    engine = Engine(fails={("fetch", 0): "VersionRefused: no such tensor"})
+    follower, _ = follow(engine, range(1, REFUSED_MAX + 3))
+    assert list(follower.refused) == list(range(3, REFUSED_MAX + 3))
 
 
 def test_requests_in_flight_are_counted(monkeypatch):
