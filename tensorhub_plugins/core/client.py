@@ -121,8 +121,20 @@ class Fetched:
         return next(iter(self.slabs.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, sharing the slabs' memory."""
-        return {name: t for slab in self.slabs.values() for name, t in slab.tensors().items()}
+        """All tensors by name, sharing the slabs' memory.
+
+        UsageError for a name that several shards have published with different bytes, or as different tensors.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for slab in self.slabs.values():
+            for name, tensor in slab.tensors().items():
+                if name in found and not _are_equal(found[name], tensor):
+                    raise UsageError(
+                        f"tensor {name!r} is published by several shards, with different bytes: publish it in one",
+                        version=self.version,
+                    )
+                found.setdefault(name, tensor)
+        return found
 
     def release(self) -> None:
         """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
@@ -936,6 +948,12 @@ def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def _share_memory(slab: Slab, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -40,6 +40,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # An attention layer makes them for checkpoints that have them, and goes on without.
 OPTIONAL_SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 # vLLM's reload leaves these on the live tensors; a rehearsal must not.
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight")
 LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # what a module changes in place
 
@@ -100,17 +101,27 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 
 def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> None:
     for one, other in rehearsal.tied:
-        if one in tensors and other in tensors and not torch.equal(tensors[one], tensors[other]):
+        if one in tensors and other in tensors and not _same_values(tensors[one], tensors[other]):
             raise VersionRefused(
                 f"{one} and {other} are one parameter of this model, and differ: publish one of them, or give the "
                 "engine a configuration that does not tie them"
             )
     for name in rehearsal.ignored:
-        if name in tensors and bool(tensors[name].any()):
+        if name in tensors and bool(_bytes(tensors[name]).any()):
             raise VersionRefused(
                 f"{name} is not zero, and this model has no bias there: give the engine the configuration of the model "
                 "that is trained"
             )
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype:
+        return one.shape == other.shape and torch.equal(one.double(), other.double())
+    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))  # NaN is equal to itself there
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _compare(accepted: Rehearsal, shapes: Shapes) -> None:
@@ -238,6 +249,11 @@ class _Recorder(TorchDispatchMode):
     def tied(self) -> tuple[tuple[str, str], ...]:
         """Pairs of tensors that fill the very same place."""
         pairs = {pair for names in self._writers.values() for pair in combinations(sorted(names), 2)}
+        # A head that is the embedding itself is not even looked at by the loaders.
+        heads = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in self.used]
+        for head in heads:
+            embeddings = [name for name in self.used if name.endswith(EMBEDDINGS)]
+            pairs |= {(head, name) for name in embeddings if self._tensors[name].shape == self._tensors[head].shape}
         return tuple(sorted(pairs))
 
     def ignored_biases(self) -> tuple[str, ...]:
@@ -368,7 +384,8 @@ def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]
 
     owners: list[Any] = list(model.modules())
     owners += [m.quant_method for m in model.modules() if hasattr(getattr(m, "quant_method", None), "__dict__")]
-    kept = [(owner, {k: v.copy() if k in REGISTRIES else v for k, v in vars(owner).items()}) for owner in owners]
+    kept = [(owner, dict(vars(owner))) for owner in owners]
+    registries = [(vars(owner)[name], vars(owner)[name].copy()) for owner in model.modules() for name in REGISTRIES]
     failed = True
     try:
         yield
@@ -378,6 +395,9 @@ def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]
             for owner, attributes in kept:
                 vars(owner).clear()
                 vars(owner).update(attributes)
+            for registry, entries in registries:
+                registry.clear()
+                registry.update(entries)
             for layer in model.modules():
                 get_layerwise_info(layer).reset()
             LOADING_LAYERS.clear()

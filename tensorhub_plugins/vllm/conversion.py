@@ -87,7 +87,7 @@ class Conversion:
             noisy = self._state()
             self._copies_are_right = copied == noisy.weights
         except Exception:
-            logger.exception("how this model follows updates was not put to the test")
+            logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
         self._install(weights)
         self._judge(first, noisy, self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
@@ -95,7 +95,9 @@ class Conversion:
 
     def _judge(self, first: _State, noisy: _State | None, last: _State) -> None:
         stale = _differ(first.weights, last.weights)
-        if noisy is not None:
+        if noisy is None:
+            self.hidden = ("what has not been put to the test",)
+        else:
             derived = runtime.derived(self._model)
             stale += [name for name in derived if noisy.weights.get(name) == first.weights.get(name)]
             # What follows returns with the checkpoint, or lags one install behind; counters and scratch do neither.

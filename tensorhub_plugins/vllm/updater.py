@@ -217,6 +217,11 @@ class Updater:
         with self._lock:
             self._asleep = True
 
+    @property
+    def is_asleep(self) -> bool:
+        """The weights are not there, and nobody expects them to be."""
+        return self._asleep
+
     def wake_up(self) -> None:
         """They are back where they were: serve them again. Unless they are no version of the store any more."""
         with self._lock:

@@ -118,7 +118,7 @@ class TensorHubWorkerExtension:
     def tensorhub_health(self) -> str | None:
         """Why this worker's weights must not be used, or None."""
         updater = attached(self)
-        return None if updater is None else updater.poll()["broken"]
+        return None if updater is None or updater.is_asleep else updater.poll()["broken"]
 
     def tensorhub_digests(self) -> dict[str, Any]:
         """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
@@ -314,6 +314,11 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
         raise UsageError(
             f"the KV cache leaves this engine ({connector}) and may come back when the weights that made it are gone: "
             "start without --kv-transfer-config and KV offloading"
+        )
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        raise UsageError(
+            "what encoders have computed leaves this engine and may come back under other weights: start without "
+            "--ec-transfer-config"
         )
     runtime.check_cpu_layers(model, vllm_config)
     _warn_of_drafts(vllm_config)

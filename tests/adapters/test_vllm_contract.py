@@ -226,6 +226,33 @@ def test_tensors_that_fill_one_place_are_found() -> None:
     assert recorder.tied() == (("a.weight", "b.weight"),) and recorder.ignored_biases() == ("b.bias",)
 
 
+def test_a_head_that_loaders_skip_is_still_the_embedding() -> None:
+    class SkipsTheHead(Fused):
+        def load_weights(self, weights: Any) -> None:
+            for name, tensor in weights:
+                if not name.startswith("lm_head"):
+                    self.qk.data.copy_(tensor)
+
+    given = {"model.embed_tokens.weight": torch.zeros(4, 4), "lm_head.weight": torch.zeros(4, 4)}
+    assert recorded(SkipsTheHead(), given).tied() == (("lm_head.weight", "model.embed_tokens.weight"),)
+    given["lm_head.weight"] = torch.zeros(2, 4)  # of something else
+    assert recorded(SkipsTheHead(), given).tied() == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]).to(BF16), True),
+        (torch.tensor([1.0, 2.001]), torch.tensor([1.0, 2.001]).to(BF16), False),
+        (torch.zeros(2), torch.zeros(1, 2), False),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e4m3fn), True),
+    ],
+)
+def test_tied_tensors_are_compared_by_value(one: torch.Tensor, other: torch.Tensor, same: bool) -> None:
+    assert contract._same_values(one, other) == same
+
+
 def test_a_number_of_another_kind_is_seen_where_it_lands() -> None:
     assert recorded(Fused(), {"both": torch.zeros(4, 4, dtype=torch.int32)}).wrong_kinds == [
         "both is int32, qk is float32"

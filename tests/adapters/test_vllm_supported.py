@@ -36,6 +36,7 @@ def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
             {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
             r"KV cache leaves this engine \(LMCacheConnectorV1\).*start without --kv-transfer-config",
         ),
+        ({"ec_transfer_config": object()}, "start without --ec-transfer-config"),
     ],
 )
 def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: str) -> None:

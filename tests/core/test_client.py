@@ -539,6 +539,21 @@ BAD_OPTIONS = {
 }
 
 
+def test_a_name_of_two_shards_must_have_the_same_bytes(stage):
+    """Else one of them would win, by the order in which they came."""
+    ranks = [stage.client("trainer", shard=shard, shard_count=2) for shard in (0, 1)]
+    reader = stage.client("reader")
+    for version, shared in enumerate([(ONE, ONE), (ONE, ONE + 1)], start=1):
+        for shard, rank in enumerate(ranks):
+            rank.publish(version, {"shared": shared[shard], f"own{shard}": ONE})
+        fetched = reader.fetch(version)
+        if version == 1:
+            assert sorted(fetched.tensors()) == ["own0", "own1", "shared"]
+        else:
+            with pytest.raises(UsageError, match="'shared' is published by several shards, with different bytes"):
+                fetched.tensors()
+
+
 @pytest.mark.parametrize("copy", [True, False], ids=["copied", "adopted"])
 @pytest.mark.parametrize("bad", [*BAD_TENSORS, *BAD_OPTIONS])
 def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy):
