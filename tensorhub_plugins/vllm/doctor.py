@@ -36,7 +36,6 @@ from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.server import start_server
 from tensorhub_plugins.vllm import runtime
 from tensorhub_plugins.vllm.doctor_engine import (
-    CALL_DEADLINE_S,
     EngineFailed,
     Process,
     check_numbers,
@@ -45,7 +44,7 @@ from tensorhub_plugins.vllm.doctor_engine import (
 )
 from tensorhub_plugins.vllm.hidden import walk
 from tensorhub_plugins.vllm.runtime import digest
-from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension, attached
+from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
 
 RUN, MODEL = "doctor", "patient"
 NAMES_SHOWN_MAX = 5
@@ -71,11 +70,6 @@ class Patient(TensorHubWorkerExtension):
         for tensor in runtime.tensors(self.model_runner.get_model()).values():
             tensor.zero_()
 
-    def tensorhub_update(self, version: int, deadline_s: float) -> dict[str, Any]:
-        updater = attached(self)
-        assert updater is not None
-        return updater.update(version, deadline_s)
-
 
 def _told(value: torch.Tensor | float) -> str:
     if isinstance(value, float):
@@ -85,6 +79,7 @@ def _told(value: torch.Tensor | float) -> str:
 
 class Engine(Protocol):
     def rpc(self, method: str, *args: Any) -> list[Any]: ...
+    def update(self, version: int) -> list[dict[str, Any]]: ...
     def answers(self, questions: int | None = None) -> list[Any]: ...
     def close(self) -> None: ...
 
@@ -226,8 +221,8 @@ class _Proof:
         _update(self.patient, version)
         yield self._same("converted to noise, as when it started", self.noisy, _state(self.patient))
 
-        _copy(self.reference, version)
-        yield self._same("copied noise from a peer", self.noisy, _state(self.reference))
+        source = _copy(self.reference, version)
+        yield self._same(f"copied noise from {source}", self.noisy, _state(self.reference))
 
         version = self.trainer.publish(self.weights)
         _update(self.patient, version)
@@ -236,15 +231,15 @@ class _Proof:
             yield peer
             return
         self.reference.rpc("tensorhub_zero")
-        _copy(self.reference, version)
-        yield self._same("copied from a peer", self.healthy, _state(self.reference))
+        source = _copy(self.reference, version)
+        yield self._same(f"copied from {source}", self.healthy, _state(self.reference))
 
     def refusals(self) -> Iterator[Finding]:
         """The malformed versions are made of noise, so that what is installed of them is seen."""
         refused = 0
         for fault in malformed(noise(self.weights)):
             what = f"refuses a version {fault.what} {fault.name}"
-            results = self.patient.rpc("tensorhub_update", self.trainer.publish(fault.weights), CALL_DEADLINE_S)
+            results = self.patient.update(self.trainer.publish(fault.weights))
             wrong = _not_refused(fault, results)
             if wrong == INSTALLED and not self._same(what, self.noisy, _state(self.patient)).wrong:
                 wrong = ""  # the model has no use for this tensor
@@ -268,17 +263,21 @@ class _Proof:
 
 
 def _update(engine: Engine, version: int) -> list[dict[str, Any]]:
-    results = engine.rpc("tensorhub_update", version, CALL_DEADLINE_S)
+    results = engine.update(version)
     for result in results:
         if not result["installed"]:
             raise TensorHubError(str(result["error"]), version=version)
     return [result["report"] for result in results]
 
 
-def _copy(engine: Engine, version: int) -> None:
-    reports = _update(engine, version)
-    if {source.split("/")[0] for report in reports for source in report["sources"]} != {"patient"}:
-        raise TensorHubError(f"it was to be copied from the peer, and was not: {reports}", version=version)
+def _copy(engine: Engine, version: int) -> str:
+    """Update from the peer. Returns where it came from: "a peer", or, if none offers a copy, "the checkpoint"."""
+    sources = {source.split("/")[0] for report in _update(engine, version) for source in report["sources"]}
+    if sources == {"patient"}:
+        return "a peer"
+    if sources == {"doctor"}:
+        return "the checkpoint (peers do not offer copies of this model)"
+    raise TensorHubError(f"it was to be copied from the peer, and came from {sorted(sources)}", version=version)
 
 
 def _differing(ours: list[dict[str, str]], theirs: list[dict[str, str]]) -> list[str]:

@@ -4,8 +4,8 @@ The processes are forked from a server that has imported vLLM once, so an engine
 that dies or hangs costs its owner an error and nothing else.
 
 Questions are the engine's own: every engine of a model makes the same ones by itself, so that both are asked alike.
-    generating models    prompts of random tokens, and some with an image where the model takes images; the answer is
-                         greedy tokens with their log-probabilities, and those of the prompt
+    generating models    prompts of random tokens, and two with an image or a sound if the model takes them; the answer
+                         is greedy tokens with their log-probabilities, and those of the prompt
     pooling models       the same prompts; the answer is a vector, or one per token
 They are asked one at a time: vLLM's batches may change the last bit.
 """
@@ -30,10 +30,13 @@ PRELOAD = ("vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "tensorh
 PROMPTS, PROMPT_LENGTH_MAX, TOKENS = 4, 24, 12
 LOGPROBS, PROMPT_LOGPROBS = 3, 2  # of how many tokens, at every place
 NOT_A_NUMBER = "nan"
-IMAGE_SIZE = 56  # pixels; two patches of 28, which every tower of the families takes
+WITH_ITEM = 2  # prompts with an image or a sound
+IMAGE_SIZE = (56, 56)  # pixels
+SOUND_RATE = 16_000  # per second; a second of it
 TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling models, in the words of vLLM
 START_DEADLINE_S = 1800.0  # of an engine, which may be large
 CALL_DEADLINE_S = 600.0
+POLL_S = 0.005
 PATIENCE_S = 1.0  # with a process that is told to end, before it is killed
 PATIENCE_WITH_WORKERS_S = 20.0  # it ends those first
 LOG_LINES_SHOWN = 12
@@ -141,6 +144,10 @@ class Process(Apart):
         """Of every worker."""
         return list(self.ask("rpc", method, args))
 
+    def update(self, version: int) -> list[dict[str, Any]]:
+        """What `tensorhub_install` returned on every worker, or would have, had it come to that."""
+        return list(self.ask("update", version))
+
     def answers(self, questions: int | None = None) -> list[Any]:
         """To the first so many questions, or all."""
         return list(self.ask("answers", questions))
@@ -192,7 +199,7 @@ def _serve(pipe: Any, model: str, options: dict[str, Any]) -> None:
             command, *args = pipe.recv()
         except EOFError:
             return
-        action = {"rpc": _rpc, "answers": answers}[command]
+        action = {"rpc": _rpc, "update": _update, "answers": answers}[command]
         _reply(pipe, lambda action=action, args=args: action(engine, *args))
 
 
@@ -209,6 +216,31 @@ def _reply(pipe: Any, action: Callable[[], Any]) -> None:
 
 def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
     return engine.collective_rpc(method, args=args)
+
+
+def _update(engine: Any, version: int) -> list[Any]:
+    """As followers do it: fetch beside the engine, make sure, and only then pause and install."""
+    engine.collective_rpc("tensorhub_begin_fetch", args=(version, CALL_DEADLINE_S))
+    polled = engine.collective_rpc("tensorhub_poll")
+    while any(worker["state"] == "fetching" for worker in polled):
+        time.sleep(POLL_S)
+        polled = engine.collective_rpc("tensorhub_poll")
+    if any(worker["state"] != "ready" for worker in polled):
+        return [{**worker, "installed": False} for worker in polled]
+    try:
+        engine.collective_rpc("tensorhub_prepare_install", args=(CALL_DEADLINE_S,))
+    except TensorHubError as error:
+        return [
+            {**worker, "installed": False, "error": str(error)} for worker in engine.collective_rpc("tensorhub_poll")
+        ]
+    core = engine.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep", False)
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    core.reset_encoder_cache()
+    results = list(engine.collective_rpc("tensorhub_install", args=(version, CALL_DEADLINE_S)))
+    if not any(worker["broken"] for worker in results):
+        core.resume_scheduler()
+    return results
 
 
 # --- questions and answers ---
@@ -268,8 +300,39 @@ def _vectors(engine: Any, prompt: Any) -> Any:
 
 def _prompts(engine: Any) -> list[Any]:
     chance = random.Random(0)
-    vocabulary = engine.model_config.get_vocab_size()
     lengths = [chance.randint(2, PROMPT_LENGTH_MAX) for _ in range(PROMPTS)]
-    words = [[chance.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
-    prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in words]
-    return prompts
+    vocabulary = engine.model_config.get_vocab_size()
+    prompts: list[Any] = [{"prompt_token_ids": [chance.randrange(3, vocabulary) for _ in range(n)]} for n in lengths]
+    if not engine.model_config.is_multimodal_model:
+        return prompts
+    processor = engine.llm_engine.renderer.get_mm_processor()
+    modality = next((name for name in ("image", "audio") if name in processor.info.supported_mm_limits), None)
+    if modality is None:
+        return prompts
+    placeholder = processor.dummy_inputs.get_dummy_text({modality: 1})
+    items = [_picture(seed) if modality == "image" else _sound(seed) for seed in range(WITH_ITEM)]
+    if engine.model_config.is_encoder_decoder:
+        return [_heard(item, prompts[0]) for item in items]
+    tokenizer = engine.get_tokenizer()
+    seen = [tokenizer.encode(placeholder, add_special_tokens=False) + prompts[0]["prompt_token_ids"] for _ in items]
+    return [
+        {"prompt_token_ids": p, "multi_modal_data": {modality: i}} for p, i in zip(seen, items, strict=True)
+    ] + prompts
+
+
+def _heard(item: Any, prompt: Any) -> Any:
+    """For an encoder of sound with a decoder of text."""
+    return {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": item}}, "decoder_prompt": prompt}
+
+
+def _picture(seed: int) -> Any:
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (*IMAGE_SIZE, 3), dtype=numpy.uint8))
+
+
+def _sound(seed: int) -> Any:
+    import numpy
+
+    return numpy.random.default_rng(seed).standard_normal(SOUND_RATE).astype(numpy.float32), SOUND_RATE

@@ -22,7 +22,8 @@ from typing import Any
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.vllm import doctor
 from tensorhub_plugins.vllm.doctor_engine import EngineFailed, call_apart
-from tensorhub_plugins.vllm.doctor_families import Family, family, make
+from tensorhub_plugins.vllm.doctor_families import family
+from tensorhub_plugins.vllm.doctor_make import make
 
 FAMILY_DEADLINE_S = 180.0
 WHY_LENGTH_MAX = 300
@@ -79,7 +80,7 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
         return "not run", "transformers has no class for it, and there is no recipe here", ""
     model = folder / "model"
     try:
-        call_apart(_prepare, made, model, deadline=deadline, log=log)
+        call_apart(_prepare, name, model, deadline=deadline, log=log)
     except TensorHubError as error:
         return "not run", f"it could not be made: {_short(error)}", ""
     settings = {**ENGINE_OPTIONS, **made.engine, **options}
@@ -100,7 +101,7 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     return "ok", "", _refusals([finding for finding in wrong if finding.of == "refusal"])
 
 
-def _prepare(made: Family, model: Path) -> None:
+def _prepare(architecture: str, model: Path) -> None:
     """In a process of its own: make the model, and let vLLM note what its class can do.
 
     vLLM would do that by importing itself once more, in yet another process, which takes seconds; it keeps a note.
@@ -109,9 +110,11 @@ def _prepare(made: Family, model: Path) -> None:
 
     if hasattr(registry, "_run_in_subprocess"):
         registry._run_in_subprocess = lambda function: function()
+    made = family(architecture)
+    assert made is not None
     make(made, model)
     with suppress(Exception):  # the engine will say it better
-        registry.ModelRegistry.models[made.architecture].inspect_model_cls()
+        registry.ModelRegistry.models[architecture].inspect_model_cls()
 
 
 def _refusals(wrong: Sequence[doctor.Finding]) -> str:

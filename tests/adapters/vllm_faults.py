@@ -123,6 +123,6 @@ class LateExtension(TensorHubWorkerExtension):
 class ForgetfulPatient(Patient):
     """The doctor's, whose raw copies leave a tensor as it is."""
 
-    def tensorhub_update(self, version, deadline_s):
+    def tensorhub_install(self, version, deadline_s):
         FaultyExtension.tensorhub_test_forget(self, "model.norm.weight")
-        return super().tensorhub_update(version, deadline_s)
+        return super().tensorhub_install(version, deadline_s)
