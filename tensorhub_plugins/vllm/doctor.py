@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -41,6 +42,7 @@ from tensorhub_plugins.vllm.doctor_engine import (
     check_numbers,
     engine_options,
     plain_options,
+    short,
 )
 from tensorhub_plugins.vllm.hidden import walk
 from tensorhub_plugins.vllm.runtime import digest
@@ -212,7 +214,6 @@ class _Proof:
     def sync(self) -> Iterator[Finding]:
         what = "negative control: started from noise, which is noticed"
         yield _different(what, self.healthy, self.noisy, self.scratch)
-        check_numbers(self.noisy.answers)
 
         _update(self.patient, self.trainer.publish(self.weights))
         yield self._same("converted from the checkpoint", self.healthy, _state(self.patient))
@@ -381,7 +382,8 @@ def run(model: Path, settings: Mapping[str, Any]) -> int:
             print(finding, flush=True)
             status = 1 if finding.wrong else status
     except EngineFailed as error:
-        print(f"FAILED {error}\n{_whose_fault(model, settings)}")
+        print(error, file=sys.stderr)
+        print(f"FAILED {short(error)}\n{_whose_fault(model, settings)}")
         return 2
     except TensorHubError as error:
         print(f"REFUSED {error}")
@@ -395,8 +397,9 @@ def starter(settings: Mapping[str, Any], **process: Any) -> Start:
 
 def runs_without_us(model: Path, settings: Mapping[str, Any], **process: Any) -> str:
     """Empty if vLLM by itself loads the model from disk and answers; else its error."""
+    theirs = {key: value for key, value in settings.items() if key != "worker_extension_cls"}
     try:
-        engine = Process(model, {**plain_options(), **settings}, **process)
+        engine = Process(model, {**plain_options(), **theirs}, **process)
         try:
             check_numbers(engine.answers())
         finally:
@@ -407,6 +410,6 @@ def runs_without_us(model: Path, settings: Mapping[str, Any], **process: Any) ->
 
 
 def _whose_fault(model: Path, settings: Mapping[str, Any]) -> str:
-    if runs_without_us(model, {key: value for key, value in settings.items() if key != "worker_extension_cls"}):
+    if runs_without_us(model, settings):
         return "vLLM by itself cannot run this model here either"
     return "vLLM by itself runs this model"

@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import sys
 import time
 import traceback
@@ -40,6 +41,7 @@ POLL_S = 0.005
 PATIENCE_S = 1.0  # with a process that is told to end, before it is killed
 PATIENCE_WITH_WORKERS_S = 20.0  # it ends those first
 LOG_LINES_SHOWN = 12
+LINE_LENGTH_MAX = 300
 
 
 class EngineFailed(TensorHubError):
@@ -158,6 +160,13 @@ def call_apart(function: Callable[..., Any], *args: Any, deadline: float, log: P
     apart = Apart(_call, (function, args), deadline=deadline, log=log)
     apart.close()
     return apart.first
+
+
+def short(error: object) -> str:
+    """What a traceback ends with, in a line."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    telling = [line for line in lines if re.match(r"^([\w.]*(Error|Exception)|Value error)\b", line)]
+    return (telling or lines or ["?"])[-1][:LINE_LENGTH_MAX]
 
 
 def _context() -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensorhub_plugins.vllm.doctor_make import SHAPE, UNSET, VOCABULARY, Family
-from tensorhub_plugins.vllm.doctor_multimodal import MULTIMODAL
+from tensorhub_plugins.vllm.doctor_multimodal import MULTIMODAL, TWO_KINDS
 
 
 def family(architecture: str) -> Family | None:
@@ -72,7 +72,6 @@ CHATGLM = {
     "rmsnorm": True,
 }
 MAMBA2 = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 64}
-TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
 
 SHORT_CONV = {"conv_dim": 128, "block_dim": 128, "conv_L_cache": 4}  # 4 is the only width that CPUs take
 TIED = {"tie_word_embeddings": True}
@@ -80,7 +79,7 @@ TIED = {"tie_word_embeddings": True}
 FAMILIES = _families(
     *MULTIMODAL,
     Family("BloomForCausalLM", TIED),
-    Family("GPTBigCodeForCausalLM", TIED),
+    Family("GPTBigCodeForCausalLM", {"num_key_value_heads": 1, **TIED}),
     Family("GemmaForCausalLM", TIED),
     Family("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, **TIED}),
     Family(
@@ -130,12 +129,15 @@ FAMILIES = _families(
     Family("ExaoneMoeForCausalLM", {"sliding_windows": [64, 64]}),
     Family("Gemma2ForCausalLM", TIED),
     Family("Glm4MoeForCausalLM", {"head_dim": 32}),
-    Family("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1}),
+    Family("Glm4MoeLiteForCausalLM", {"first_k_dense_replace": 1, "head_dim": 64}),
+    Family("GlmMoeDsaForCausalLM", {"first_k_dense_replace": 1}),
+    Family("PhiForCausalLM", {"num_key_value_heads": 4}),
+    Family("XLMRobertaModel", {"position_embedding_type": "absolute"}),
     Family("GPTJForCausalLM", {"rotary_dim": 16}),
     Family("HYV3ForCausalLM", {"expert_hidden_dim": 64, "route_norm": True, "first_k_dense_replace": 1}),
     Family("LagunaForCausalLM", {"num_attention_heads_per_layer": [4, 4]}),
-    Family("MiniMaxM2ForCausalLM", {"rotary_dim": 16}),
-    Family("Llama4ForCausalLM", {"num_experts_per_tok": 1, "attention_chunk_size": 64, "head_dim": 32}),
+    Family("MiniMaxM2ForCausalLM", {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    Family("Llama4ForCausalLM", {"num_experts_per_tok": 1, "attention_chunk_size": 128, "head_dim": 32}),
     Family(
         "NemotronHForCausalLM",
         {
@@ -147,6 +149,7 @@ FAMILIES = _families(
             "n_groups": 1,
             "hybrid_override_pattern": "M*-",
         },
+        renames={"backbone.embedding.": "backbone.embeddings."},
     ),
     Family("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8}),
     Family("Qwen3NextForCausalLM", TWO_KINDS),
@@ -159,7 +162,9 @@ FAMILIES = _families(
             "layers_block_type": ["mamba", "hybrid"],
             "n_mamba_heads": 8,
             "mamba_d_state": 16,
+            **TIED,
             "num_key_value_heads": 4,
+            "head_dim": 64,
         },
     ),
     *(Family(f"{name}Model", engine={"runner": "pooling"}) for name in ("Gemma2", "Llama", "Mistral", "Qwen2")),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,8 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)  # options of vllm.LLM
     by_hand: bool = False  # no class of transformers: `settings` are all of config.json, names are derived from vLLM
     packed: Mapping[str, list[str]] = field(default_factory=dict)  # then: what the parts of a fused layer are called
-    special: Sequence[str] = ()  # tokens that stand for an image or a sound, see token_id
+    renames: Mapping[str, str] = field(default_factory=dict)  # beginnings of names that transformers saves otherwise
+    special: Mapping[str, str] = field(default_factory=dict)  # tokens for images or sound by what processors call them
     processor: Callable[[Any], Any] | None = None  # of transformers, for images and sound, from the tokenizer
 
 
@@ -106,6 +107,8 @@ def _make_by_transformers(of: Family, folder: Path) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         randomize(tensor)
     model.to(torch.bfloat16).save_pretrained(folder)
+    if of.renames:
+        _rename(folder / "model.safetensors", of.renames)
     saved = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**saved, "architectures": [of.architecture]}))
 
@@ -119,10 +122,20 @@ def _make_by_hand(of: Family, folder: Path) -> None:
     shared = {key: SHAPE[key] for key in SHAPE_BY_HAND}
     values = {"architectures": [of.architecture], "torch_dtype": "bfloat16", **shared, **of.settings}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v != UNSET}))
-    tokenizer(folder)
+    tokenizer(folder, {})
     shapes = checkpoint_shapes(folder, of.packed)
     weights = {name: randomize(torch.empty(shape, dtype=torch.bfloat16)) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rename(file: Path, renames: Mapping[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = {}
+    for name, tensor in load_file(file).items():
+        old = next((beginning for beginning in renames if name.startswith(beginning)), "")
+        weights[renames.get(old, "") + name[len(old) :]] = tensor
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def randomize(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,20 +147,21 @@ def randomize(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def token_id(special: Sequence[str], token: str) -> int:
-    return VOCABULARY - len(special) + list(special).index(token)
+def token_id(special: Mapping[str, str], name: str) -> int:
+    return VOCABULARY - len(special) + list(special).index(name)
 
 
-def tokenizer(folder: Path, special: Sequence[str] = ()) -> Any:
-    """Save one that knows VOCABULARY words, w0 and so on; the last of them are special tokens of these names."""
+def tokenizer(folder: Path, special: Mapping[str, str]) -> Any:
+    """Save one that knows VOCABULARY words, w0 and so on; the last of them are these special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{n}" for n in range(4, VOCABULARY - len(special))), *special]
+    words = ["<s>", "</s>", "<pad>", "<unk>", *(f"w{n}" for n in range(4, VOCABULARY - len(special)))]
+    words += special.values()
     whole = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=whole, **named, additional_special_tokens=list(special))
+    fast = PreTrainedTokenizerFast(tokenizer_object=whole, **named, extra_special_tokens=dict(special))
     fast.save_pretrained(folder)
     return fast
 

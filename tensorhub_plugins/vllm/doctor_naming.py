@@ -16,6 +16,10 @@ import torch
 
 Shapes = dict[str, torch.Size]
 
+USUAL_EXPERTS = {
+    "routed_experts.w13_weight": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "routed_experts.w2_weight": (("down_proj", "w2"),),
+}
 USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
@@ -54,8 +58,9 @@ def _made(folder: Path) -> torch.nn.Module:
 def _expert_names(model: torch.nn.Module) -> list[tuple[str, str, int, str]]:
     """(part of the parameter's name, part of the checkpoint's name, expert, "w1", "w2" or "w3")"""
     for module in model.modules():
-        if hasattr(module, "get_expert_mapping"):
-            return list(module.get_expert_mapping())
+        mapping = list(module.get_expert_mapping()) if hasattr(module, "get_expert_mapping") else []
+        if mapping:
+            return mapping
     return []
 
 
@@ -63,12 +68,20 @@ def _experts(
     name: str, parameter: torch.Tensor, names: list[tuple[str, str, int, str]]
 ) -> Iterator[tuple[str, torch.Size]]:
     """w13_weight is (experts, 2 x width, hidden), w2_weight (experts, hidden, width)."""
+    tail = next((tail for tail in USUAL_EXPERTS if name.endswith(tail)), "")
+    if tail and not any(of_parameter in name for of_parameter, _, _, _ in names):  # the class has no table
+        names = [
+            (tail.removesuffix("weight"), f"{expert}.{part}.", expert, shard)
+            for expert in range(parameter.shape[0])
+            for part, shard in USUAL_EXPERTS[tail]
+        ]
     for of_parameter, of_checkpoint, _, part in names:
         if of_parameter in name:
             shape = list(parameter.shape[1:])
             if part in ("w1", "w3"):
                 shape[0] //= 2
-            yield name.replace(of_parameter, of_checkpoint), torch.Size(shape)
+            # A table of the experts' own is relative to them, and their module is vLLM's.
+            yield name.replace(of_parameter, of_checkpoint).replace("routed_experts.", ""), torch.Size(shape)
 
 
 def _parts(

@@ -10,7 +10,6 @@ One row each, made, examined and thrown away one after the other; one that crash
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +20,11 @@ from typing import Any
 
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.vllm import doctor
-from tensorhub_plugins.vllm.doctor_engine import EngineFailed, call_apart
+from tensorhub_plugins.vllm.doctor_engine import EngineFailed, call_apart, short
 from tensorhub_plugins.vllm.doctor_families import family
 from tensorhub_plugins.vllm.doctor_make import make
 
 FAMILY_DEADLINE_S = 180.0
-WHY_LENGTH_MAX = 300
 ENGINE_OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
 
 
@@ -77,12 +75,12 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     log = folder / "log"
     made = family(name)
     if made is None:
-        return "not run", "transformers has no class for it, and there is no recipe here", ""
+        return "not run", _why_nothing_makes_it(name), ""
     model = folder / "model"
     try:
         call_apart(_prepare, name, model, deadline=deadline, log=log)
     except TensorHubError as error:
-        return "not run", f"it could not be made: {_short(error)}", ""
+        return "not run", f"it could not be made: {short(error)}", ""
     settings = {**ENGINE_OPTIONS, **made.engine, **options}
     findings: list[doctor.Finding] = []
     try:
@@ -90,15 +88,25 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     except EngineFailed as error:
         failure = doctor.runs_without_us(model, settings, deadline=deadline, log=log)
         if failure:
-            return "not run", f"vLLM alone cannot run it: {_short(failure)}", ""
-        return "WRONG", f"vLLM alone runs it, with the store it fails: {_short(error)}", ""
+            return "not run", f"vLLM alone cannot run it: {short(failure)}", ""
+        return "WRONG", f"vLLM alone runs it, with the store it fails: {short(error)}", ""
     except TensorHubError as error:
-        return "REFUSED", _short(error), ""
+        return "REFUSED", short(error), ""
     wrong = [finding for finding in findings if finding.wrong]
     sync = [f"{finding.what}: {finding.wrong}" for finding in wrong if finding.of == "sync"]
     if sync:
         return "WRONG", sync[0], ""
     return "ok", "", _refusals([finding for finding in wrong if finding.of == "refusal"])
+
+
+def _why_nothing_makes_it(name: str) -> str:
+    from vllm.model_executor.models import registry
+
+    if name in getattr(registry, "_SPECULATIVE_DECODING_MODELS", {}):
+        return "a draft model: it comes with its target, from disk"
+    if name.startswith("Transformers"):
+        return "what vLLM calls its Transformers back end, through which other rows go"
+    return "transformers has no class for it, and there is no recipe here"
 
 
 def _prepare(architecture: str, model: Path) -> None:
@@ -123,13 +131,6 @@ def _refusals(wrong: Sequence[doctor.Finding]) -> str:
     for finding in wrong:
         examples.setdefault(finding.wrong.split(":")[0], []).append(finding.what)
     return "; ".join(f"{len(what)} x {became}, such as: {what[0]}" for became, what in examples.items()) or "all"
-
-
-def _short(error: object) -> str:
-    """What a traceback ends with, in a line."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
-    telling = [line for line in lines if re.match(r"^([\w.]*(Error|Exception)|Value error)\b", line)]
-    return (telling or lines or ["?"])[-1][:WHY_LENGTH_MAX]
 
 
 def _versions() -> dict[str, str]:

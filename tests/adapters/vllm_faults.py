@@ -126,3 +126,10 @@ class ForgetfulPatient(Patient):
     def tensorhub_install(self, version, deadline_s):
         FaultyExtension.tensorhub_test_forget(self, "model.norm.weight")
         return super().tensorhub_install(version, deadline_s)
+
+
+class CrashingPatient(Patient):
+    """The doctor's, whose process ends in the middle of an install."""
+
+    def tensorhub_install(self, version, deadline_s):
+        os._exit(3)

@@ -1,0 +1,106 @@
+"""`tensorhub doctor check-sync --all-families`: one row for every family, and a fault in one is seen in its row."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from safetensors import safe_open
+
+from tensorhub_plugins.core.cli import main
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.vllm import doctor, doctor_table
+from tensorhub_plugins.vllm.doctor_engine import call_apart, short
+from tensorhub_plugins.vllm.doctor_families import FAMILIES, family
+from tensorhub_plugins.vllm.doctor_make import Family, make
+from tensorhub_plugins.vllm.doctor_naming import checkpoint_shapes
+
+FAULTS = "vllm_faults."
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_families_have_a_row_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A decoder, a model that answers with vectors, one made by hand, and one that nothing makes."""
+    names = ["LlamaForCausalLM", "BertForMaskedLM", "InternLM2ForCausalLM", "Terratorch"]
+    report = tmp_path / "table.json"
+    arguments = ["doctor", "check-sync", "--all-families", "--only", ",".join(names), "--json", str(report)]
+    assert main(arguments) == 0, capsys.readouterr().out
+    rows = json.loads(report.read_text())["families"]
+    assert [(row["architecture"], row["result"]) for row in rows] == [
+        *((name, "ok") for name in names[:3]),
+        ("Terratorch", "not run"),
+    ]
+    assert [row["refusals"] for row in rows] == ["all", "all", "all", ""]
+    assert "3 ok, 0 REFUSED, 0 WRONG, 1 not run" in capsys.readouterr().out
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_a_sync_that_forgets_a_tensor_and_one_that_crashes_are_seen() -> None:
+    """The negative control of the test above."""
+    [forgetful] = doctor_table.examine(["LlamaForCausalLM"], {"worker_extension_cls": f"{FAULTS}ForgetfulPatient"})
+    assert (forgetful.result, forgetful.why) == (
+        "WRONG",
+        "copied noise from a peer: 1 tensors differ, first model.norm.weight",
+    )
+    [crashing] = doctor_table.examine(["LlamaForCausalLM"], {"worker_extension_cls": f"{FAULTS}CrashingPatient"})
+    assert crashing.result == "WRONG"
+    assert crashing.why.startswith("vLLM alone runs it, with the store it fails: ")
+
+
+@pytest.mark.heavy
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"])
+def test_names_derived_from_vllm_are_those_that_transformers_saves(architecture: str, tmp_path: Path) -> None:
+    made = family(architecture)
+    assert made is not None
+    deadline = time.monotonic() + 100
+    call_apart(make, made, tmp_path / "model", deadline=deadline)
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        saved = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    shapes = call_apart(checkpoint_shapes, tmp_path / "model", {}, deadline=deadline)
+    assert {name: tuple(shape) for name, shape in shapes.items()} == saved
+
+
+def test_a_name_that_vllm_does_not_know_is_refused() -> None:
+    with pytest.raises(UsageError, match="this vLLM has no architecture LamaForCausalLM"):
+        doctor_table.run(["LamaForCausalLM"], {})
+
+
+def test_options_of_the_table_need_all_families(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "check-sync", "--model", "x", "--only", "LlamaForCausalLM"])
+    assert "--only and --json go with --all-families" in capsys.readouterr().err
+
+
+def test_every_family_is_named_once_and_by_its_own_name() -> None:
+    assert all(name == made.architecture for name, made in FAMILIES.items())
+    assert family("Terratorch") is None
+    assert family("LlamaForCausalLM") == Family("LlamaForCausalLM")
+
+
+def test_a_traceback_is_told_by_its_last_error() -> None:
+    text = "Traceback (most recent call last):\n  File x\nValueError: it is so\n\nEngine core failed\nmore"
+    assert short(text) == "ValueError: it is so"
+    nested = "pydantic.ValidationError: 1 validation error for ModelConfig\n  Value error, no such model\n    see x"
+    assert short(nested) == "Value error, no such model"
+    assert short("") == "?"
+
+
+def test_what_became_of_malformed_versions_is_counted() -> None:
+    def finding(what: str, wrong: str) -> doctor.Finding:
+        return doctor.Finding(what, wrong, "refusal")
+
+    assert doctor_table._refusals([]) == "all"
+    half_way = [finding(f"refuses {n}", f"{doctor.HALF_WAY}: because {n}") for n in range(2)]
+    assert doctor_table._refusals([*half_way, finding("refuses c", doctor.INSTALLED)]) == (
+        f"2 x {doctor.HALF_WAY}, such as: refuses 0; 1 x {doctor.INSTALLED}, such as: refuses c"
+    )
