@@ -32,6 +32,7 @@ from tensorhub_plugins.core.errors import (
     HubUnreachable,
     TensorHubError,
     UsageError,
+    VersionRefused,
 )
 from tensorhub_plugins.core.hublink import HubLink
 from tensorhub_plugins.core.reads import check_cover, difference, with_parts
@@ -123,17 +124,19 @@ class Fetched:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name, sharing the slabs' memory.
 
-        UsageError for a name that several shards have published with different bytes, or as different tensors.
+        VersionRefused when two source shards have published one name with different bytes.
         """
         found: dict[str, torch.Tensor] = {}
-        for slab in self.slabs.values():
+        shard_of: dict[str, int] = {}
+        for shard, slab in self.slabs.items():
             for name, tensor in slab.tensors().items():
                 if name in found and not _are_equal(found[name], tensor):
-                    raise UsageError(
-                        f"tensor {name!r} is published by several shards, with different bytes: publish it in one",
+                    raise VersionRefused(
+                        f"tensor {name!r} is published by shard {shard_of[name]} and by shard {shard}, with different "
+                        "bytes: publish it in one of them",
                         version=self.version,
                     )
-                found.setdefault(name, tensor)
+                found[name], shard_of[name] = tensor, shard
         return found
 
     def release(self) -> None:

@@ -53,6 +53,7 @@ from tensorhub_plugins.core import (
     TensorSpec,
     UsageError,
     VersionGone,
+    VersionRefused,
     messages,
     reads,
     replication,
@@ -550,7 +551,7 @@ def test_a_name_of_two_shards_must_have_the_same_bytes(stage):
         if version == 1:
             assert sorted(fetched.tensors()) == ["own0", "own1", "shared"]
         else:
-            with pytest.raises(UsageError, match="'shared' is published by several shards, with different bytes"):
+            with pytest.raises(VersionRefused, match="'shared' is published by shard 0 and by shard 1, with different"):
                 fetched.tensors()
 
 
