@@ -29,10 +29,10 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensorhub_plugins.core.client import Client
-from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError
+from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.values import CHECKPOINT, LATEST, VersionInfo
 from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.updater import Updater, WorkerConfig, agreed
+from tensorhub_plugins.vllm.updater import Updater, WorkerConfig, agreed, anyone
 from tensorhub_plugins.vllm.worker import configure, engine_gather, extend, join
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
@@ -156,29 +156,34 @@ def _fill_with_zeros(model: torch.nn.Module) -> None:
 def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: float) -> bool:
     """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
 
-    A version that is lost or superseded while it is read is no reason not to start: there may be another.
+    A version that is lost or superseded while it is read, or not this model's, is no reason not to start: there may be
+    another.
     """
     lost = ""
+    refused: list[int] = []  # not this model's
     while True:
         left = max(0.0, deadline - time.monotonic())
         try:
-            version = updater.resolve(left) if start.version == LATEST else int(start.version)
+            version = updater.resolve(left, refused) if start.version == LATEST else int(start.version)
         except NotPublished as error:
             raise NotPublished(f"{error.message}{lost}", deadline_s=start.start_deadline_s) from error
         result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
         if result["installed"]:
             break
+        if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
+            refused.append(version)
         verdict = _Verdict.FAIL
         if updater.place.shard == 0:
             held = {info.version for info in _versions(joining) if info.visible}
+            other = bool(held - set(refused)) if version in refused else version not in held
             if not held and start.disk == "fallback":
                 verdict = _Verdict.DISK
-            elif version not in held and start.version == LATEST and time.monotonic() < deadline:
+            elif other and start.version == LATEST and time.monotonic() < deadline:
                 verdict = _Verdict.AGAIN
         verdict = _Verdict(agreed(updater.gather, verdict))
         if verdict == _Verdict.FAIL:
             raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
-        lost = f"; version {version} was lost on the way: {result['error']}"
+        lost = f"; version {version} was {'refused' if version in refused else 'lost on the way'}: {result['error']}"
         logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "another version", lost)
         if verdict == _Verdict.DISK:
             return False

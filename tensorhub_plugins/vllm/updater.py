@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass, replace
@@ -194,10 +194,10 @@ class Updater:
         # Whatever happened here: the other workers of this engine wait for this one's vote.
         return self.install(version, _left(deadline))
 
-    def resolve(self, deadline_s: float) -> int:
-        """The version to run, the same for every worker of the engine; NotPublished if there is none in time."""
+    def resolve(self, deadline_s: float, refused: Sequence[int] = ()) -> int:
+        """The version to run, none of `refused`, the same for every worker; NotPublished if there is none in time."""
         try:
-            newest, error = self._client.target(deadline_s=deadline_s), None
+            newest, error = self._client.target(refused=refused, deadline_s=deadline_s), None
         except TensorHubError as failure:
             newest, error = 0, failure
         version = agreed(self.gather, newest)
@@ -629,6 +629,11 @@ def _plain(report: Any) -> dict[str, Any]:
     fields["losses"] = list(fields["losses"])
     fields["roots"] = {str(shard): root for shard, root in fields["roots"].items()}
     return fields
+
+
+def anyone(gather: Gather, here: bool) -> bool:
+    """Whether it is so in any worker of the engine."""
+    return any(vote[0] for vote in gather(bytes([here]).ljust(VOTE_SIZE_BYTES, b"\0")))
 
 
 def agreed(gather: Gather, number: int) -> int:

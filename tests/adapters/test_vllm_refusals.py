@@ -200,6 +200,21 @@ def test_whatever_fails_half_way_is_mended_by_the_next_version(kind: str, models
             assert engine.generate() == expected, step
 
 
+def test_an_engine_starts_from_the_newest_version_that_fits(models: Any, bare: Any, hub: Server) -> None:
+    good = checkpoint(models("qwen2-untied", 1))
+    joining = {"hub": hub.address, "run": "test", "model": "actor", "replica": "rollout", "serve_from": "live"}
+    start = {"load_format": "tensorhub", "model_loader_extra_config": joining, "extension": None}
+    with Client(hub.address, run="test", model="actor", replica="trainer") as trainer:
+        trainer.publish(1, without(Q)(good))
+        with pytest.raises(EngineError, match="cannot start from the store: VersionRefused: .*qkv_proj.weight"):
+            Engine(bare("qwen2-untied"), **start)
+        trainer.publish(2, good)
+        trainer.publish(3, surplus(good))
+        with Engine(bare("qwen2-untied"), **start) as engine, engines(models("qwen2-untied", 1)) as (fresh,):
+            assert engine.call("tensorhub_poll")["version"] == 2
+            assert engine.generate() == fresh.generate()
+
+
 def test_a_broken_engine_waits_for_clients_that_leave(models: Any, hub: Server) -> None:
     """vLLM takes one more step, without tokens, to clear a request whose client has gone."""
     with (
