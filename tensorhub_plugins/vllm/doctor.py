@@ -246,7 +246,7 @@ class _Proof:
                 wrong = ""  # the model has no use for this tensor
             elif not wrong:
                 wrong = self._same(what, self.healthy, _state(self.patient, QUESTIONS_AFTER_REFUSAL)).wrong
-            refused += not wrong
+            refused += not wrong and not results[0]["installed"]
             if wrong:
                 yield Finding(what, wrong, "refusal")
             if wrong or results[0]["installed"]:
@@ -316,15 +316,6 @@ def _different(what: str, healthy: _State, now: _State, scratch: frozenset[str])
 # --- what must be refused ---
 
 
-def _some(names: list[str], count: int) -> list[str]:
-    """So many of them, half of them of experts if there are any, from all places."""
-    experts = [name for name in names if "expert" in name]
-    others = [name for name in names if "expert" not in name]
-    first = experts[:: max(1, -(-len(experts) // max(1, count // 2)))]
-    left = max(1, count - len(first))
-    return (first + others[:: max(1, -(-len(others) // left))])[:count]
-
-
 @dataclass(frozen=True)
 class Malformed:
     what: str
@@ -351,6 +342,15 @@ def malformed(weights: Weights) -> Iterator[Malformed]:
         yield Malformed("with two rows missing in", name, {**weights, name: tensor[:-2].clone()})
         yield Malformed("with two rows too many in", name, {**weights, name: torch.cat([tensor, tensor[:2]])})
         yield Malformed("with integers in", name, {**weights, name: torch.ones_like(tensor, dtype=torch.int32)})
+
+
+def _some(names: list[str], count: int) -> list[str]:
+    """So many of them, half of them of experts if there are any, from all places."""
+    experts = [name for name in names if "expert" in name]
+    others = [name for name in names if "expert" not in name]
+    first = experts[:: max(1, -(-len(experts) // max(1, count // 2)))]
+    left = max(1, count - len(first))
+    return (first + others[:: max(1, -(-len(others) // left))])[:count]
 
 
 def _not_refused(fault: Malformed, results: list[dict[str, Any]]) -> str:

@@ -1,0 +1,71 @@
+"""The table of recipes/conformance/README.md, from the results of one or more runs.
+
+tensorhub doctor check-sync --all-families --json out/a.json     (with one version of vLLM)
+tensorhub doctor check-sync --all-families --json out/b.json     (with another)
+python -m recipes.conformance out/a.json out/b.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ORDER = ("WRONG", "REFUSED", "ok", "not run")  # what a reader should see first
+WHY_LENGTH_MAX = 140
+
+
+def main(files: list[str]) -> int:
+    if not files:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print(table([json.loads(Path(file).read_text()) for file in files]))
+    return 0
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: how many of each, what was examined, and what could not be run, by its reason."""
+    rows = [{family["architecture"]: family for family in run["families"]} for run in runs]
+    names = sorted({name for run in rows for name in run})
+    titles = [f"vLLM {run['vllm']}" for run in runs]
+    lines = _head("result", titles)
+    for result in ORDER:
+        counts = [sum(family["result"] == result for family in run.values()) for run in rows]
+        lines.append(_line(result, map(str, counts)))
+    examined = [name for name in names if any(_result(run, name) not in ("not run", "") for run in rows)]
+    lines += ["", *_head("architecture", titles)]
+    lines += [_line(name, (_cell(run.get(name)) for run in rows)) for name in _wrong_first(examined, rows)]
+    lines += ["", *_head("not run", titles)]
+    lines += [_line(name, (_cell(run.get(name)) for run in rows)) for name in names if name not in examined]
+    return "\n".join(lines)
+
+
+def _wrong_first(names: list[str], rows: list[dict[str, Any]]) -> list[str]:
+    return sorted(names, key=lambda name: (min(ORDER.index(_result(run, name) or "not run") for run in rows), name))
+
+
+def _result(run: dict[str, Any], name: str) -> str:
+    return str(run.get(name, {}).get("result", ""))
+
+
+def _cell(family: dict[str, Any] | None) -> str:
+    if family is None:
+        return "this vLLM does not have it"
+    if family["result"] == "ok":
+        malformed = "" if family["refusals"] == "all" else f"; malformed versions: {family['refusals']}"
+        return f"ok, {family['seconds']:.0f} s{malformed}"
+    why = family["why"][:WHY_LENGTH_MAX].replace("|", "\\|")
+    return why if family["result"] == "not run" else f"{family['result']}: {why}"
+
+
+def _head(first: str, titles: list[str]) -> list[str]:
+    return [_line(first, titles), _line("---", ["---"] * len(titles))]
+
+
+def _line(first: str, cells: Any) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
