@@ -331,10 +331,14 @@ def derived(model: torch.nn.Module) -> list[str]:
         return names
     recorded = {name: layerwise.LAYERWISE_INFO.get(layer) for name, layer in model.named_modules()}
     if any(info is not None and any(info.restore_metadata) for info in recorded.values()):
+        from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS
+
         # Buffers that were views of a parameter when the model was made: vLLM's record of it leaves them out.
         for prefix, layer in model.named_modules():
+            if type(layer).__name__ in SKIP_MODULES:
+                continue
             info = recorded[prefix]
-            views = layer._non_persistent_buffers_set - set(info.restore_metadata[1] if info else ())
+            views = layer._non_persistent_buffers_set - set(info.restore_metadata[1] if info else ()) - SKIP_TENSORS
             names += [f"{prefix}.{view}" if prefix else view for view in views]
     return [name for name in names if name in live]
 
