@@ -50,7 +50,8 @@ class Rehearsal:
     """What the loaders did with a checkpoint of these shapes.
 
     used: the tensors from which they took something. tied: two that fill the same place, so that they must be equal.
-    ignored: biases of layers that have none here although their weights were used, so that they must be zero.
+    ignored: biases of layers that have none here although their weights were used, so that they must be zero (or the
+    same as another that is used).
     """
 
     shapes: Shapes
@@ -107,11 +108,17 @@ def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> 
                 "engine a configuration that does not tie them"
             )
     for name in rehearsal.ignored:
-        if name in tensors and bool(_bytes(tensors[name]).any()):
+        if name in tensors and bool(_bytes(tensors[name]).any()) and not _is_said_elsewhere(name, rehearsal, tensors):
             raise VersionRefused(
                 f"{name} is not zero, and this model has no bias there: give the engine the configuration of the model "
                 "that is trained"
             )
+
+
+def _is_said_elsewhere(name: str, rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a bias that is used is the same: BERT's head has one, under two names."""
+    others = [other for other in rehearsal.used if other.endswith("bias") and other in tensors]
+    return any(_same_values(tensors[name], tensors[other]) for other in others)
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

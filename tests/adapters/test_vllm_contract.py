@@ -106,6 +106,15 @@ def test_values_that_cannot_be_held_are_refused(name: str, says: str, accepted: 
     accepted.check(given)
 
 
+def test_a_bias_that_is_used_under_another_name_may_come_twice(accepted: Contract) -> None:
+    given = tensors_of(FIRST)
+    given["up.bias"][0] = given["proj.bias"][0] = 1
+    accepted.check(given)
+    given["proj.bias"][1] = 1
+    with pytest.raises(VersionRefused, match="up.bias is not zero"):
+        accepted.check(given)
+
+
 def box(view: torch.Tensor) -> contract.Box:
     return view.storage_offset(), tuple(view.shape), tuple(view.stride())
 
