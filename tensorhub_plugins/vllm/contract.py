@@ -35,6 +35,7 @@ Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, str
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 NAMES_SHOWN_MAX = 5
+BLOCK_LENGTH = 1 << 20  # elements that are converted at once to be compared
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # An attention layer makes them for checkpoints that have them, and goes on without.
@@ -108,7 +109,7 @@ def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> 
                 "engine a configuration that does not tie them"
             )
     for name in rehearsal.ignored:
-        if name in tensors and bool(_bytes(tensors[name]).any()) and not _is_said_elsewhere(name, rehearsal, tensors):
+        if name in tensors and bool(tensors[name].float().any()) and not _is_said_elsewhere(name, rehearsal, tensors):
             raise VersionRefused(
                 f"{name} is not zero, and this model has no bias there: give the engine the configuration of the model "
                 "that is trained"
@@ -122,9 +123,12 @@ def _is_said_elsewhere(name: str, rehearsal: Rehearsal, tensors: Mapping[str, to
 
 
 def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype:
-        return one.shape == other.shape and torch.equal(one.double(), other.double())
-    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))  # NaN is equal to itself there
+    if one.shape != other.shape:
+        return False
+    if one.dtype == other.dtype:
+        return torch.equal(_bytes(one), _bytes(other))  # NaN is equal to itself there
+    blocks = zip(one.flatten().split(BLOCK_LENGTH), other.flatten().split(BLOCK_LENGTH), strict=True)
+    return all(torch.equal(mine.double(), theirs.double()) for mine, theirs in blocks)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +194,13 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
             f"{len(left)} tensors are larger than what the model takes of them: {_some(left)}. "
             "Give the engine the configuration of the model that is trained"
         )
-    return Rehearsal(shapes_of(tensors), frozenset(recorder.used), recorder.tied(), recorder.ignored_biases())
+    tied = recorder.tied(heads=_ties_its_head(vllm_config))
+    return Rehearsal(shapes_of(tensors), frozenset(recorder.used), tied, recorder.ignored_biases())
+
+
+def _ties_its_head(vllm_config: Any) -> bool:
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 @dataclass
@@ -205,6 +215,11 @@ class _Place:
     live: torch.Tensor | None  # what the model computes with
     must_be_filled: bool = True  # not a buffer, which a model may compute by itself
     boxes: set[Box] = field(default_factory=set)
+
+    @property
+    def address(self) -> int:
+        """Of the live memory, which tied parameters share; 0: there is none."""
+        return 0 if self.live is None or self.live.is_meta or not self.live.numel() else self.live.data_ptr()
 
     @property
     def filled(self) -> int:
@@ -253,12 +268,12 @@ class _Recorder(TorchDispatchMode):
                 found.append(f"{name} {_text(self._tensors[name].dtype, self._tensors[name].shape)}")
         return found
 
-    def tied(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of tensors that fill the very same place."""
+    def tied(self, *, heads: bool) -> tuple[tuple[str, str], ...]:
+        """Pairs of tensors that fill the very same place. heads: the output head is the embedding."""
         pairs = {pair for names in self._writers.values() for pair in combinations(sorted(names), 2)}
         # A head that is the embedding itself is not even looked at by the loaders.
-        heads = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in self.used]
-        for head in heads:
+        skipped = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in self.used]
+        for head in skipped if heads else ():
             embeddings = [name for name in self.used if name.endswith(EMBEDDINGS)]
             pairs |= {(head, name) for name in embeddings if self._tensors[name].shape == self._tensors[head].shape}
         return tuple(sorted(pairs))
@@ -330,7 +345,7 @@ class _Recorder(TorchDispatchMode):
         box = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
         place.boxes.add(box)
         if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
-            where = storage if place.live is None else place.live.data_ptr()
+            where = place.address or storage
             self._writers.setdefault((where, box), set()).update(names)
         if not names:  # a number that was read, or a constant: it is of the tensor in hand, if there is one in hand
             names = frozenset([self._current] if self._current else self._tensors)
@@ -415,15 +430,15 @@ def _not_filled(model: torch.nn.Module, places: Mapping[int, _Place]) -> list[st
     lacking: list[tuple[_Place, int]] = []
     for place in places.values():
         count, done = place.shape.numel(), place.filled
-        if done and place.live is not None:
-            filled.add(place.live.data_ptr())
+        if done:
+            filled.add(place.address)
         if done < count and place.must_be_filled and not _is_optional(place):
             lacking.append((place, done))
     # A tied head is given nothing, and shares what its embedding is given.
     return [
         f"{place.name} {_text(place.dtype, place.shape)} gets {done} of {place.shape.numel()} elements"
         for place, done in lacking
-        if done or place.live is None or place.live.data_ptr() not in filled
+        if done or not place.address or place.address not in filled
     ]
 
 
