@@ -51,7 +51,7 @@ def _result(run: dict[str, Any], name: str) -> str:
 
 def _cell(family: dict[str, Any] | None) -> str:
     if family is None:
-        return "this vLLM does not have it"
+        return ""
     if family["result"] == "ok":
         malformed = "" if family["refusals"] == "all" else f"; malformed versions: {family['refusals']}"
         return f"ok, {family['seconds']:.0f} s{malformed}"

@@ -78,9 +78,8 @@ TIED = {"tie_word_embeddings": True}
 
 FAMILIES = _families(
     *MULTIMODAL,
-    Family("BloomForCausalLM", TIED),
-    *(Family(f"{name}ForCausalLM", TIED) for name in ("Cohere", "Cohere2", "Cohere2Moe")),  # vLLM always ties them
-    Family("BertForMaskedLM", TIED),  # the same, its bias
+    # vLLM ties these whatever their configuration says.
+    *(Family(f"{name}ForCausalLM", TIED) for name in ("Bloom", "Cohere", "Cohere2", "Cohere2Moe")),
     Family("GPTBigCodeForCausalLM", {"num_key_value_heads": 1, **TIED}),
     Family("GemmaForCausalLM", TIED),
     Family("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, **TIED}),

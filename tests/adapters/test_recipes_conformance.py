@@ -1,0 +1,46 @@
+"""The table of recipes/conformance: what is wrong stands first, and nothing is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.conformance.__main__ import main
+
+
+def family(name: str, result: str, why: str = "", refusals: str = "") -> dict[str, Any]:
+    return {"architecture": name, "result": result, "why": why, "refusals": refusals, "seconds": 9.6}
+
+
+def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = [family("A", "ok", refusals="all"), family("B", "not run", "no | kernel"), family("C", "WRONG", "x differs")]
+    two = [family("A", "ok", refusals="1 x it was installed"), family("D", "REFUSED", "a bias")]
+    for name, rows in (("0.1", one), ("0.2", two)):
+        (tmp_path / name).write_text(json.dumps({"vllm": name, "families": rows}))
+    assert main([str(tmp_path / "0.1"), str(tmp_path / "0.2")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "| result | vLLM 0.1 | vLLM 0.2 |",
+        "| --- | --- | --- |",
+        "| WRONG | 1 | 0 |",
+        "| REFUSED | 0 | 1 |",
+        "| ok | 1 | 1 |",
+        "| not run | 1 | 0 |",
+        "",
+        "| architecture | vLLM 0.1 | vLLM 0.2 |",
+        "| --- | --- | --- |",
+        "| C | WRONG: x differs |  |",
+        "| D |  | REFUSED: a bias |",
+        "| A | ok, 10 s | ok, 10 s; malformed versions: 1 x it was installed |",
+        "",
+        "| not run | vLLM 0.1 | vLLM 0.2 |",
+        "| --- | --- | --- |",
+        "| B | no \\| kernel |  |",
+    ]
+
+
+def test_without_results_it_says_how_to_make_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--all-families --json" in capsys.readouterr().err
