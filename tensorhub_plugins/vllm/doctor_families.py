@@ -81,6 +81,7 @@ FAMILIES = _families(
     # vLLM ties these whatever their configuration says.
     *(Family(f"{name}ForCausalLM", TIED) for name in ("Bloom", "Cohere", "Cohere2", "Cohere2Moe")),
     Family("GPTBigCodeForCausalLM", {"num_key_value_heads": 1, **TIED}),
+    Family("BertForMaskedLM", TIED),
     Family("GemmaForCausalLM", TIED),
     Family("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, **TIED}),
     Family(
