@@ -5,6 +5,7 @@ be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub                                    loader.py
     --weight-transfer-config '{"backend": "tensorhub"}'        transfer.py
     either of the two                                          engine.py, and a health check that knows of the weights
+    either of the two, or worker_extension_cls                 answers.py
 """
 
 from __future__ import annotations
@@ -107,6 +108,17 @@ def _add_health_check(async_llm: Any) -> None:
     async_llm.AsyncLLM.check_health = check_health
 
 
+def _add_draining(multiproc_executor: Any) -> None:
+    """An answer that nobody fetches is taken for the answer to the next call."""
+    from tensorhub_plugins.vllm.answers import all_fetched
+
+    executor = multiproc_executor.MultiprocExecutor
+    if hasattr(executor.collective_rpc, NAME):
+        return
+    executor.collective_rpc = all_fetched(executor.collective_rpc, lambda self: _is_ours(self.vllm_config))
+    setattr(executor.collective_rpc, NAME, True)
+
+
 def _is_ours(vllm_config: Any) -> bool:
     transfer = getattr(vllm_config, "weight_transfer_config", None)
     return NAME in (vllm_config.load_config.load_format, getattr(transfer, "backend", None))
@@ -117,6 +129,7 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
     "vllm.v1.engine.core": _add_to_engine_core,
     "vllm.v1.engine.async_llm": _add_health_check,
+    "vllm.v1.executor.multiproc_executor": _add_draining,
 }
 
 

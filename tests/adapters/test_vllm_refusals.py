@@ -215,6 +215,47 @@ def test_an_engine_starts_from_the_newest_version_that_fits(models: Any, bare: A
             assert engine.generate() == fresh.generate()
 
 
+@pytest.mark.timeout(240)  # vLLM starts processes that import it anew
+def test_workers_that_refuse_do_not_mix_up_their_answers(models: Any, hub: Server) -> None:
+    """All workers refuse the first version, one alone the second; the third is good, whatever was refused before."""
+    new = checkpoint(models("llama", 2))
+    with (
+        Engine(models("llama", 1), workers=2, env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}) as engine,
+        Client(hub.address, run="test", model="actor", replica="trainer") as trainer,
+    ):
+        config = {"hub": hub.address, "run": "test", "model": "actor", "replica": "rollout"}
+        engine.ask("rpc", "tensorhub_connect", (config,))
+        answers = engine.generate()
+        trainer.publish(1, without(Q)(new))
+        trainer.publish(2, changed(Q, two_rows_less)(new))  # the first worker finds all the rows that it needs
+        trainer.publish(3, new)
+        for version, refusing in ((1, [True, True]), (2, [False, True])):
+            assert fetch_all(engine, version) == ["ready", "ready"]
+            with pytest.raises(EngineError, match="VersionRefused|Worker failed"):
+                engine.ask("rpc", "tensorhub_prepare_install", (DEADLINE_S,))
+            states = [worker["error_kind"] == "VersionRefused" for worker in engine.ask("rpc", "tensorhub_poll", ())]
+            assert states == refusing
+            with pytest.raises(EngineError):  # every worker says that this is what it has
+                engine.ask("rpc", "tensorhub_begin_fetch", (0, DEADLINE_S))
+            assert engine.ask("rpc", "tensorhub_health", ()) == [None, None]
+            assert engine.generate() == answers
+        assert fetch_all(engine, 3) == ["ready", "ready"]
+        engine.ask("rpc", "tensorhub_prepare_install", (DEADLINE_S,))
+        results = engine.ask("rpc", "tensorhub_install", (3, DEADLINE_S))
+        assert [result["installed"] for result in results] == [True, True]
+        assert engine.generate() != answers
+
+
+def fetch_all(engine: Engine, version: int) -> list[str]:
+    engine.ask("rpc", "tensorhub_begin_fetch", (version, DEADLINE_S))
+
+    def states() -> list[str]:
+        return [worker["state"] for worker in engine.ask("rpc", "tensorhub_poll", ())]
+
+    wait_until(lambda: "fetching" not in states(), "fetched by all workers", DEADLINE_S)
+    return states()
+
+
 def test_a_broken_engine_waits_for_clients_that_leave(models: Any, hub: Server) -> None:
     """vLLM takes one more step, without tokens, to clear a request whose client has gone."""
     with (
