@@ -19,9 +19,9 @@ The rules it keeps (numbers as in the design)
 What operators decide
     A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
     retained; newer ones become visible meanwhile and nobody follows them. A *withdrawn* version is not visible any
-    more: nobody is lent it, and who has seen it may go back. Whoever reads it is told to stop, and his lease ends with
-    his word, because until then he reads. Both are in the history's directive (messages.py), which every worker
-    keeps and announces. A follower asks for its `Target`; it only goes back if one of the two says so.
+    more: nobody is lent it, and a reader that has seen it may go back. One that reads it is told to stop, and its
+    lease ends with its own word, because until then it reads. Both are in the history's directive (messages.py), which
+    every worker keeps and announces. A follower asks for its `Target`; it goes back only if one of the two says so.
 
 Who converts
     Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
@@ -339,7 +339,7 @@ class Hub(Books):
 
     @staticmethod
     def _cannot_be_new(worker: Worker, holding: m.Holding) -> str | None:
-        """Who has read a withdrawn version holds it, and says so; but nobody begins to offer one."""
+        """A worker that has just read a withdrawn version holds it, and says so; but nobody begins to offer one."""
         number = holding.key.version
         if number not in worker.history.withdrawn or holding.was_read or holding.key in worker.holdings:
             return None
@@ -593,13 +593,15 @@ class Hub(Books):
             return m.Visible(target.request, number)
         if pending.deadline > now:
             return None
+        text = f"no other version than {installed or 'none'} was to be run before the deadline"
+        if self.recovering(now):  # others may still say what they hold
+            return m.Refused(target.request, "NotPublished", text)
         if pin and not history.is_visible(pin):
             text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {_listed(history)}"
             return m.Refused(target.request, "VersionGone", text)
         if installed in history.withdrawn:
-            text = f"version {installed}, which is installed, was withdrawn, and no other is held: publish another"
+            text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
             return m.Refused(target.request, "VersionGone", text)
-        text = f"no other version than {installed or 'none'} was to be run before the deadline"
         return m.Refused(target.request, "NotPublished", text)
 
     def _try_direct(self, pending: Pending, message: m.Pin | m.Withdraw, now: float) -> m.Reply | None:

@@ -869,6 +869,8 @@ def test_a_restarted_hub_sends_nobody_back_before_it_has_heard_everybody() -> No
     stage.say("rollout/0", m.Target, installed=7, deadline_s=60.0)
     stage.wait(1.0)
     assert stage.heard("rollout/0") == []
+    stage.say("rollout/0", m.Target, installed=7, deadline_s=0.0)
+    assert stage.heard("rollout/0") == ["refused NotPublished"]  # not that there is none
     stage.join("newer/0", holdings=(m.Holding(ShardKey(6, CHECKPOINT), b"r" * 16, 100),))
     stage.wait(GRACE_S)
     assert stage.heard("rollout/0") == ["visible 6"]
