@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-openrlhf test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start \
+.PHONY: help env demo demo-openrlhf check test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start \
 	bench-verl-stall bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -23,6 +23,10 @@ ENVIRONMENT = verl-cpu
 demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
 test-vllm-next: ENVIRONMENT = vllm-next-cpu
 
+# Pure machines and what they stand on; nothing here starts a process.
+QUICK = $(addprefix tests/core/test_,architecture.py hub.py session.py replication.py reads.py placement.py \
+	values_messages.py)
+
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
@@ -34,6 +38,10 @@ demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every 
 
 demo-openrlhf: ## OpenRLHF GRPO on the CPU, the store beside OpenRLHF's own path: every version, both reward curves
 	@$(IN_ENV); python -m recipes.demo.openrlhf
+
+check: lint ## format, lint, types, the import rules, quick tests of core: under a minute, for every commit
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -x -q -n 2 $(QUICK)
 
 test: lint ## lint, the quick tests, those that start vLLM and verl, RDMA in virtual machines; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1

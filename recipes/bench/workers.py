@@ -14,8 +14,10 @@ import xxhash
 
 from recipes.bench.network import Host, now
 from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.server import Server
-from tensorhub_plugins.core.values import Location
+from tensorhub_plugins.core.hub.server import Server
+from tensorhub_plugins.core.types import (
+    Location,
+)
 
 TENSOR_SIZE_BYTES = 8 << 20
 DEADLINE_S = 120.0

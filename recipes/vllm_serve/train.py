@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from urllib3.util import Retry
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-from tensorhub_plugins.vllm.transfer import CheckpointSource, FollowingEngines, TensorHubTrainerInitInfo
+from tensorhub_plugins.vllm.weight_transfer import CheckpointSource, FollowingEngines, TensorHubTrainerInitInfo
 
 PROMPTS = ["1 + 1 = ", "2 * 3 = ", "7 - 4 = ", "9 + 5 = "]
 SAMPLES, TOKENS = 8, 8  # for each prompt, from one server

@@ -21,21 +21,23 @@ from tensorhub_plugins.core.errors import (
     VersionGone,
     VersionRefused,
 )
-from tensorhub_plugins.core.server import Server, start_server
+from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    Part,
+    TensorSpec,
+)
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
-from tensorhub_plugins.core.values import (
+from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
     Location,
-    Manifest,
-    Part,
     ShardKey,
-    TensorSpec,
     VersionInfo,
 )
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client import (
+    from tensorhub_plugins.core.client.client import (
         Client,
         Fetched,
         PublishReport,
@@ -43,11 +45,12 @@ if TYPE_CHECKING:
         UnpublishReport,
         here,
     )
-    from tensorhub_plugins.core.slab import Slab, spec_of
+    from tensorhub_plugins.core.memory.slab import Slab, spec_of
 
 _WITH_TORCH = {
-    **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport", "UnpublishReport", "here"), "client"),
-    **dict.fromkeys(("Slab", "spec_of"), "slab"),
+    **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport"), "client.client"),
+    **dict.fromkeys(("UnpublishReport", "here"), "client.client"),
+    **dict.fromkeys(("Slab", "spec_of"), "memory.slab"),
 }
 
 __all__ = [

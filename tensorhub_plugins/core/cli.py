@@ -21,11 +21,21 @@ from typing import Any
 
 import zmq
 
-from tensorhub_plugins.core import messages
+from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
-from tensorhub_plugins.core.hublink import HubLink
-from tensorhub_plugins.core.server import Server, check_address, new_session
-from tensorhub_plugins.core.values import Location, check_name, check_version
+from tensorhub_plugins.core.hub.server import (
+    Server,
+)
+from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.address import (
+    check_address,
+    new_session,
+)
+from tensorhub_plugins.core.types import (
+    Location,
+    check_name,
+    check_version,
+)
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 ALIVE_CHECK_S = 1.0

@@ -19,16 +19,16 @@ from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, here
-from tensorhub_plugins.core.events import record
+from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
-from tensorhub_plugins.vllm.follower import RETRY_S, UpdateFailed
-from tensorhub_plugins.vllm.lifeline import EngineLost, Lifeline, exit_on_error, own_engines
-from tensorhub_plugins.vllm.pause import pause
+from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed
+from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
 log = logging.getLogger(__name__)
 
-EXTENSION = "tensorhub_plugins.vllm.lifeline.OwnedWorkerExtension"
+EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
 # The class that OpenRLHF decorated. Ray sends it by its name here, so that each process has one copy of it.

@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from tensorhub_plugins.core import HubUnreachable, NotPublished, VersionGone
-from tensorhub_plugins.vllm import follower
-from tensorhub_plugins.vllm.follower import UpdateFailed
+from tensorhub_plugins.vllm.engine import follower
+from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 
 LOOK_S = 5.0  # how often one that waits for a version asks whether it is still to come
 

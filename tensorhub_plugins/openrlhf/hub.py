@@ -1,4 +1,4 @@
-"""Where the hub is: at the address in the flag, or in an actor that the driver starts (../vllm/ray_hub.py)."""
+"""Where the hub is: at the address in the flag, or in an actor that the driver starts (../vllm/ray/hub.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
-from tensorhub_plugins.vllm import ray_hub
+from tensorhub_plugins.vllm.ray import hub as ray_hub
 
 CONNECT_S = 10.0
 

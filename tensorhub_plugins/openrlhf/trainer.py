@@ -21,11 +21,11 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Client, TensorSpec, here
-from tensorhub_plugins.core.publisher import Publisher
-from tensorhub_plugins.core.slab import contiguous_spec
+from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.memory.slab import contiguous_spec
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
-from tensorhub_plugins.openrlhf.generator import SamplesGenerator
+from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 

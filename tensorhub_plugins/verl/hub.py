@@ -1,4 +1,4 @@
-"""Where the hub is: at the configured address, or in an actor that verl's manager starts (../vllm/ray_hub.py), under a
+"""Where the hub is: at the configured address, or in an actor that verl's manager starts (../vllm/ray/hub.py), under a
 name by which all processes of the run find it."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ray
 
 from tensorhub_plugins.core.errors import HubUnreachable
 from tensorhub_plugins.verl.config import WHERE, Options
-from tensorhub_plugins.vllm import ray_hub
+from tensorhub_plugins.vllm.ray import hub as ray_hub
 
 log = logging.getLogger(__name__)
 

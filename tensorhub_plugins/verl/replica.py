@@ -15,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.verl import config as configuration
-from tensorhub_plugins.verl.server import TensorHubServer
+from tensorhub_plugins.verl.engine import TensorHubServer
 
 NULL_WORKER = "tensorhub_null_worker"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from tensorhub_plugins.vllm.lifeline import OwnedWorkerExtension
+from tensorhub_plugins.vllm.ray.health import OwnedWorkerExtension
 
 
 class TensorHubVerlWorkerExtension(OwnedWorkerExtension, vLLMColocateWorkerExtension):

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors
-    from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
+    from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 __all__ = ["TensorHubWorkerExtension", "checkpoint_tensors"]
 
 
 def __getattr__(name: str) -> object:
     if name == "TensorHubWorkerExtension":
-        from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
+        from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
         return TensorHubWorkerExtension
     if name == "checkpoint_tensors":

@@ -42,7 +42,7 @@ def _add_load_format(model_loader: Any) -> None:
 def _make_loader(load_config: Any) -> Any:
     """vLLM calls this as it would a loader's class."""
     _check_version()
-    from tensorhub_plugins.vllm.loader import TensorHubModelLoader
+    from tensorhub_plugins.vllm.load_format import TensorHubModelLoader
 
     return TensorHubModelLoader(load_config)
 
@@ -59,7 +59,7 @@ def _add_weight_transfer(factory: Any) -> None:
 
 def _transfer_class(name: str) -> Any:
     _check_version()
-    from tensorhub_plugins.vllm import transfer
+    from tensorhub_plugins.vllm import weight_transfer as transfer
 
     return getattr(transfer, name)
 
@@ -68,7 +68,7 @@ def _check_version() -> None:
     """Before anything of ours is imported that needs what other versions lack."""
     import vllm
 
-    from tensorhub_plugins.vllm import runtime
+    from tensorhub_plugins.vllm.worker import weights as runtime
 
     runtime.check_version(vllm.__version__)
 
@@ -82,7 +82,7 @@ def _add_to_engine_core(core: Any) -> None:
     def initialize_kv_caches(engine_core: Any, vllm_config: Any) -> Any:
         result = original(engine_core, vllm_config)
         if _is_ours(vllm_config):
-            from tensorhub_plugins.vllm.engine import attach
+            from tensorhub_plugins.vllm.engine.core_follower import attach
 
             attach(engine_core, vllm_config)
         return result
@@ -100,7 +100,7 @@ def _add_health_check(async_llm: Any) -> None:
     async def check_health(engine: Any) -> None:
         await original(engine)
         if _is_ours(engine.vllm_config):
-            from tensorhub_plugins.vllm.engine import check_weights
+            from tensorhub_plugins.vllm.engine.core_follower import check_weights
 
             await check_weights(engine)
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec, start_server  # noqa: E402
-from tensorhub_plugins.core.publisher import Publisher  # noqa: E402
+from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine as engines  # noqa: E402
 from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
-from tensorhub_plugins.vllm.lifeline import Lifeline  # noqa: E402
+from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 

@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError  # noqa: E402
 
 from tensorhub_plugins.core import NotPublished, VersionGone  # noqa: E402
-from tensorhub_plugins.openrlhf import generator as module  # noqa: E402
+from tensorhub_plugins.openrlhf import routing as module  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.engine import FIRST  # noqa: E402
-from tensorhub_plugins.vllm.lifeline import EngineLost  # noqa: E402
+from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 

@@ -27,7 +27,7 @@ def assert_equal(a, b):
 
 
 def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     real = checkpoint_engine.Client
     monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_deadline_s=0.3))
@@ -42,7 +42,7 @@ def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
     """The engine as verl's manager calls it, without verl's manager: two rollouts, the second may read the first."""
     import asyncio
 
-    from tensorhub_plugins.verl import checkpoint_engine
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     names = iter(["rollout_standalone_0CheckpointEngineWorker_0:0", "rollout_standalone_1CheckpointEngineWorker_0:0"])
     monkeypatch.setattr(checkpoint_engine, "_actor_name", lambda: next(names))

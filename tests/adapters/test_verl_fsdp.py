@@ -49,7 +49,7 @@ def train_case(rank, address, strategy, dtype, folder):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tensorhub_plugins.core.publisher import Publisher
+    from tensorhub_plugins.core.client.publisher import Publisher
 
     module, mesh = build().to(getattr(torch, dtype)), init_device_mesh("cpu", (RANKS,))
     if strategy == "fsdp2":

@@ -81,7 +81,7 @@ def verl_config(**root):
 def test_verl_is_pointed_at_our_router_unless_the_user_has_one():
     from omegaconf import OmegaConf
 
-    from tensorhub_plugins.verl.router import TensorHubRouter
+    from tensorhub_plugins.verl.routing import TensorHubRouter
 
     rollout = verl_config()
     assert config.use_our_router(rollout) and config.use_our_router(rollout)
@@ -229,7 +229,7 @@ def test_what_verl_takes_away_is_not_put_back():
 
 
 def test_verls_names_of_rollout_workers():
-    from tensorhub_plugins.verl.checkpoint_engine import replica_name
+    from tensorhub_plugins.verl.trainer import replica_name
 
     assert replica_name("rollout_standalone_1CheckpointEngineWorker_0:0") == "rollout-1.0.0"
     assert replica_name("rollout_standalone_12_abCheckpointEngineWorker_1:7") == "rollout-12.1.7"

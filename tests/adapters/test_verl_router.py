@@ -10,8 +10,8 @@ ray = pytest.importorskip("ray")
 
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from tensorhub_plugins.verl import router as module  # noqa: E402
-from tensorhub_plugins.verl.router import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
+from tensorhub_plugins.verl import routing as module  # noqa: E402
+from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
 from tensorhub_plugins.verl.versions import Span  # noqa: E402
 
 

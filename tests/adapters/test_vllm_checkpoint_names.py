@@ -251,7 +251,7 @@ def one_rank(folder: str, port: str, rank: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from tensorhub_plugins.vllm.transfer import CheckpointSource
+    from tensorhub_plugins.vllm.weight_transfer import CheckpointSource
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=RANKS)
     model = make("mixtral")
@@ -325,7 +325,7 @@ def test_the_name_alone_loads_no_framework() -> None:
 def test_an_engine_takes_what_a_trainer_holds(kind: str, models: Any, hub: Server) -> None:
     """The trainer's model in memory, against an engine that starts from what `save_pretrained` has written."""
     pytest.importorskip("vllm")
-    from tensorhub_plugins.vllm.transfer import (
+    from tensorhub_plugins.vllm.weight_transfer import (
         CheckpointSource,
         FollowingEngines,
         TensorHubTrainerEngine,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import VersionRefused
-from tensorhub_plugins.vllm import contract
-from tensorhub_plugins.vllm.contract import Contract
+from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker.contract import Contract
 
 BF16 = torch.bfloat16
 FIRST = {

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.conversion import NOISE_LENGTH, Conversion, noise
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.conversion import NOISE_LENGTH, Conversion, noise
 
 Weights = dict[str, torch.Tensor]
 NAMES = {"embed.weight": (10, 4), "q.weight": (4, 4), "k.weight": (2, 4), "norm.weight": (4,), "norm2.weight": (4,)}

@@ -15,7 +15,7 @@ import torch
 from vllm_engines import checkpoint, make_model
 
 from tensorhub_plugins.core.errors import TensorHubError
-from tensorhub_plugins.vllm import doctor
+from tensorhub_plugins.vllm.doctor import check_sync as doctor
 
 pytestmark = pytest.mark.heavy
 

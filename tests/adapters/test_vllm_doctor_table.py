@@ -15,11 +15,12 @@ from safetensors import safe_open
 
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.vllm import doctor, doctor_table
-from tensorhub_plugins.vllm.doctor_engine import call_apart, short
-from tensorhub_plugins.vllm.doctor_families import FAMILIES, family
-from tensorhub_plugins.vllm.doctor_make import Family, make
-from tensorhub_plugins.vllm.doctor_naming import checkpoint_shapes
+from tensorhub_plugins.vllm.doctor import check_sync as doctor
+from tensorhub_plugins.vllm.doctor import table as doctor_table
+from tensorhub_plugins.vllm.doctor.engines import call_apart, short
+from tensorhub_plugins.vllm.doctor.families import FAMILIES, family
+from tensorhub_plugins.vllm.doctor.make import Family, make
+from tensorhub_plugins.vllm.doctor.naming import checkpoint_shapes
 
 FAULTS = "vllm_faults."
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
-from tensorhub_plugins.vllm import contract, runtime
-from tensorhub_plugins.vllm.engine import CoreFollower
-from tensorhub_plugins.vllm.updater import Place, Updater, WorkerConfig
+from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
+from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.updater import Place, Updater, WorkerConfig
 
 DEADLINE_S = 20.0
 

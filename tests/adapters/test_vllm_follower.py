@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone
-from tensorhub_plugins.core.messages import REFUSED_MAX
-from tensorhub_plugins.vllm import follower as module
-from tensorhub_plugins.vllm.follower import Follower, UpdateFailed
+from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
+from tensorhub_plugins.vllm.engine import follower as module
+from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
 
 
 class Engine:

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from tensorhub_plugins.vllm import lifeline
-from tensorhub_plugins.vllm.follower import UpdateFailed
-from tensorhub_plugins.vllm.lifeline import EngineLost, Lifeline
+from tensorhub_plugins.vllm.engine.follower import UpdateFailed
+from tensorhub_plugins.vllm.ray import health as lifeline
+from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
 
 WORKER = """
 import os, sys, time
-from tensorhub_plugins.vllm.lifeline import end_with_owner
+from tensorhub_plugins.vllm.ray.health import end_with_owner
 end_with_owner()
 print("watching", os.getpid(), flush=True)
 time.sleep(600)
 """
 START = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 CORE = START  # as vLLM's engine core: started by the actor, starts the worker, notices nothing
-ACTOR = f"from tensorhub_plugins.vllm.lifeline import own_engines; own_engines(); {START}"
+ACTOR = f"from tensorhub_plugins.vllm.ray.health import own_engines; own_engines(); {START}"
 FORGETFUL = START  # an actor that has not said who it is
 
 

@@ -17,9 +17,10 @@ pytest.importorskip("vllm")
 import torch
 
 from tensorhub_plugins.core import VersionRefused
-from tensorhub_plugins.vllm import contract, runtime
-from tensorhub_plugins.vllm.conversion import Conversion
-from tensorhub_plugins.vllm.references import DEPTH_MAX, rebind
+from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.conversion import Conversion
+from tensorhub_plugins.vllm.worker.references import DEPTH_MAX, rebind
 
 pytestmark = pytest.mark.heavy
 
@@ -164,7 +165,7 @@ def test_a_kernel_reads_the_scales_of_a_raw_copy_after_a_reload(
 ) -> None:
     """Without it: the weights of version 3, with the scales of version 2."""
     if not rebinds:
-        from tensorhub_plugins.vllm import references
+        from tensorhub_plugins.vllm.worker import references
 
         monkeypatch.setattr(references, "rebind", lambda root, moved, skip: 0)
     model = _remembering_model(derives=False)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Slab, UsageError
-from tensorhub_plugins.vllm import runtime, updater
+from tensorhub_plugins.vllm.worker import updater
+from tensorhub_plugins.vllm.worker import weights as runtime
 
 
 class Model(torch.nn.Module):

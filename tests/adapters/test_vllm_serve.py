@@ -25,7 +25,7 @@ from vllm_engines import Engine, checkpoint
 from recipes.verl_grpo.make_model import make_model, make_tokenizer
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.vllm.transfer import TensorHubTrainerInitInfo
+from tensorhub_plugins.vllm.weight_transfer import TensorHubTrainerInitInfo
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
 

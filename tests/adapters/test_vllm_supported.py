@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm import runtime, worker
+from tensorhub_plugins.vllm.worker import extension as worker
+from tensorhub_plugins.vllm.worker import weights as runtime
 
 
 @pytest.fixture(autouse=True)

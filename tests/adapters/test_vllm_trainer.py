@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import ModuleSource
 
 from tensorhub_plugins.core import Client, Server, UsageError
-from tensorhub_plugins.vllm.transfer import FollowingEngines, TensorHubTrainerEngine, TensorHubTrainerInitInfo
+from tensorhub_plugins.vllm.weight_transfer import FollowingEngines, TensorHubTrainerEngine, TensorHubTrainerInitInfo
 
 
 def trainer(hub: Server, linger_s: float) -> TensorHubTrainerEngine:

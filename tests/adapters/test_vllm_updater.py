@@ -23,8 +23,9 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionRefused,
 )
-from tensorhub_plugins.vllm import contract, runtime
-from tensorhub_plugins.vllm.updater import BrokenWeights, Place, Updater, WorkerConfig
+from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.updater import BrokenWeights, Place, Updater, WorkerConfig
 
 LAYOUT = "runtime:toy"
 DEADLINE_S = 20.0

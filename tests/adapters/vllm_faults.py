@@ -7,12 +7,12 @@ import os
 import signal
 import threading
 
-from tensorhub_plugins.core import replication
+from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transports import tcp
-from tensorhub_plugins.vllm import runtime
-from tensorhub_plugins.vllm.conversion import Conversion
-from tensorhub_plugins.vllm.doctor import Patient
-from tensorhub_plugins.vllm.worker import TensorHubWorkerExtension
+from tensorhub_plugins.vllm.doctor.check_sync import Patient
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.conversion import Conversion
+from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 
 class FaultyExtension(TensorHubWorkerExtension):

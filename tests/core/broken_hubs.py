@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorhub_plugins.core.hub import Hub
+from tensorhub_plugins.core.hub.hub import Hub
 
 
 class ForgetsLeases(Hub):

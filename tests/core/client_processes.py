@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, messages, start_server
-from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, start_server
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol import messages
 
 SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
@@ -112,7 +113,7 @@ class Worker:
 
 class Hub:
     def __init__(self, address: str, grace_s: float) -> None:
-        from tensorhub_plugins.core import hub
+        from tensorhub_plugins.core.hub import hub
 
         hub.GRACE_S = grace_s
         self.server = start_server(address)

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from tensorhub_plugins.core.transports._rails import Port
-from tensorhub_plugins.core.transports._verbs import Endpoint, ReadFailed, VerbsError
+from tensorhub_plugins.core.transports.rdma.rails import Port
+from tensorhub_plugins.core.transports.rdma.verbs import Endpoint, ReadFailed, VerbsError
 
 READS_PER_POLL = 7
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.core import hub as hub_module
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
+from tensorhub_plugins.core.hub import hub as hub_module
 
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
 

@@ -54,18 +54,23 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionGone,
     VersionRefused,
-    messages,
-    reads,
-    replication,
     spec_of,
     start_server,
-    transfer,
-    values,
 )
-from tensorhub_plugins.core import client as client_module
-from tensorhub_plugins.core import hub as hub_module
+from tensorhub_plugins.core import (
+    manifest as manifest_module,
+)
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.transports import _process, _wire, memory, tcp
+from tensorhub_plugins.core.client import client as client_module
+from tensorhub_plugins.core.hub import hub as hub_module
+from tensorhub_plugins.core.memory import moves as reads
+from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transfer import runner as transfer
+from tensorhub_plugins.core.transports import inproc as memory
+from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports.shm import process_memory as _process
+from tensorhub_plugins.core.transports.stream import link as _wire
 
 NEAR, FAR = Location("dc", "rack", "here"), Location("dc", "other rack", "there")
 RUNTIME = "runtime:f"
@@ -453,8 +458,8 @@ def test_a_shard_of_several_may_hold_other_tensors_but_no_others_of_that_name(st
 def test_equal_tables_are_never_compared_tensor_by_tensor(stage, monkeypatch):
     client = stage.client("trainer")
     tables = []
-    encode = values._encoded_table
-    monkeypatch.setattr(values, "_encoded_table", lambda specs: tables.append(specs) or encode(specs))
+    encode = manifest_module._encoded_table
+    monkeypatch.setattr(manifest_module, "_encoded_table", lambda specs: tables.append(specs) or encode(specs))
     monkeypatch.setattr(reads, "_is_like", None)
     for version in (1, 2, 3):
         client.publish(version, tensors_of(version), strict=True)  # a slab of its own each

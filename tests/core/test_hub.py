@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub_plugins.core import hub as hub_module
-from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core.hub import GRACE_S, SESSION_TIMEOUT_S, Hub, Log, Received, Tick
-from tensorhub_plugins.core.hub_report import report, validate
-from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.hub import hub as hub_module
+from tensorhub_plugins.core.hub.hub import GRACE_S, SESSION_TIMEOUT_S, Hub, Log, Received, Tick
+from tensorhub_plugins.core.hub.report import report, validate
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    Location,
+    ShardKey,
+)
 
 RUNTIME = "runtime:f"
 OLD_ENOUGH = GRACE_S + 1.0

@@ -21,10 +21,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core.hub import GRACE_S, Hub, Received, Send, Tick
-from tensorhub_plugins.core.hub_report import validate
-from tensorhub_plugins.core.values import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.hub.hub import GRACE_S, Hub, Received, Send, Tick
+from tensorhub_plugins.core.hub.report import validate
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    Location,
+    ShardKey,
+)
 
 NAMES = ("a", "b", "c", "d")
 LONG_S = 10_000.0

@@ -36,7 +36,7 @@ def test_the_check_above_sees_a_framework() -> None:
 
 
 def test_the_hub_does_without_torch() -> None:
-    hub = "import tensorhub_plugins.core.cli, tensorhub_plugins.core.server"
+    hub = "import tensorhub_plugins.core.cli, tensorhub_plugins.core.hub.server"
     see = "import sys; assert ('torch' in sys.modules) is {}"
     for statements, torch in ((hub, False), ("from tensorhub_plugins.core import Client", True)):
         program = f"{statements}; {see.format(torch)}"
@@ -84,5 +84,5 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"tensorhub_plugins", f"tensorhub_plugins-{tensorhub_plugins.__version__}.dist-info"}
-    assert "tensorhub_plugins/core/values.py" in names
+    assert "tensorhub_plugins/core/manifest.py" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)

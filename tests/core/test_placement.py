@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.core.placement import HOPS_PER_READER, Candidate, Sources, Verdict
-from tensorhub_plugins.core.values import Location
+from tensorhub_plugins.core.hub.selection import HOPS_PER_READER, Candidate, Sources, Verdict
+from tensorhub_plugins.core.types import (
+    Location,
+)
 
 
 def at(host: str, *, rack: str = "", data_center: str = "dc") -> Location:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.transports import _process
-from tensorhub_plugins.core.transports._process import ProcessMemory, extents_of
+from tensorhub_plugins.core.transports.shm import process_memory as _process
+from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory, extents_of
 
 pytestmark = pytest.mark.skipif(not _process.available(), reason="this system has no process_vm_readv")
 

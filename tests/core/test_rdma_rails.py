@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
-from tensorhub_plugins.core.transports._rails import (
+from tensorhub_plugins.core.transports.rdma.rails import (
     PAGE_SIZE_BYTES,
     Port,
     Region,

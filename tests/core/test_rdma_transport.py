@@ -13,11 +13,15 @@ import torch
 
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.transports import NotServable, Offer, _verbs, create, rdma
-from tensorhub_plugins.core.transports._rails import Port
-from tensorhub_plugins.core.values import ShardKey
+from tensorhub_plugins.core.transports import NotServable, Offer, create
+from tensorhub_plugins.core.transports.rdma import transport as rdma
+from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.rails import Port
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
 
 KEY = ShardKey(1, "checkpoint")
 SEGMENT = 1000

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core.transports import _verbs
-from tensorhub_plugins.core.transports._rails import Port
-from tensorhub_plugins.core.transports._verbs import Ring, VerbsError, status_name, why_not
+from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.rails import Port
+from tensorhub_plugins.core.transports.rdma.verbs import Ring, VerbsError, status_name, why_not
 
 MODULES = {
     "device": ("Context",),

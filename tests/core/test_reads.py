@@ -12,12 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.reads import Move, check_cover, needed, plan, with_parts
-from tensorhub_plugins.core.slab import Slab
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    Part,
+    TensorSpec,
+)
+from tensorhub_plugins.core.memory.moves import Move, check_cover, needed, plan, with_parts
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.transports.memory import MemoryTransport
-from tensorhub_plugins.core.values import Manifest, Part, ShardKey, TensorSpec
+from tensorhub_plugins.core.transports.inproc import MemoryTransport
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
 
 
 def spec(name: str, size: int = 4, dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> TensorSpec:

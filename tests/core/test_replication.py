@@ -6,9 +6,18 @@ import msgspec
 import pytest
 
 from tensorhub_plugins.core import errors
-from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core import replication as r
-from tensorhub_plugins.core.values import CHECKPOINT, LATEST, Location, Manifest, ShardKey, TensorSpec
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    TensorSpec,
+)
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    LATEST,
+    Location,
+    ShardKey,
+)
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
 NAMES = {A: "a/0", B: "b/0", C: "c/0"}

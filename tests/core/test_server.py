@@ -15,11 +15,21 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from tensorhub_plugins.core import hub, messages
+from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
-from tensorhub_plugins.core.hublink import HubLink
-from tensorhub_plugins.core.server import Server, new_session, start_server
-from tensorhub_plugins.core.values import Location, ShardKey
+from tensorhub_plugins.core.hub import hub
+from tensorhub_plugins.core.hub.server import (
+    Server,
+    start_server,
+)
+from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.address import (
+    new_session,
+)
+from tensorhub_plugins.core.types import (
+    Location,
+    ShardKey,
+)
 
 
 @pytest.fixture

@@ -14,11 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorhub_plugins.core import slab as slab_module
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.slab import ALIGNMENT_BYTES, Slab, copy_views, digest_of, place, spans, spec_of
+from tensorhub_plugins.core.manifest import (
+    DIGEST_SIZE_BYTES,
+    Manifest,
+    TensorSpec,
+)
+from tensorhub_plugins.core.memory import slab as slab_module
+from tensorhub_plugins.core.memory.slab import ALIGNMENT_BYTES, Slab, copy_views, digest_of, place, spans, spec_of
 from tensorhub_plugins.core.testing import blank_like, sample_tensors
-from tensorhub_plugins.core.values import DIGEST_SIZE_BYTES, Manifest, TensorSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -578,7 +582,7 @@ def test_what_cannot_be_adopted_is_said_though_its_name_is_remembered(bad):
 def test_tensors_and_slabs_that_last_as_long_as_the_interpreter_end_without_a_word():
     script = """
 import torch
-from tensorhub_plugins.core import slab  # goes first, and empties its module
+from tensorhub_plugins.core.memory import slab  # goes first, and empties its module
 tensors = {f"t{k}": torch.ones(2) for k in range(3)}
 adopted, allocated = slab.Slab.adopt(tensors), slab.Slab.allocate(slab.Slab.adopt(tensors).specs)
 print(adopted.size_bytes)

@@ -20,10 +20,15 @@ import torch
 from client_processes import hold_back, let_go
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
-from tensorhub_plugins.core import client as client_module
-from tensorhub_plugins.core.tied import LiveTensors
-from tensorhub_plugins.core.transports import Offer, _process, shm
-from tensorhub_plugins.core.values import segment_size_for, stream_offsets
+from tensorhub_plugins.core.client import client as client_module
+from tensorhub_plugins.core.manifest import (
+    segment_size_for,
+    stream_offsets,
+)
+from tensorhub_plugins.core.memory.tied import LiveTensors
+from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.transports.shm import process_memory as _process
+from tensorhub_plugins.core.transports.shm import transport as shm
 
 SOON_S = 30.0  # for what happens at once unless something is broken
 DEADLINE_S = 120.0  # of a read: an error that came only then would be far beyond SOON_S

@@ -22,23 +22,25 @@ import pytest
 import torch
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
-from tensorhub_plugins.core.slab import Slab, digest_of, spec_of
+from tensorhub_plugins.core.memory.slab import Slab, digest_of, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import (
-    NotServable,
-    Offer,
-    _memfile,
-    _plan,
-    _process,
-    _wire,
-    choices,
-    create,
-    shm,
-    tcp,
+from tensorhub_plugins.core.transports import NotServable, Offer, choices, create, tcp
+from tensorhub_plugins.core.transports import read_plan as _plan
+from tensorhub_plugins.core.transports.inproc import MemoryLink, MemoryTransport
+from tensorhub_plugins.core.transports.shm import (
+    memory_file as _memfile,
 )
-from tensorhub_plugins.core.transports._memfile import Mappings, MemoryFile
-from tensorhub_plugins.core.transports._process import ProcessMemory
-from tensorhub_plugins.core.transports._wire import (
+from tensorhub_plugins.core.transports.shm import (
+    process_memory as _process,
+)
+from tensorhub_plugins.core.transports.shm import (
+    transport as shm,
+)
+from tensorhub_plugins.core.transports.shm.memory_file import Mappings, MemoryFile
+from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
+from tensorhub_plugins.core.transports.shm.transport import ShmTransport
+from tensorhub_plugins.core.transports.stream import link as _wire
+from tensorhub_plugins.core.transports.stream.link import (
     CONTROL,
     HEADER,
     HELLO,
@@ -48,10 +50,10 @@ from tensorhub_plugins.core.transports._wire import (
     Opened,
     Read,
 )
-from tensorhub_plugins.core.transports.memory import MemoryLink, MemoryTransport
-from tensorhub_plugins.core.transports.shm import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport, local_host_towards
-from tensorhub_plugins.core.values import ShardKey
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -463,11 +465,11 @@ def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
 
 OWNER = """
 import sys, torch
-from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.transports.shm import ShmTransport
-from tensorhub_plugins.core.values import ShardKey
+from tensorhub_plugins.core.transports.shm.transport import ShmTransport
+from tensorhub_plugins.core.types import ShardKey
 tensor = torch.arange(8000, dtype=torch.int16)
 slab = Slab.allocate([spec_of("a", tensor)])
 slab.write("a", tensor)
@@ -872,7 +874,7 @@ def test_shm_refuses_other_users(monkeypatch, caplog):
         reader.connect(endpoint, deadline=soon()).close()
         uid = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1000)  # the source is another user's, and not root's
-        monkeypatch.setattr("tensorhub_plugins.core.transports.shm._CREDENTIALS", _Credentials(uid + 2000))
+        monkeypatch.setattr("tensorhub_plugins.core.transports.shm.transport._CREDENTIALS", _Credentials(uid + 2000))
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())
     assert "belongs to user" in caplog.text
@@ -1286,7 +1288,7 @@ def test_a_transport_that_does_not_work_here_says_why(monkeypatch):
 def test_importing_starts_and_opens_nothing():
     code = (
         "import os, threading; before = os.listdir('/proc/self/fd'), threading.active_count()\n"
-        "import tensorhub_plugins.core.transports.tcp, tensorhub_plugins.core.transports.shm\n"
+        "import tensorhub_plugins.core.transports.tcp, tensorhub_plugins.core.transports.shm.transport\n"
         "assert (os.listdir('/proc/self/fd'), threading.active_count()) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
@@ -1321,7 +1323,7 @@ def test_memory_link_is_cut_while_it_copies(monkeypatch):
                 time.sleep(0.001)
             assert withdrawing.is_alive()  # it waits for us
 
-        monkeypatch.setattr("tensorhub_plugins.core.transports.memory.copy_views", copy)
+        monkeypatch.setattr("tensorhub_plugins.core.transports.inproc.copy_views", copy)
         with pytest.raises(SourceLost):
             list(link.read([0], Slab.allocate(manifest.tensors), [0], deadline=soon()))
         withdrawing.join(60)

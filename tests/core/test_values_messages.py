@@ -9,7 +9,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import messages as m
 from tensorhub_plugins.core.errors import (
     CorruptBytes,
     DeadlineExceeded,
@@ -19,17 +18,20 @@ from tensorhub_plugins.core.errors import (
     TensorHubError,
     UsageError,
 )
-from tensorhub_plugins.core.hub import GRACE_S, Hub, Received, Tick
-from tensorhub_plugins.core.hub_report import report, validate
-from tensorhub_plugins.core.values import (
-    CHECKPOINT,
+from tensorhub_plugins.core.hub.hub import GRACE_S, Hub, Received, Tick
+from tensorhub_plugins.core.hub.report import report, validate
+from tensorhub_plugins.core.manifest import (
     DIGEST_SIZE_BYTES,
     SHARD_SIZE_BYTES_MAX,
+    Manifest,
+    TensorSpec,
+)
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
     VERSION_MAX,
     Location,
-    Manifest,
     ShardKey,
-    TensorSpec,
     VersionInfo,
     check_name,
     check_version,

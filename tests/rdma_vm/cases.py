@@ -20,15 +20,18 @@ from crew import Crew, Member
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.errors import SourceLost
-from tensorhub_plugins.core.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab, spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.transports import NotServable, Offer, _verbs
+from tensorhub_plugins.core.transports import NotServable, Offer
 from tensorhub_plugins.core.transports import create as create_transport
-from tensorhub_plugins.core.transports._rails import find_ports
-from tensorhub_plugins.core.transports._verbs import Nic, VerbsError, open_nics
-from tensorhub_plugins.core.transports._wire import HEADER
-from tensorhub_plugins.core.transports.rdma import WINDOW, RdmaTransport
-from tensorhub_plugins.core.values import ShardKey
+from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.rails import find_ports
+from tensorhub_plugins.core.transports.rdma.transport import WINDOW, RdmaTransport
+from tensorhub_plugins.core.transports.rdma.verbs import Nic, VerbsError, open_nics
+from tensorhub_plugins.core.transports.stream.link import HEADER
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
 
 MEMBERS = 30  # the cases take 26
 PEERS = 6

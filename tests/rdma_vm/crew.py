@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from tensorhub_plugins.core import testing
+from tensorhub_plugins.core.testing import conformance as testing
 
 ANSWER_S_MAX = 120.0  # of a guest that is emulated, on a host that is busy
 

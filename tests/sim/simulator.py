@@ -39,12 +39,20 @@ from unittest import mock
 import msgspec
 import xxhash
 
-from tensorhub_plugins.core import hub as hub_machine
-from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core import replication as r
-from tensorhub_plugins.core import session as s
-from tensorhub_plugins.core.hub_report import validate
-from tensorhub_plugins.core.values import CHECKPOINT, Location, Manifest, ShardKey, TensorSpec
+from tensorhub_plugins.core.client import session as s
+from tensorhub_plugins.core.hub import hub as hub_machine
+from tensorhub_plugins.core.hub.report import validate
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    TensorSpec,
+)
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    Location,
+    ShardKey,
+)
 
 SEGMENT_SIZE_BYTES = 8
 SEGMENTS = 5

@@ -15,9 +15,9 @@ import pytest
 from broken_hubs import DropsLastCopies, ForgetsLeases
 from simulator import Faults, Violation, World, simulate
 
-from tensorhub_plugins.core import messages as m
-from tensorhub_plugins.core import placement
-from tensorhub_plugins.core.hub import Hub
+from tensorhub_plugins.core.hub import selection as placement
+from tensorhub_plugins.core.hub.hub import Hub
+from tensorhub_plugins.core.protocol import messages as m
 
 SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", "1000"))
 CONTROL_SEEDS = 400  # a broken rule shows within the first few dozen

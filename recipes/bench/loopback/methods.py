@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 import torch
 
 from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.slab import spec_of
-from tensorhub_plugins.core.values import Location
+from tensorhub_plugins.core.memory.slab import spec_of
+from tensorhub_plugins.core.types import (
+    Location,
+)
 
 IOV_MAX = 512
 DEADLINE_S = 60.0

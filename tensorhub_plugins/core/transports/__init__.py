@@ -25,18 +25,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
-from tensorhub_plugins.core.values import Manifest, ShardKey
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+)
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.reads import Move
-    from tensorhub_plugins.core.slab import Slab
+    from tensorhub_plugins.core.memory.moves import Move
+    from tensorhub_plugins.core.memory.slab import Slab
 
 # Imported when first asked for: importing the package opens nothing and needs nothing.
 MODULES: dict[str, tuple[str, str]] = {
-    "memory": ("tensorhub_plugins.core.transports.memory", "MemoryTransport"),
-    "shm": ("tensorhub_plugins.core.transports.shm", "ShmTransport"),
+    "memory": ("tensorhub_plugins.core.transports.inproc", "MemoryTransport"),
+    "shm": ("tensorhub_plugins.core.transports.shm.transport", "ShmTransport"),
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
-    "rdma": ("tensorhub_plugins.core.transports.rdma", "RdmaTransport"),
+    "rdma": ("tensorhub_plugins.core.transports.rdma.transport", "RdmaTransport"),
 }
 # What a worker uses when it names none, best first, as far as its machine has them.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")

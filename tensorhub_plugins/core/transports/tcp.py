@@ -21,9 +21,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.manifest import (
+    SHARD_SIZE_BYTES_MAX,
+    Manifest,
+)
 from tensorhub_plugins.core.transports import More, Offer, Shelf
-from tensorhub_plugins.core.transports._plan import ReadPlan
-from tensorhub_plugins.core.transports._wire import (
+from tensorhub_plugins.core.transports.read_plan import ReadPlan
+from tensorhub_plugins.core.transports.stream.link import (
     BACKLOG,
     SEGMENT,
     STALL_S,
@@ -33,7 +37,6 @@ from tensorhub_plugins.core.transports._wire import (
     SocketLink,
     greet,
 )
-from tensorhub_plugins.core.values import SHARD_SIZE_BYTES_MAX, Manifest
 
 SCHEME = "tcp://"
 STREAMS_MAX = 16

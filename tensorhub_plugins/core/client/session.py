@@ -1,0 +1,414 @@
+"""The client's side of the talk with the hub. PURE: events in, effects out, `now` as an argument.
+
+It numbers requests, sends them again when they or their answers were lost, beats the heart, and remembers all that the
+hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert, and what
+operators have decided. The truth is here, in the workers; the hub only has a copy (rule 6).
+
+What a deadline that passes without the hub's answer means
+    Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
+    Unpublish: the copy is kept, as if the hub had said so, because it may be the last one (rule 4); MayDrop follows
+    when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+from typing_extensions import assert_never
+
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
+
+HELLO_EVERY_S = 0.5
+HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is away
+ANSWER_MARGIN_S = 2.0  # beyond a request's own deadline, for the hub's answer that it has passed
+
+Request: TypeAlias = (
+    m.Publish | m.Unpublish | m.Acquire | m.Abandon | m.Wait | m.Target | m.Pin | m.Withdraw | m.Retain | m.AskVersions
+)
+
+# --- events ---
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Send this request (its number from `Session.number`); it is to be answered by `deadline`, on `now`'s clock."""
+
+    message: Request
+    deadline: float
+
+
+class EndLease(msgspec.Struct, frozen=True):
+    """The lease of this Acquire ends, whole or for one shard; cancels the Acquire if it is still unanswered."""
+
+    request: int
+    shard: int | None = None
+    lost: bool = False
+
+
+class Heard(msgspec.Struct, frozen=True):
+    message: m.HubMessage
+
+
+class Tick(msgspec.Struct, frozen=True):
+    pass
+
+
+Event: TypeAlias = Ask | EndLease | Heard | Tick
+
+# --- effects ---
+
+
+class Send(msgspec.Struct, frozen=True):
+    message: m.ClientMessage
+
+
+class Answered(msgspec.Struct, frozen=True):
+    request: int
+    reply: m.Reply
+
+
+class Expired(msgspec.Struct, frozen=True):
+    """No answer by the deadline. hub_silent: because no hub answers at all."""
+
+    request: int
+    hub_silent: bool
+
+
+class SourceGone(msgspec.Struct, frozen=True):
+    session: bytes
+
+
+class MayDrop(msgspec.Struct, frozen=True):
+    """Kept copies that are worth another attempt to unpublish."""
+
+    keys: tuple[ShardKey, ...]
+
+
+class Directed(msgspec.Struct, frozen=True):
+    """Operators have decided something new."""
+
+    directive: m.Directive
+
+
+class HubAway(msgspec.Struct, frozen=True):
+    silent_s: float
+
+
+class HubBack(msgspec.Struct, frozen=True):
+    restarted: bool
+
+
+Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | Directed | HubAway | HubBack
+
+# --- the machine ---
+
+
+@dataclass
+class _Asked:
+    message: Request
+    deadline: float
+    announced: bool = False  # Publish: the hub was told of this shard before
+
+
+@dataclass
+class _Lease:
+    version: int
+    layout: str
+    sources: dict[int, bytes]
+    deadline: float
+    shard_count: int
+
+
+@dataclass
+class Session:
+    """`identity` names the hub-side facts of this worker's Hello; `now` is the time of creation."""
+
+    identity: m.Hello
+    now: float
+    hub: bytes | None = None  # the hub's life that has welcomed us
+    sequence: int = 0
+    asked: dict[int, _Asked] = field(default_factory=dict)
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
+    offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
+    kept: set[ShardKey] = field(default_factory=set)  # for retention only
+    claims: dict[ShardKey, None] = field(default_factory=dict)
+    retain_newest: int | None = None
+    seen: int = 0  # the newest version the hub has told us of
+    resolved: int = 0  # what our replica's "latest" was, in our last round of it
+    round: int = 0
+    directive: m.Directive = m.NO_DIRECTIVE
+    heartbeat_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._welcomed = False
+        self._hello_first = 0  # the number of the first Hello since we were welcome last
+        self._retry_kept = False
+        self._heard_at = self.now
+        self._away = False
+        self._next_hello = self.now
+        self._next_heartbeat = self.now
+        self._effects: list[Effect] = []
+
+    def number(self) -> int:
+        """A fresh request number."""
+        self.sequence += 1
+        return self.sequence
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        self._effects = []
+        match event:
+            case Ask(message, deadline):
+                self._ask(message, deadline, now)
+            case EndLease(request, shard, lost):
+                self._end_lease(request, shard, lost)
+            case Heard(message):
+                self._hear(message, now)
+            case Tick():
+                self._tick(now)
+            case _:
+                assert_never(event)
+        return self._effects
+
+    def next_deadline(self) -> float:
+        """When the next Tick is due."""
+        due = self._next_heartbeat if self._welcomed else self._next_hello
+        return min([due, *(a.deadline + ANSWER_MARGIN_S for a in self.asked.values())])
+
+    def _ask(self, message: Request, deadline: float, now: float) -> None:
+        announced = False
+        if isinstance(message, m.Publish):
+            announced = message.holding.key in self.holdings
+            self.holdings[message.holding.key] = message.holding
+            self.offered[message.holding.key] = message.request
+        elif isinstance(message, m.Unpublish) and message.gone:
+            deadline = float("inf")
+            for key in message.keys:
+                self._drop(key)
+            for overtaken in self._publishing(message):
+                del self.asked[overtaken]
+                self._effects.append(Answered(overtaken, m.Done(overtaken)))
+        elif isinstance(message, m.Retain):
+            self.retain_newest = message.newest
+        self.asked[message.request] = _Asked(message, deadline, announced)
+        self._send_asked(message.request, now)
+
+    def _send_asked(self, request: int, now: float) -> None:
+        """Unless no hub listens, or it has to hear of something else first."""
+        if self._welcomed and not self._publishing(self.asked[request].message):
+            self._send(self._dated(request, now))
+
+    def _publishing(self, message: Request) -> list[int]:
+        """Unanswered Publishes of the shards of this Unpublish: the hub must know what it is asked to give up."""
+        if not isinstance(message, m.Unpublish):
+            return []
+        return [
+            request
+            for request, asked in self.asked.items()
+            if isinstance(asked.message, m.Publish)
+            and asked.message.holding.key in message.keys
+            and request < message.request
+        ]
+
+    def _dated(self, request: int, now: float) -> Request:
+        """The request with the seconds that are left of its deadline."""
+        asked = self.asked[request]
+        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
+            left_s = min(m.SECONDS_MAX, max(0.0, asked.deadline - now))
+            return msgspec.structs.replace(asked.message, deadline_s=left_s)
+        return asked.message
+
+    def _end_lease(self, request: int, shard: int | None, lost: bool) -> None:
+        self.asked.pop(request, None)
+        lease = self.leases.get(request)
+        if lease is not None:
+            if shard is not None:
+                lease.sources.pop(shard, None)
+            if shard is None or not lease.sources:
+                del self.leases[request]
+        if self._welcomed:
+            self._send(m.Release(request, shard, lost))
+
+    def _hear(self, message: m.HubMessage, now: float) -> None:
+        self._heard_at = now
+        match message:
+            case m.Welcome(hub, heartbeat_s, _, sequence, directive):
+                self._direct(directive)
+                if self._welcomed or sequence < self._hello_first:
+                    return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
+                restarted = self.hub is not None and hub != self.hub
+                if self._away or restarted:
+                    self._away = False
+                    self._effects.append(HubBack(restarted))
+                self.hub, self._welcomed, self.heartbeat_s = hub, True, heartbeat_s
+                self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
+                for request in list(self.asked):
+                    self._send_asked(request, now)
+                self._retry_kept = True
+            case m.Unknown():
+                self._greet_again(now)
+            case m.Alive(resend, directive):
+                if self._away:
+                    self._away = False
+                    self._effects.append(HubBack(False))
+                if directive is not None and not self._direct(directive):
+                    self._greet_again(now)  # it has not heard all that we have
+                for request in resend:
+                    if request in self.asked:
+                        self._send_asked(request, now)
+                if self._retry_kept:
+                    self._retry_kept = False
+                    if self.kept:
+                        self._effects.append(MayDrop(tuple(sorted(self.kept))))
+            case m.SourceGone(session):
+                self._effects.append(SourceGone(session))
+            case m.MayDrop(keys):
+                wanted = tuple(key for key in keys if key in self.kept)
+                if wanted:
+                    self._effects.append(MayDrop(wanted))
+            case _:
+                # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
+                # what was said before would change what the hub has been told.
+                late = isinstance(message, m.Granted) and message.hub not in (b"", self.hub)  # of a hub before this one
+                if (self._welcomed and not late) or message.request == 0:
+                    self._answered(message, now)
+
+    def _greet_again(self, now: float) -> None:
+        """The hub does not know all of us that it should."""
+        if self._welcomed:
+            self._welcomed = False
+            self._hello_first = self.sequence + 1
+            self._hello(now)
+
+    def _direct(self, directive: m.Directive) -> bool:
+        """Whether this is all that operators have decided, as far as we know."""
+        merged = m.merge(self.directive, directive)
+        if merged != self.directive:
+            self.directive = merged
+            self._effects.append(Directed(merged))
+        return merged == directive
+
+    def _answered(self, reply: m.Reply, now: float) -> None:
+        asked = self.asked.pop(reply.request, None)
+        if asked is None:
+            if isinstance(reply, m.Granted) and reply.request not in self.leases:  # nobody waits for it any more
+                self._send(m.Release(reply.request))
+                if reply.claim is not None and reply.claim not in self.claims:
+                    request = self.number()
+                    self._ask(m.Abandon(request, reply.claim), now + ANSWER_MARGIN_S, now)
+            elif reply.request == 0:  # a refused Hello answers no request
+                self._effects.append(Answered(0, reply))
+            return
+        match asked.message, reply:
+            case m.Publish(_, holding), m.Refused():
+                self._drop(holding.key)
+            case m.Publish(_, holding), _:
+                self.claims.pop(holding.key, None)
+            case m.Unpublish(request, keys, _), m.Unpublished(_, _, keep):
+                # A shard that was unpublished twice at the same time may have been read again after the first answer.
+                for key in (key for key in keys if self.offered.get(key, 0) < request):
+                    if keep and key in self.holdings:
+                        self.kept.add(key)
+                    else:
+                        self._drop(key)
+            case m.Abandon(_, key), _:
+                self.claims.pop(key, None)
+            case m.Acquire(), m.Granted():
+                sources = {grant.shard: grant.session for grant in reply.grants}
+                self.leases[reply.request] = _Lease(
+                    reply.version, reply.layout, sources, asked.deadline, reply.shard_count
+                )
+                self.seen = max(self.seen, reply.version)
+                if reply.round:
+                    self.resolved, self.round = reply.version, reply.round
+                if reply.claim is not None:
+                    self.claims[reply.claim] = None
+            case m.Wait() | m.Target(), m.Visible(_, version):
+                self.seen = max(self.seen, version)
+            case _:
+                pass
+        self._effects.append(Answered(reply.request, reply))
+        self._send_unblocked(asked.message, now)
+
+    def _drop(self, key: ShardKey) -> None:
+        self.holdings.pop(key, None)
+        self.offered.pop(key, None)
+        self.kept.discard(key)
+
+    def _send_unblocked(self, ended: Request, now: float) -> None:
+        if isinstance(ended, m.Publish):
+            for request, asked in list(self.asked.items()):
+                if isinstance(asked.message, m.Unpublish) and ended.holding.key in asked.message.keys:
+                    self._send_asked(request, now)
+
+    def _tick(self, now: float) -> None:
+        for request, asked in list(self.asked.items()):
+            if now >= asked.deadline + ANSWER_MARGIN_S:
+                del self.asked[request]
+                match asked.message:
+                    case m.Publish(_, holding):
+                        if not asked.announced and self.holdings.get(holding.key) is holding:
+                            self._ask(m.Unpublish(self.number(), (holding.key,), 0.0, gone=True), now, now)
+                    case m.Unpublish(_, keys, _):
+                        self.kept.update(key for key in keys if 0 < self.offered.get(key, 0) < request)
+                        self._retry_kept = True
+                    case m.Abandon(_, key):
+                        self.claims.pop(key, None)
+                    case m.Acquire():
+                        if self._welcomed:
+                            self._send(m.Release(request))
+                    case _:
+                        pass
+                self._send_unblocked(asked.message, now)
+                self._effects.append(Expired(request, now - self._heard_at > ANSWER_MARGIN_S))
+        for request in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
+            del self.leases[request]
+        if not self._away and now - self._heard_at > HUB_SILENT_S:
+            self._away = True
+            self._effects.append(HubAway(now - self._heard_at))
+        if not self._welcomed:
+            if now >= self._next_hello:
+                self._hello(now)
+        elif now >= self._next_heartbeat:
+            self._next_heartbeat = now + self.heartbeat_s
+            leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
+            assert self.hub is not None
+            changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
+            held = 0 if changing else m.mark((key, h.complete) for key, h in self.holdings.items())
+            directive = m.mark_of(self.directive)
+            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, held, directive))
+
+    def _hello(self, now: float) -> None:
+        self._next_hello = now + HELLO_EVERY_S
+        self._send(
+            msgspec.structs.replace(
+                self.identity,
+                holdings=tuple(self.holdings.values()),
+                leases=tuple(
+                    m.HeldLease(
+                        request,
+                        lease.version,
+                        lease.layout,
+                        dict(lease.sources),
+                        min(m.SECONDS_MAX, max(0.0, lease.deadline - now)),
+                        lease.shard_count,
+                    )
+                    for request, lease in self.leases.items()
+                ),
+                claims=tuple(self.claims),
+                retain_newest=self.retain_newest,
+                sequence=self.number(),
+                pending=tuple(self.asked),
+                seen=self.seen,
+                resolved=self.resolved,
+                round=self.round,
+                directive=self.directive,
+            )
+        )
+
+    def _send(self, message: m.ClientMessage) -> None:
+        self._effects.append(Send(message))

@@ -1,0 +1,113 @@
+"""The hub's state for people, and what must be true of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorhub_plugins.core.hub.registry import Books
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
+
+
+def report(hub: Books, now: float) -> dict[str, object]:
+    """All of the state as plain lists and dicts, for `tensorhub status`."""
+    models = []
+    for history in hub.histories.values():
+        versions = [
+            {
+                "version": info.version,
+                "visible": info.visible,
+                "layouts": {k: list(v) for k, v in info.layouts.items()},
+            }
+            for info in history.version_infos()
+        ]
+        workers = [
+            {
+                "worker": w.name,
+                "location": msgspec.to_builtins(w.hello.location),
+                "endpoints": dict(w.hello.endpoints),
+                "last_heard_s": round(now - w.last_heard, 3),
+                "holds": sorted({h.key.version for h in w.holdings.values() if h.complete}),
+                "bytes_held": sum(h.size_bytes for h in w.holdings.values() if h.complete),
+                "pending": len(w.pending),
+            }
+            for w in history.workers.values()
+        ]
+        leases = [
+            {
+                "reader": w.name,
+                "version": lease.version,
+                "layout": lease.layout,
+                "sources": {
+                    str(shard): hub.workers[s].name if s in hub.workers else "unknown"
+                    for shard, s in lease.sources.items()
+                },
+                "seconds_left": round(lease.deadline - now, 3),
+            }
+            for w in history.workers.values()
+            for lease in w.leases.values()
+        ]
+        models.append(
+            {
+                "run": history.run,
+                "model": history.model,
+                "newest": history.newest_visible,
+                "retain_newest": history.retain_newest,
+                "pinned": history.directive.pin or None,
+                "withdrawn": list(history.directive.withdrawn),
+                "versions": versions,
+                "workers": workers,
+                "leases": leases,
+            }
+        )
+    return {"hub": hub.session.hex(), "up_s": round(now - hub.started, 3), "models": models}
+
+
+def validate(hub: Books) -> None:
+    """Assert what is true between any two calls of handle."""
+    for session, worker in hub.workers.items():
+        assert worker.session == session and worker.history.workers[session] is worker
+        for key, h in worker.holdings.items():
+            assert h.worker is worker and h.key == key
+            version = worker.history.versions[key.version]
+            assert version.holders(key)[session] is h
+            assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
+        assert worker.mark in (0, m.mark((key, h.complete) for key, h in worker.holdings.items()))
+        for request, lease in worker.leases.items():
+            assert lease.request == request and lease.reader is worker and lease.sources
+            for source_session in lease.sources.values():
+                source = worker.history.workers.get(source_session)
+                assert source is None or source.readers[session, request] is lease
+        for (reader, request), lease in worker.readers.items():
+            assert hub.workers[reader].leases[request] is lease
+            assert session in lease.sources.values()
+        for request, pending in worker.pending.items():
+            assert worker.history.waiting[session, request] is pending
+    for history in hub.histories.values():
+        assert history.withdrawn == frozenset(history.directive.withdrawn)
+        assert history.directive.pin not in history.withdrawn
+        for number, version in history.versions.items():
+            assert version.number == number
+            assert not (version.visible and number in history.withdrawn)
+            assert not version.visible or version.may_be_lost or version.is_held()
+            for (layout, count), by_shard in version.holdings.items():
+                for shard, holders in by_shard.items():
+                    assert shard < count and holders
+                    for session, h in holders.items():
+                        assert hub.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
+            for claim in version.claims.values():
+                assert claim.worker.session in hub.workers
+            for sources in version.sources.values():
+                assert all(session in hub.workers for session in sources.sessions())
+        for number, lines in history.lines.items():
+            assert lines and all(lines.values())
+            for need, line in lines.items():
+                assert all(pending.line == (number, need) for pending in line.values())
+        for (session, request), pending in history.waiting.items():
+            assert hub.workers[session].pending[request] is pending
+            # Whoever waits is found when what he waits for comes.
+            assert pending.line is not None or isinstance(pending.message, m.Unpublish)
+    for place, crossing in hub._crossings.items():
+        assert min(crossing.values(), default=1) > 0, place

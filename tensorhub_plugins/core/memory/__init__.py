@@ -1,0 +1,1 @@
+"""The bytes of one shard: where they lie, and which of them go where."""

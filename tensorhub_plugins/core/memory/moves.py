@@ -1,0 +1,235 @@
+"""Read planning. PURE: source manifest x target manifest -> which bytes go where.
+
+A tensor may be a part of a larger one, at the source, at the target, or at both: what they have in common is a box, and
+a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are one for
+each row. Runs that follow each other in both streams are one move: equal shards are read in a single move.
+
+What cannot be placed is an error that names it, never a tensor left as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, product
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    Part,
+    TensorSpec,
+    same_table,
+    stream_offsets,
+)
+
+NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
+
+
+class Move(NamedTuple):
+    """So many bytes from one place of the source's stream to one of the target's."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+def plan(source: Sequence[TensorSpec], target: Sequence[TensorSpec]) -> list[Move]:
+    """What of the source the target wants, in the source's order; what is in no move is not wanted.
+
+    Raise UsageError when a target tensor cannot be a part of the same whole as the source's tensor of the same name.
+    """
+    if source == target:
+        size_bytes = sum(spec.size_bytes for spec in source)
+        return [Move(0, 0, size_bytes)] if size_bytes else []
+    wanted = {spec.name: (spec, place) for spec, place in zip(target, stream_offsets(target), strict=True)}
+    moves: list[Move] = []
+    ends = (0, -1)  # of the last move, in both streams
+    for spec, start in zip(source, stream_offsets(source), strict=True):
+        if spec.name not in wanted:
+            continue
+        mine, place = wanted[spec.name]
+        if not spec.size_bytes or not mine.size_bytes:
+            if mine != spec:
+                _check_same_whole(spec, mine)
+            continue
+        for at, to, size_bytes in _runs(spec, mine):
+            at, to = start + at, place + to
+            if ends == (at, to):
+                moves[-1] = Move(moves[-1].source, moves[-1].target, moves[-1].size_bytes + size_bytes)
+            else:
+                moves.append(Move(at, to, size_bytes))
+            ends = at + size_bytes, to + size_bytes
+    return moves
+
+
+def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
+    """The segments that hold a wanted byte, in order: a digest is of a whole segment."""
+    size = manifest.segment_size_bytes
+    wanted: dict[int, None] = {}
+    for move in moves:
+        wanted.update(dict.fromkeys(range(move.source // size, (move.source + move.size_bytes - 1) // size + 1)))
+    return tuple(sorted(wanted))
+
+
+def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[TensorSpec]) -> None:
+    """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
+    if list(sources.values()) == [target]:
+        return
+    moves = sorted((move.target, move.size_bytes, shard) for shard in sources for move in plan(sources[shard], target))
+    names = {name for specs in sources.values() for name in (spec.name for spec in specs)}
+    missing = sorted(spec.name for spec in target if spec.name not in names)
+    at = 0
+    gaps: list[int] = []
+    for place, size_bytes, _ in moves:
+        if place > at:
+            gaps.append(at)
+        at = max(at, place + size_bytes)
+    if at < sum(spec.size_bytes for spec in target):
+        gaps.append(at)
+    missing = missing or sorted({_name_at(target, gap) for gap in gaps})
+    if missing:
+        raise UsageError(
+            f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
+            f"{missing[:NAMES_SHOWN_MAX]}: compare the published names and parts with the ones asked for"
+        )
+    for (place, size_bytes, shard), (following, _, other) in pairwise(moves):
+        if following < place + size_bytes:
+            name = _name_at(target, following)
+            raise UsageError(f"tensor {name!r} is published by shard {shard} and by shard {other}")
+
+
+def difference(before: Sequence[TensorSpec], after: Sequence[TensorSpec], *, may_move: bool = False) -> str:
+    """What is not the same in two versions of a table, for people; empty: nothing.
+
+    may_move: it is one shard of several, and tensors or parts of them may have gone to another: then all that can be
+    judged is whether a tensor that is still here has kept its dtype and its whole shape.
+    """
+    if same_table(before, after):
+        return ""
+    expected, given = ({spec.name: spec for spec in specs} for specs in (before, after))
+    missing = [name for name in expected if name not in given and not may_move]
+    new = [name for name in given if name not in expected and not may_move]
+    changed = [
+        f"{name!r} (expected {_text(spec)}, given {_text(given[name])})"
+        for name, spec in expected.items()
+        if name in given and not _is_like(spec, given[name], may_move=may_move)
+    ]
+    parts = [_first("missing", [repr(name) for name in missing]), _first("new", [repr(name) for name in new])]
+    return "; ".join(filter(None, [*parts, _first("changed", changed)]))
+
+
+def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> tuple[TensorSpec, ...]:
+    """The specs with what is said of some of them. Raise UsageError for a part that cannot be."""
+    if not parts:
+        return tuple(specs)
+    if not isinstance(parts, Mapping):
+        raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
+    described = []
+    left = dict(parts)
+    for spec in specs:
+        part = left.pop(spec.name, None)
+        if part is not None:
+            _check_part(spec, part)
+            bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
+            alike = len(part.start) == len(spec.shape) == len(part.global_shape)
+            if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
+                raise UsageError(
+                    f"tensor {spec.name!r} {_text(spec)} is no part of {list(part.global_shape)} at {part.start}"
+                )
+            if spec.stride is not None:
+                raise UsageError(f"tensor {spec.name!r} is a part and strided {spec.stride}: pass a contiguous copy")
+            if part.global_shape != spec.shape:
+                spec = msgspec.structs.replace(spec, part=part)
+        described.append(spec)
+    if left:
+        raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:NAMES_SHOWN_MAX]}")
+    return tuple(described)
+
+
+def _check_part(spec: TensorSpec, part: object) -> None:
+    if not isinstance(part, Part):
+        raise UsageError(f"what is given as the part of tensor {spec.name!r} is a {type(part).__name__}, not a Part")
+    if any(
+        type(numbers) is not tuple or set(map(type, numbers)) - {int} for numbers in (part.global_shape, part.start)
+    ):
+        raise UsageError(f"tensor {spec.name!r} is said to be {part}: pass tuples of int")
+
+
+def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
+    """What two parts of one whole have in common, within their own bytes."""
+    if source == target:
+        return [Move(0, 0, source.size_bytes)]
+    _check_same_whole(source, target)
+    element = source.size_bytes // prod(source.shape)
+    ones, others = _start(source), _start(target)
+    low = [max(a, b) for a, b in zip(ones, others, strict=True)]
+    high = [min(a + m, b + n) for a, m, b, n in zip(ones, source.shape, others, target.shape, strict=True)]
+    if any(a >= b for a, b in zip(low, high, strict=True)):
+        return []
+    # The last dimensions that both have in full are one run together with the one before them.
+    depth = len(low) - 1
+    while depth > 0 and high[depth] - low[depth] == source.shape[depth] == target.shape[depth]:
+        depth -= 1
+    steps = [_steps(spec.shape) for spec in (source, target)]
+    length = element * (high[depth] - low[depth]) * prod(source.shape[depth + 1 :])
+    runs = []
+    for outer in product(*(range(a, b) for a, b in zip(low[:depth], high[:depth], strict=True))):
+        corner = [*outer, *low[depth:]]
+        at, to = (
+            element * sum(step * (c - s) for step, c, s in zip(strides, corner, starts, strict=True))
+            for strides, starts in zip(steps, (ones, others), strict=True)
+        )
+        runs.append(Move(at, to, length))
+    return runs
+
+
+def _check_same_whole(source: TensorSpec, target: TensorSpec) -> None:
+    whole, mine = _whole(source), _whole(target)
+    strided = source.stride != target.stride or (source.stride and source != target)
+    if source.dtype != target.dtype or whole != mine or strided:
+        raise UsageError(
+            f"tensor {source.name!r} is {_text(source)} at the source but {_text(target)} here: "
+            "publish and replicate the same dtype, shape and stride, or another layout"
+        )
+
+
+def _is_like(spec: TensorSpec, other: TensorSpec, *, may_move: bool) -> bool:
+    return spec == other or (may_move and (spec.dtype, _whole(spec)) == (other.dtype, _whole(other)))
+
+
+def _first(what: str, which: Sequence[str]) -> str:
+    if not which:
+        return ""
+    more = f" and {len(which) - NAMES_SHOWN_MAX} more" if len(which) > NAMES_SHOWN_MAX else ""
+    return f"{len(which)} {what}: {', '.join(which[:NAMES_SHOWN_MAX])}{more}"
+
+
+def _whole(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.part.global_shape if spec.part else spec.shape
+
+
+def _start(spec: TensorSpec) -> tuple[int, ...]:
+    return spec.part.start if spec.part else (0,) * len(spec.shape)
+
+
+def _steps(shape: Sequence[int]) -> list[int]:
+    """Of a row-major tensor, in elements."""
+    return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+
+
+def _name_at(specs: Sequence[TensorSpec], offset: int) -> str:
+    at = 0
+    for spec in specs:
+        if at <= offset < at + spec.size_bytes:
+            return spec.name
+        at += spec.size_bytes
+    raise AssertionError("an offset outside of the target")
+
+
+def _text(spec: TensorSpec) -> str:
+    stride = "" if spec.stride is None else f" strided {spec.stride}"
+    part = "" if spec.part is None else f" at {list(spec.part.start)} of {list(spec.part.global_shape)}"
+    return f"{spec.dtype}{list(spec.shape)}{stride}{part}"

@@ -1,0 +1,1 @@
+"""What a client and the hub say to each other."""

@@ -1,0 +1,465 @@
+"""Everything that is said between a client and the hub.
+
+Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magic bytes, one protocol-version byte and
+one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the
+limits below bound what one message may hold. Nothing is ever unpickled.
+
+Requests carry `request`, a number that is unique within the session. A request may be sent again with the same
+number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
+the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+
+from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.types import (
+    Location,
+    ShardKey,
+    VersionInfo,
+)
+
+MAGIC = b"TH"
+PROTOCOL = 1
+RETAIN_MAX = 1024  # versions
+WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
+REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
+SERIAL_MAX = 1 << 32  # of directives: nobody gives so many
+SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
+MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, also its ZeroMQ identity
+Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
+Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
+Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
+Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
+Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Values that never refer to each other in a circle: the hub keeps thousands, none for the collector to look at."""
+
+
+# --- facts that both directions carry ---
+
+
+class Holding(_Message, frozen=True):
+    """This worker has this shard. complete: all of it, verified; else it is still arriving (and served as it does)."""
+
+    key: ShardKey
+    root: Root
+    size_bytes: Count
+    complete: bool = True
+    was_read: bool = False  # it came from a visible version, which is evidence after a hub's restart
+
+
+class HeldLease(_Message, frozen=True):
+    """This worker reads these shards from these sources, under a lease the hub may have forgotten."""
+
+    request: Count
+    version: Count
+    layout: Name
+    sources: Annotated[dict[int, Session], msgspec.Meta(max_length=65536)]
+    seconds_left: Seconds
+    shard_count: Count = 1
+
+
+class Grant(_Message, frozen=True):
+    """The right to read one shard from one source until the lease ends.
+
+    sequence: the number under which the source has last spoken of the shard, or asked for it itself. What it offers
+    under a later one is not what was granted, even if it has the same name: it gave that up, and began again.
+    """
+
+    shard: Count
+    session: Session
+    worker: Name
+    endpoints: Endpoints
+    location: Location
+    root: Root
+    size_bytes: Count
+    sequence: Count = 0
+
+
+class Directive(_Message, frozen=True):
+    """What operators have decided about the versions of one history.
+
+    pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. The hub
+    sends it to every worker of the history, and every worker announces it in its Hello, so that it outlives the hub.
+    Each decision takes the next serial.
+    """
+
+    serial: Serial = 0
+    pin: Count = 0
+    withdrawn: Annotated[tuple[Number, ...], msgspec.Meta(max_length=WITHDRAWN_MAX)] = ()
+
+
+NO_DIRECTIVE = Directive()
+
+
+def merge(one: Directive, other: Directive) -> Directive:
+    """What both together say, whatever the order in which they are heard.
+
+    The pin is that of the higher serial. Two hubs may have given the same serial, when the second one had not yet
+    heard of the first one's: then the higher pin counts, for everybody. A withdrawal is never taken back.
+    """
+    if one == other:
+        return one
+    serial, pin = max((one.serial, one.pin), (other.serial, other.pin))
+    withdrawn = tuple(sorted({*one.withdrawn, *other.withdrawn})[-WITHDRAWN_MAX:])
+    return Directive(serial, 0 if pin in withdrawn else pin, withdrawn)
+
+
+# --- client to hub ---
+
+
+class Hello(_Message, frozen=True):
+    """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it.
+
+    It says all there is: what is not in it is over. sequence: a fresh number, so that the hub can tell it from one
+    that was delayed or doubled on the way; of the requests up to it only `pending` are still wanted. seen: the newest
+    version this worker was told of. round, resolved: the last round of "latest" of its replica in which it was
+    answered, and with which version, for the replica's other shards.
+    """
+
+    run: Name
+    model: Name
+    replica: Name
+    shard: Count
+    shard_count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    location: Location
+    endpoints: Endpoints
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=65536)] = ()
+    leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
+    claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
+    retain_newest: Count | None = None
+    sequence: Count = 0
+    pending: Requests = ()
+    seen: Count = 0
+    resolved: Count = 0
+    round: Count = 0
+    directive: Directive = NO_DIRECTIVE
+
+
+class Heartbeat(_Message, frozen=True):
+    """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others.
+
+    hub: the life of the hub that has welcomed me last. held: `mark` of what I hold; 0: just now it changes.
+    directive: `mark_of` the one that I know; 0: I am older than directives.
+    """
+
+    hub: Session
+    sequence: Count = 0
+    pending: Requests = ()
+    leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
+    held: Count = 0
+    directive: Count = 0
+
+
+class Bye(_Message, frozen=True):
+    """The worker ends; what it held is gone."""
+
+
+class Publish(_Message, frozen=True):
+    request: Count
+    holding: Holding
+
+
+class Unpublish(_Message, frozen=True):
+    """Stop leasing these shards; answer when no reader is left, or at the deadline. gone: they are no more already."""
+
+    request: Count
+    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
+    deadline_s: Seconds
+    gone: bool = False
+
+
+class Acquire(_Message, frozen=True):
+    """Find me sources. version 0: the newest visible one, resolved once for the replica's group.
+
+    layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
+    shard that this worker is. claim: when nobody has the first layout, make me the one who converts the last into it.
+    shards: of `shards_layout` in `shard_count` shards I need only these, the rest I have (after a loss).
+    avoid: sources that failed me, the last resort. exclude: never again. serve: I pass on what arrives while it does.
+    beside: sources of these shards that I read from and keep: I look for a further one. urgent: because they are slow;
+    else only one that has nothing to do is wanted.
+    """
+
+    request: Count
+    version: Count
+    at_least: Count
+    layouts: Layouts
+    deadline_s: Seconds
+    claim: bool = False
+    shards: Shards = ()
+    shards_layout: Text = ""
+    shard_count: Count = 0
+    avoid: Sessions = ()
+    exclude: Sessions = ()
+    serve: bool = False
+    beside: Sessions = ()
+    urgent: bool = False
+
+
+class Release(_Message, frozen=True):
+    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source failed me."""
+
+    request: Count
+    shard: Count | None = None
+    lost: bool = False
+
+
+class Abandon(_Message, frozen=True):
+    """I shall not publish what I claimed to convert."""
+
+    request: Count
+    key: ShardKey
+
+
+class Wait(_Message, frozen=True):
+    """Tell me when `version` (0: any) that is newer than `newer_than` is visible."""
+
+    request: Count
+    version: Count
+    newer_than: Count
+    deadline_s: Seconds
+
+
+class Target(_Message, frozen=True):
+    """Tell me which version I am to run, as soon as it is not `installed` (0: none).
+
+    That is the pinned one; else the newest visible one that is not in `refused`, and not older than what is installed
+    unless that was withdrawn. serial: of the directive under which I refused. A pin that is given later overrules
+    that. pins: else as if nothing were pinned.
+    """
+
+    request: Count
+    installed: Count
+    deadline_s: Seconds
+    refused: Annotated[tuple[Number, ...], msgspec.Meta(max_length=REFUSED_MAX)] = ()
+    serial: Serial = 0
+    pins: bool = True
+
+
+class Pin(_Message, frozen=True):
+    """All followers of this history are to run this version; 0: the newest one again."""
+
+    request: Count
+    version: Count
+    deadline_s: Seconds
+
+
+class Withdraw(_Message, frozen=True):
+    """This version is bad: nobody is to read or run it any more."""
+
+    request: Count
+    version: Number
+    deadline_s: Seconds
+
+
+class Retain(_Message, frozen=True):
+    request: Count
+    newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
+
+
+class AskVersions(_Message, frozen=True):
+    request: Count
+
+
+class AskStatus(_Message, frozen=True):
+    """The whole hub's state for people. Needs no session."""
+
+    request: Count
+
+
+ClientMessage: TypeAlias = (
+    Hello
+    | Heartbeat
+    | Bye
+    | Publish
+    | Unpublish
+    | Acquire
+    | Release
+    | Abandon
+    | Wait
+    | Target
+    | Pin
+    | Withdraw
+    | Retain
+    | AskVersions
+    | AskStatus
+)
+
+# --- hub to client ---
+
+
+class Welcome(_Message, frozen=True):
+    hub: Session  # this hub's life
+    heartbeat_s: Seconds
+    session_timeout_s: Seconds
+    sequence: Count = 0  # of the Hello that it answers
+    directive: Directive = NO_DIRECTIVE
+
+
+class Unknown(_Message, frozen=True):
+    """I do not know this session (I was restarted, or gave you up), or not all of it: say Hello again."""
+
+
+class Alive(_Message, frozen=True):
+    """Answer to a heartbeat. resend: requests I have never seen. directive: when the worker knows another one.
+
+    Comes without a heartbeat when a directive is given. In this message rather than in one of its own, so that a
+    worker that is older than directives does not stumble over it.
+    """
+
+    resend: Requests = ()
+    directive: Directive | None = None
+
+
+class Done(_Message, frozen=True):
+    """The request was carried out (Publish, Retain, Abandon, Pin, Withdraw)."""
+
+    request: Count
+
+
+class Unpublished(_Message, frozen=True):
+    """No lease is left on these shards. cut_off: readers whose lease ended at the deadline only.
+
+    keep: this is the last copy of a retained version: move it to host memory and go on serving it from there.
+    """
+
+    request: Count
+    cut_off: Annotated[tuple[Name, ...], msgspec.Meta(max_length=65536)] = ()
+    keep: bool = False
+
+
+class Granted(_Message, frozen=True):
+    request: Count
+    version: Count
+    layout: Name
+    shard_count: Count
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
+    claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
+    round: Count = 0  # which of its replica's rounds of "latest" came to this version; 0: none
+    hub: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # the life of the hub that knows of it
+
+
+class Visible(_Message, frozen=True):
+    request: Count
+    version: Count
+
+
+class Refused(_Message, frozen=True):
+    """The request failed; `error` is the name of a class in errors.py."""
+
+    request: Count
+    error: Name
+    message: Text
+
+
+class Versions(_Message, frozen=True):
+    request: Count
+    versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
+
+
+class Status(_Message, frozen=True):
+    request: Count
+    report: dict[str, object]
+
+
+class SourceGone(_Message, frozen=True):
+    """A source you read from has left or was given up."""
+
+    session: Session
+
+
+class MayDrop(_Message, frozen=True):
+    """Copies that were kept for retention and are not needed any more."""
+
+    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
+
+
+Reply: TypeAlias = Done | Unpublished | Granted | Visible | Refused | Versions | Status  # each names its request
+HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayDrop | Reply
+
+
+def mark(held: Iterable[tuple[ShardKey, bool]]) -> int:
+    """A number that two sides compare to see that they mean the same shards, and the same of them complete."""
+    return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
+
+
+def mark_of(directive: Directive) -> int:
+    """The same for directives."""
+    return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
+
+
+def refusal(
+    refused: Refused,
+    *,
+    version: int | None = None,
+    peer: str | None = None,
+    phase: str | None = None,
+    deadline_s: float | None = None,
+) -> errors.TensorHubError:
+    """The hub's refusal as the error class it names."""
+    known = {
+        cls.__name__: cls
+        for cls in (errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded)
+    }
+    cls = known.get(refused.error, errors.ProtocolError)
+    return cls(refused.message, version=version, peer=peer, phase=phase, deadline_s=deadline_s)
+
+
+# --- frames ---
+
+_HEADER = MAGIC + bytes([PROTOCOL])
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_from_hub: msgspec.msgpack.Decoder[HubMessage] = msgspec.msgpack.Decoder(HubMessage)
+
+
+def encode(message: ClientMessage | HubMessage) -> bytes:
+    return _HEADER + _encoder.encode(message)
+
+
+def decode_from_client(frame: bytes) -> ClientMessage:
+    """Raise ProtocolError unless frame is a message that a client of this protocol version may send."""
+    return _decode(frame, _from_client)
+
+
+def decode_from_hub(frame: bytes) -> HubMessage:
+    """Raise ProtocolError unless frame is a message that a hub of this protocol version may send."""
+    return _decode(frame, _from_hub)
+
+
+_Decoded = TypeVar("_Decoded")
+
+
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded]) -> _Decoded:
+    if len(frame) > MESSAGE_SIZE_BYTES_MAX:
+        raise ProtocolError(f"message of {len(frame)} bytes, the limit is {MESSAGE_SIZE_BYTES_MAX}", phase="decode")
+    if frame[: len(MAGIC)] != MAGIC:
+        raise ProtocolError("not a tensorhub message: is something else talking to this port?", phase="decode")
+    if frame[: len(_HEADER)] != _HEADER:
+        raise ProtocolError(
+            f"protocol version {frame[2] if len(frame) > 2 else 'missing'}, this side speaks {PROTOCOL}: "
+            "install the same tensorhub_plugins on both sides",
+            phase="decode",
+        )
+    try:
+        return decoder.decode(memoryview(frame)[len(_HEADER) :])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}", phase="decode") from error

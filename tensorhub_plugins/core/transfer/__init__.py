@@ -1,0 +1,1 @@
+"""One replicate(): `replication` decides, `runner` carries it out."""

@@ -1,0 +1,181 @@
+"""Within one process: a copy from slab to slab. For tests, and for a trainer and a rollout that share a process."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+)
+from tensorhub_plugins.core.memory.slab import Slab, copy_views
+from tensorhub_plugins.core.transports import More, Offer, Shelf
+from tensorhub_plugins.core.transports.read_plan import Placement, ReadPlan, check_segments
+from tensorhub_plugins.core.types import (
+    ShardKey,
+)
+
+SCHEME = "memory://"
+CLOSED_S = 0.05  # how soon a waiting reader notices that its link was closed
+
+_served: dict[str, MemoryTransport] = {}  # endpoint -> the transport that serves it
+_lock = threading.Lock()
+
+
+class MemoryTransport:
+    """Endpoints are names in a table of this process."""
+
+    name = "memory"
+
+    def __init__(self) -> None:
+        self._endpoint: str | None = None
+        self._shelf: Shelf | None = None
+        self._links: weakref.WeakSet[MemoryLink] = weakref.WeakSet()  # that read from it or through it
+        self._closed = False
+
+    @staticmethod
+    def available() -> str | None:
+        return None
+
+    def serve(self, shelf: Shelf) -> str:
+        with _lock:
+            if self._closed or self._endpoint is not None:
+                raise UsageError("this transport is closed or serves already: one transport, one shelf")
+            self._shelf = shelf
+            self._endpoint = SCHEME + uuid.uuid4().hex
+            _served[self._endpoint] = self
+            return self._endpoint
+
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> MemoryLink:
+        with _lock:
+            if self._closed:
+                raise UsageError("the transport is closed")
+            source = _served.get(endpoint)
+            if source is None or source._shelf is None:
+                raise SourceLost("nobody serves this endpoint in this process", peer=endpoint, phase="connect")
+            link = MemoryLink(endpoint, source._shelf)
+            self._links.add(link)
+            source._links.add(link)
+            return link
+
+    def close(self) -> None:
+        with _lock:
+            self._closed = True
+            _served.pop(self._endpoint or "", None)
+            links = list(self._links)
+        for link in links:
+            link.close()
+
+
+class MemoryLink:
+    """Reads another slab of this process directly."""
+
+    def __init__(self, endpoint: str, shelf: Shelf) -> None:
+        self._endpoint = endpoint
+        self._shelf = shelf
+        self._offer: Offer | None = None
+        self._reader = -1
+        self._plan: ReadPlan | None = None
+        self._guard = threading.Lock()  # of the two below; never held while an offer's methods are called
+        self._copying = False
+        self._closed = False
+        self.digests = True
+        self.heard_at = time.monotonic()  # the source's last sign of life
+        self.alive_at = 0.0  # when it last waited itself
+        self.late: set[int] = set()  # segments of this read that it had to wait for
+
+    def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
+        self._check_open("open")
+        self._release()
+        offer = self._shelf.find(key)
+        if offer is None or offer.birth > lease:
+            raise VersionGone("the source does not offer it", version=key.version, peer=self._endpoint, phase="open")
+        self._reader = offer.attach(self._cut)
+        self._offer = offer
+        return offer.manifest
+
+    def read(
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        placement: Placement,
+        *,
+        deadline: float,
+        more: More | None = None,
+    ) -> Iterator[int]:
+        self._check_open("read")
+        if self._offer is None:
+            raise UsageError("open a version before reading it")
+        check_segments(self._offer.manifest, segments)
+        self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
+        self.late.clear()
+        return self._read(self._offer, self._plan, deque(segments), deadline, more)
+
+    def _read(self, offer: Offer, plan: ReadPlan, due: deque[int], deadline: float, more: More | None) -> Iterator[int]:
+        finished = False
+        try:
+            while due:
+                segment = due.popleft()
+                self._await(offer, segment, deadline)
+                with self._guard:
+                    self._check_open("read")
+                    self._copying = True
+                try:
+                    with plan.receiving(segment) as views:
+                        copy_views(offer.slab.readable(*offer.manifest.segment_range(segment)), views)
+                finally:
+                    with self._guard:
+                        self._copying = False
+                self._check_open("read")  # cut off meanwhile: these bytes may be torn
+                yield segment
+                due.extend(more() if more is not None else ())
+            finished = True
+        finally:
+            if not finished:
+                self.close()
+
+    def _await(self, offer: Offer, segment: int, deadline: float) -> None:
+        while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
+            self._check_open("read")
+            self.heard_at = self.alive_at = time.monotonic()  # it shares this process
+            self.late.add(segment)
+            if time.monotonic() >= deadline:
+                break
+        if time.monotonic() >= deadline:
+            raise SourceLost("the deadline passed", version=offer.version, peer=self._endpoint, phase="read")
+
+    def digest(self, segment: int) -> bytes:
+        if self._plan is None:
+            raise UsageError("nothing has been read")
+        return self._plan.digest(segment)
+
+    def check(self, *, deadline: float) -> bool:
+        same = not self._closed and self._offer is not None and not self._offer.withdrawn
+        self._release()
+        return same
+
+    def close(self) -> None:
+        self._closed = True
+        self._release()
+
+    def _cut(self) -> None:
+        """The source withdraws: end at once, or with the copy under way."""
+        with self._guard:
+            self._closed = True
+            copying = self._copying
+        if not copying:
+            self._release()
+
+    def _check_open(self, phase: str) -> None:
+        if self._closed:
+            raise SourceLost("the link is closed, or was cut off by the source", peer=self._endpoint, phase=phase)
+
+    def _release(self) -> None:
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            offer.detach(self._reader)

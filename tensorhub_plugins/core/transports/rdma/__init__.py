@@ -1,0 +1,1 @@
+"""Between hosts by RDMA."""

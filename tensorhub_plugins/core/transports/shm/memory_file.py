@@ -1,0 +1,205 @@
+"""The memory of another process of this host, read by its file: an allocated slab's memfd.
+
+Memory that is read once is read with preadv, which is faster than the page faults of a mapping, scatters into thousands
+of tiny tensors in one call, and fails where a file is cut. A trainer writes every version into the same few slabs:
+memory that is met again is mapped, and stays so (`Mappings`), as that makes one copy at memcpy's speed of it. So that
+a mapping never holds memory its owner has let go of, or died with, a pipe comes with the file whose other end only the
+owner has: when that closes, the mapping goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import socket
+import threading
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+)
+from tensorhub_plugins.core.memory.slab import copy_views, place, spans
+from tensorhub_plugins.core.transports.stream.link import IOV_MAX, rest
+
+PIECES_MAX = 16  # of a copy from a mapping: each takes a call from here, where preadv takes one for all of them
+MAPPINGS_MAX = 32  # slabs that a reader meets again: a few of each shard's trainer, and of peers
+
+_Identity: TypeAlias = "tuple[int, int, int]"  # of a file: device, inode, size
+
+
+class MemoryFile:
+    """A stream of bytes in an allocated block."""
+
+    def __init__(self, manifest: Manifest, fd: int, mapped: memoryview | None = None) -> None:
+        """Takes `fd` over. mapped: all of it. ProtocolError when the file is not what the manifest says."""
+        self._fd = fd
+        self._mapped = mapped
+        self._spans = spans(manifest.tensors)
+        self._starts = [span.start for span in self._spans]
+        size_bytes, extent = os.fstat(fd).st_size, place(manifest.tensors)[1]
+        if size_bytes < extent:
+            self.close()
+            raise ProtocolError(f"the source's memory has {size_bytes} bytes, its manifest needs {extent}")
+
+    def read(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        """Fill the views with the stream's bytes [start, stop). ProtocolError where the file ends early."""
+        index = bisect_right(self._starts, start) - 1
+        span = self._spans[index]
+        if stop <= span.start + span.size_bytes:  # nearly always
+            self._read_span(span.place + start - span.start, stop - start, list(views))
+            return
+        pending = deque(views)
+        while start < stop:
+            span = self._spans[index]
+            end = min(stop, span.start + span.size_bytes)
+            self._read_span(span.place + start - span.start, end - start, _take(pending, end - start))
+            start = end
+            index += 1
+
+    def _read_span(self, at: int, size_bytes: int, views: list[memoryview]) -> None:
+        if self._mapped is not None and len(views) <= PIECES_MAX:
+            copy_views([self._mapped[at : at + size_bytes]], views)
+            return
+        for first in range(0, len(views), IOV_MAX):
+            batch = views[first : first + IOV_MAX]
+            while batch:
+                count = os.preadv(self._fd, batch, at)
+                if not count:
+                    raise ProtocolError("the source's memory ends before its manifest does")
+                at += count
+                batch = rest(batch, count)
+
+    def close(self) -> None:
+        self._mapped = None
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
+    """The first `size_bytes` of the views, taken off them."""
+    taken = []
+    while size_bytes:
+        view = pending.popleft()
+        if len(view) > size_bytes:
+            pending.appendleft(view[size_bytes:])
+            view = view[:size_bytes]
+        taken.append(view)
+        size_bytes -= len(view)
+    return taken
+
+
+@dataclass
+class _Kept:
+    """Memory that was met. lifeline: the end of a pipe whose other end its owner has."""
+
+    lifeline: int
+    meetings: int = 0
+    memory: memoryview | None = None
+
+
+class Mappings:
+    """What this process keeps mapped of others, each as long as its owner has it. Thread-safe."""
+
+    def __init__(self, map_from: int = 2) -> None:
+        """map_from: which time memory is met it is mapped."""
+        self._map_from = map_from
+        self._guard = threading.Lock()
+        self._kept: OrderedDict[_Identity, _Kept] = OrderedDict()  # those met last at the end
+        self._watcher: threading.Thread | None = None
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many are mapped."""
+        with self._guard:
+            return sum(kept.memory is not None for kept in self._kept.values())
+
+    def meet(self, fd: int, lifeline: int) -> memoryview | None:
+        """All bytes of this file, if it is worth it and safe to map it. Takes `lifeline` over, and not `fd`."""
+        status = os.fstat(fd)
+        identity = status.st_dev, status.st_ino, status.st_size
+        with self._guard:
+            if identity in self._kept and _is_over(self._kept[identity].lifeline):
+                self._drop(identity)  # the number was given to another file since
+            if identity in self._kept or self._closed or not _is_sealed(fd):
+                os.close(lifeline)
+            else:
+                self._kept[identity] = _Kept(lifeline)
+                self._watch()
+            kept = self._kept.get(identity)
+            if kept is None:
+                return None
+            self._kept.move_to_end(identity)
+            kept.meetings += 1
+            if kept.memory is None and kept.meetings >= self._map_from:
+                # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
+                with contextlib.suppress(OSError, ValueError):
+                    kept.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
+            while len(self._kept) > MAPPINGS_MAX:
+                self._drop(next(iter(self._kept)))
+            return kept.memory
+
+    def close(self) -> None:
+        """Idempotent. What is being read stays until it has been."""
+        with self._guard:
+            self._closed = True
+            for identity in list(self._kept):
+                self._drop(identity)
+            watcher, self._watcher = self._watcher, None
+            self._wake_in.close()
+        if watcher is not None:
+            watcher.join()
+        self._wake_out.close()
+
+    def _drop(self, identity: _Identity) -> None:
+        """With the guard. The memory is unmapped when nobody reads it any more."""
+        os.close(self._kept.pop(identity).lifeline)
+
+    def _watch(self) -> None:
+        """With the guard: see to it that the watcher looks at what is kept now."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._run, name="tensorhub-shm-mappings", daemon=True)
+            self._watcher.start()
+        self._wake_in.send(b"x")
+
+    def _run(self) -> None:
+        while True:
+            poll = select.poll()
+            poll.register(self._wake_out, select.POLLIN)
+            with self._guard:
+                if self._closed:
+                    return
+                # Their numbers alone: a name for one of them here would keep its memory for as long as is waited.
+                for lifeline in [kept.lifeline for kept in self._kept.values()]:
+                    poll.register(lifeline, 0)  # nothing is ever written: it is over, or it is not
+            poll.poll()
+            with self._guard:
+                if self._closed:
+                    return
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_out.recv(4096, socket.MSG_DONTWAIT)
+                for identity in [identity for identity, kept in self._kept.items() if _is_over(kept.lifeline)]:
+                    self._drop(identity)
+
+
+def _is_over(lifeline: int) -> bool:
+    poll = select.poll()
+    poll.register(lifeline, 0)
+    return bool(poll.poll(0))
+
+
+def _is_sealed(fd: int) -> bool:
+    """Whether the file can never become shorter: one that does kills who has it mapped."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False

@@ -1,0 +1,208 @@
+"""The server actor of one pull-mode replica: verl's vLLM server plus a Follower, and a heartbeat for the router.
+
+One that was started again fetches the version to run, and only then says that it is ready. Nothing in verl waits for
+a replica to reach a step, so the trainer goes on when operators pin a version or withdraw one; the samples say which
+steps they are of. Drop-in mode (checkpoint_engine.py) asks for every step by its number: pins do not apply to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import ray
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tensorhub_plugins.core import Client
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.verl import config, hub
+from tensorhub_plugins.verl.routing import ReplicaLost
+from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
+from tensorhub_plugins.vllm.engine.follower import Follower
+from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
+
+log = logging.getLogger(__name__)
+
+
+class TensorHubServer(vLLMHttpServer):
+    """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        own_engines()
+        self.options = config.parse(self.config.checkpoint_engine.engine_kwargs.get(config.BACKEND))
+        self.worker = f"rollout-{self.replica_rank}/0"
+        self.follower: Follower | None = None
+        self._client: Client | None = None
+        self._ledger = Ledger()
+        self._lifeline: Lifeline | None = None  # once there is an engine
+        self._launch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def follows(self) -> bool:
+        return self.rollout_mode == RolloutMode.STANDALONE
+
+    async def launch_server(self, *args: Any, **kwargs: Any) -> None:
+        await super().launch_server(*args, **kwargs)
+        if self.follows and self.node_rank == 0:
+            self._lifeline = Lifeline(self.engine, self.worker)
+            for work in (self._start_following(), self._lifeline.probe()):
+                task = asyncio.create_task(work)
+                task.add_done_callback(exit_on_error)
+                self._tasks.append(task)
+
+    def _get_worker_extension_cls(self) -> str:
+        if not self.follows:
+            return str(super()._get_worker_extension_cls())
+        return "tensorhub_plugins.verl.worker.TensorHubVerlWorkerExtension"
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    async def _start_following(self) -> None:
+        """The manager starts the hub at its first update, which may come much later than this."""
+        while True:
+            try:
+                self._address = await hub.find(self.options)
+                await asyncio.to_thread(self._connect)
+                break
+            except TensorHubError as error:
+                log.warning("%s: no hub yet: %s", self.worker, error)
+                await asyncio.sleep(1.0)
+        assert self._client is not None
+        await self.rpc("tensorhub_connect", self._worker_config())
+        until = self.options.pull_until
+        self.follower = Follower(
+            self,
+            self._client.target,
+            worker=self.worker,
+            deadline_s=self.options.deadline_s,
+            until=None if until is None else version_of_step(until),
+        )
+        await self.follower.follow()
+
+    def _connect(self) -> None:
+        self._client = Client(
+            self._address,
+            run=hub.run_name(self.options),
+            model=self.options.model,
+            replica=f"server-{self.replica_rank}",  # it only waits; the vLLM workers are the replica's shards
+            location=config.location(self.options),
+            transports=self.options.transports,
+        )
+
+    def _worker_config(self) -> dict[str, Any]:
+        place = config.location(self.options)
+        return {
+            "hub": self._address,
+            "run": hub.run_name(self.options),
+            "model": self.options.model,
+            "replica": f"rollout-{self.replica_rank}",
+            "location": msgspec.to_builtins(place),
+            "transports": list(self.options.transports),
+            "install": self.options.install,
+            "serve_from": self.options.serve_from,
+            "advertise_host": ray.util.get_node_ip_address().strip("[]"),
+            "verify": self.options.verify,
+        }
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        assert self._lifeline is not None
+        return await self._lifeline.rpc(method, *args)
+
+    async def pause(self) -> None:
+        await pause(self.engine, mode=self.options.pause_mode, clear_cache=self.options.recompute)
+
+    async def resume(self) -> None:
+        await self.engine.resume_generation()
+
+    def running(self) -> Mapping[str, int]:
+        states = self.engine.output_processor.request_states
+        return {state.external_req_id: _tokens(state) for state in states.values()}
+
+    def switch(self, version: int, running: Mapping[str, int]) -> None:
+        if self.global_steps is not None:
+            self._ledger.switched(self.global_steps, running)
+        self.global_steps = step_of_version(version)
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        if not self.follows:
+            return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        if self.global_steps is None:
+            raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
+        started = time.monotonic()
+        first = self.global_steps
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        except EngineDeadError as error:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            if self._lifeline is not None:
+                self._lifeline.die(error)
+            raise ReplicaLost(f"{self.worker}: {error}") from error
+        except BaseException:
+            self._ledger.forget(request_id)
+            raise
+        spans = self._ledger.finished(request_id, len(output.token_ids), self.global_steps)
+        spans = spans or (Span(first, 0),)
+        output.extra_fields["global_steps"] = min(span.step for span in spans)  # it may have gone back
+        output.extra_fields["tensorhub_spans"] = [tuple(span) for span in spans]
+        output.extra_fields["tensorhub_split"] = self.options.spans == "split"
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome={"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason)),
+            versions=[spans[0].step + 1, spans[-1].step + 1],
+            tokens=len(output.token_ids),
+        )
+        return output
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        """What the router asks every second. Also how a server that Ray has started again comes back to life."""
+        if not hasattr(self, "engine"):
+            if self._launch is None:
+                log.warning("%s was started again: launching its engine", self.worker)
+                self._launch = asyncio.create_task(self.launch_server())
+                self._launch.add_done_callback(exit_on_error)
+            return self._heartbeat(ready=False, silent_s=0.0)
+        if not self.follows:  # verl itself puts hybrid replicas in and out of rotation
+            return self._heartbeat(ready=True, silent_s=0.0)
+        follower, lifeline = self.follower, self._lifeline
+        if lifeline is None:
+            return self._heartbeat(ready=False, silent_s=0.0)
+        ready = follower is not None and follower.version > 0 and not follower.is_broken and not lifeline.is_dying
+        return self._heartbeat(ready=ready, silent_s=lifeline.silent_s(follower))
+
+    def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
+        return {
+            "worker": self.worker,
+            "ready": ready,
+            "version": 0 if self.global_steps is None else version_of_step(self.global_steps),
+            "silent_s": silent_s,
+            "timeout_s": self.options.replica_timeout_s,
+        }
+
+    # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        if not self.follows:
+            await super().set_global_steps(global_steps)
+
+
+def _tokens(state: Any) -> int:
+    detokenizer = state.detokenizer
+    return detokenizer.num_output_tokens() if detokenizer is not None else 0

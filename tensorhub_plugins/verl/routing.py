@@ -1,0 +1,365 @@
+"""Requests go to replicas that live. A verl request router (one actor for all agent loops) and the handle it gives out.
+
+Where verl's own router keeps sending requests to a replica that is frozen or dead, and verl's client fails the sample,
+this one asks every replica for a heartbeat, takes a silent one out, puts it back when it has caught up, and its
+`Handle` gives a request that was on a lost replica to another. verl's clients notice nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
+
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.verl.health import Watch
+from tensorhub_plugins.verl.versions import Span, cuts
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+TIMEOUT_S = 15.0  # until the replicas' own option is known
+NO_REPLICA_S = 900.0  # how long a request waits for any replica to be there: one is started again within minutes
+LONG_POLL_S = 10.0  # one question of a process that has requests under way: is any replica lost?
+RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
+PIECES_MAX = 10_000  # halves of split samples that nobody came for
+
+
+class ReplicaLost(TensorHubError):
+    """This replica cannot answer; another one can."""
+
+
+class TensorHubRouter(GlobalRequestLoadBalancer):
+    """verl's router (sticky sessions, least loaded) over the replicas in rotation. An asyncio actor: one thread."""
+
+    def __init__(self, servers: dict[str, Any], config: Mapping[str, Any] | None = None) -> None:
+        super().__init__({}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)
+        del config  # the replicas tell what they are configured with
+        self._watch = Watch(TIMEOUT_S)
+        self._silence: asyncio.Task[None] | None = None
+        self._workers: dict[str, str] = {}  # what a server calls itself in the event log
+        self._beats: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._losses = 0
+        self._lost = asyncio.Event()
+        self._given = dict(servers)
+
+    async def acquire_server(self, request_id: str) -> tuple[str, Any]:
+        server_id, handle, epoch = await self.acquire(request_id)
+        router = ray.get_runtime_context().current_actor
+        return server_id, Handle(server_id, handle, epoch, router, request_id)
+
+    async def acquire(self, request_id: str) -> tuple[str, Any, int]:
+        """A replica in rotation; waits for one when there is none."""
+        self._start()
+        deadline = time.monotonic() + NO_REPLICA_S
+        while not self._inflight_requests:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise RuntimeError(
+                    "No available servers in load balancer: "
+                    f"none of {len(self._watch.replicas)} replicas was ready for {NO_REPLICA_S:.0f} s; "
+                    "look for `update failed` and for dead actors in Ray's logs"
+                ) from None
+        server_id, handle = super().acquire_server(request_id)
+        return server_id, handle, self._watch.replicas[server_id].epoch
+
+    async def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        super().release_server(server_id, request_id)
+
+    async def add_servers(self, servers: dict[str, Any]) -> None:
+        self._start()
+        for server_id, handle in servers.items():
+            self._know(server_id, handle)
+
+    async def remove_servers(self, server_ids: list[str]) -> None:
+        for server_id in server_ids:
+            self._watch.remove(server_id)
+            if (beat := self._beats.pop(server_id, None)) is not None:
+                beat.cancel()
+        super().remove_servers(server_ids)
+
+    async def losses(self, known: int) -> tuple[int, dict[str, int]]:
+        """How many losses there were, as soon as there are more than `known` (or after a while), and every replica's
+        epoch: a request that a replica got in an earlier one will never be answered by it."""
+        self._start()
+        if self._losses <= known:
+            self._lost.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), LONG_POLL_S)
+        return self._losses, {name: replica.epoch for name, replica in self._watch.replicas.items()}
+
+    async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
+        """A request found out before the heartbeat did."""
+        if self._watch.is_same_life(server_id, epoch) and self._watch.failed(server_id, time.monotonic()):
+            self._take_out(server_id, reason)
+
+    # The rest of verl's protocol, on the actor's one thread.
+
+    async def require_acquire_fields(self) -> list[str]:
+        return super().require_acquire_fields()
+
+    async def require_release_fields(self) -> list[str]:
+        return super().require_release_fields()
+
+    async def get_inflight_count(self, server_id: str) -> int:
+        return super().get_inflight_count(server_id)
+
+    async def get_all_servers(self) -> list[str]:
+        return super().get_all_servers()
+
+    async def clear_sticky_cache(self) -> dict[str, Any]:
+        return super().clear_sticky_cache()
+
+    async def get_status(self) -> dict[str, Any]:
+        status = super().get_status()
+        status["lost"] = [name for name, replica in self._watch.replicas.items() if replica.lost]
+        status["versions"] = {name: replica.version for name, replica in self._watch.replicas.items()}
+        return status
+
+    async def get_total_inflight(self) -> int:
+        return super().get_total_inflight()
+
+    # --- heartbeats ---------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """The constructor runs before the actor's event loop does."""
+        if self._silence is None:
+            self._silence = asyncio.create_task(self._find_silent())
+            for server_id, handle in self._given.items():
+                self._know(server_id, handle)
+
+    def _know(self, server_id: str, handle: Any) -> None:
+        self._watch.add(server_id, time.monotonic())
+        if server_id not in self._beats:
+            self._beats[server_id] = asyncio.create_task(self._beat(server_id, handle))
+
+    async def _beat(self, server_id: str, handle: Any) -> None:
+        while True:
+            try:
+                answer = await handle.tensorhub_heartbeat.remote()
+                self._heard(server_id, handle, answer)
+            except ray.exceptions.RayActorError as error:
+                if self._watch.failed(server_id, time.monotonic()):
+                    self._take_out(server_id, type(error).__name__)
+            except Exception:
+                log.exception("router: heartbeat of %s failed", server_id)
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self._workers[server_id] = answer["worker"]
+        self._watch.timeout_s = answer.get("timeout_s", self._watch.timeout_s)
+        if answer["silent_s"] > self._watch.timeout_s:
+            return  # the server is well, its engine is not: no sign of life
+        back = self._watch.heard(server_id, now, ready=answer["ready"], version=answer["version"])
+        if back:
+            log.warning("router: %s is back with version %d", server_id, answer["version"])
+            record("replica_back", worker=answer["worker"], version=answer["version"])
+        if self._watch.in_rotation(server_id):
+            if server_id not in self._inflight_requests:
+                super().add_servers({server_id: handle})
+                self._changed.set()
+        elif server_id in self._inflight_requests:
+            super().remove_servers([server_id])
+
+    async def _find_silent(self) -> None:
+        while True:
+            for server_id in self._watch.silent(time.monotonic()):
+                self._take_out(server_id, f"silent for {self._watch.timeout_s:.0f} s")
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _take_out(self, server_id: str, reason: str) -> None:
+        requests = self._inflight_requests.get(server_id, 0)
+        log.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
+        worker = self._workers.get(server_id, server_id)
+        record("replica_lost", worker=worker, reason=reason, in_flight=requests)
+        super().remove_servers([server_id])
+        self._losses += 1
+        self._lost.set()
+
+
+class Handle:
+    """What verl's client takes for the server's actor handle. `generate.remote` outlives the loss of its replica."""
+
+    def __init__(self, server_id: str, actor: Any, epoch: int, router: Any, request_id: str) -> None:
+        self._at = (server_id, actor, epoch)
+        self._router = router
+        self._request_id = request_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Handle, (*self._at, self._router, self._request_id)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._at[1], name)
+
+    @property
+    def generate(self) -> Any:
+        return _Method(self._generate)
+
+    async def _generate(self, **request: Any) -> TokenOutput:
+        key = (self._request_id, tuple(request["prompt_ids"]))
+        if (rest := _pieces.take(key)) is not None:
+            return rest
+        server_id, actor, epoch = self._at
+        for attempt in range(RETRIES_MAX + 1):
+            try:
+                output = await self._ask(server_id, actor, epoch, request)
+                return _hand_over(output, key)
+            except (ray.exceptions.RayActorError, ReplicaLost) as error:
+                reason = f"{type(error).__name__}"
+                await self._router.report_lost.remote(server_id, epoch, reason)
+                record("request_retried", worker=server_id, reason=reason, attempt=attempt)
+            finally:
+                if attempt:  # the first one is released by verl's client
+                    self._router.release_server.remote(server_id)
+            server_id, actor, epoch = await self._router.acquire.remote(self._request_id)
+            request = {**request, "request_id": f"{request['request_id']}-{attempt + 1}"}
+        raise RuntimeError(f"request {self._request_id} was lost with {RETRIES_MAX + 1} replicas one after another")
+
+    async def _ask(self, server_id: str, actor: Any, epoch: int, request: Mapping[str, Any]) -> TokenOutput:
+        """The replica's answer, or ReplicaLost as soon as the router has given it up."""
+        losses = Losses.known_to(self._router)
+        answer = asyncio.ensure_future(_awaited(actor.generate.remote(**request)))
+        lost = losses.of(server_id, epoch)
+        try:
+            await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it now
+            raise ReplicaLost("the replica was given up", peer=server_id)
+        finally:
+            losses.forget(server_id, epoch, lost)
+
+
+class _Method:
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+class Losses:
+    """What this process knows of lost replicas: one question to the router at a time, however many requests wait."""
+
+    _of_loop: WeakKeyDictionary[Any, dict[Any, Losses]] = WeakKeyDictionary()
+
+    @classmethod
+    def known_to(cls, router: Any) -> Losses:
+        routers = cls._of_loop.setdefault(asyncio.get_running_loop(), {})
+        return routers.setdefault(router, cls(router))
+
+    def __init__(self, router: Any) -> None:
+        self._router = router
+        self._waiting: dict[tuple[str, int], set[asyncio.Future[None]]] = {}
+        self._count = -1
+        self._asking: asyncio.Task[None] | None = None
+
+    def of(self, server_id: str, epoch: int) -> asyncio.Future[None]:
+        """Done when the replica's life `epoch` is over. Give it back with `forget`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault((server_id, epoch), set()).add(future)
+        if self._asking is None or self._asking.done():
+            self._count = -1  # the first answer tells what happened while nobody asked
+            self._asking = asyncio.create_task(self._ask())
+        return future
+
+    def forget(self, server_id: str, epoch: int, future: asyncio.Future[None]) -> None:
+        futures = self._waiting.get((server_id, epoch), set())
+        futures.discard(future)
+        if not futures:
+            self._waiting.pop((server_id, epoch), None)
+
+    async def _ask(self) -> None:
+        while self._waiting:
+            try:
+                self._count, epochs = await self._router.losses.remote(self._count)
+            except Exception as error:  # requests go on; only what is lost now is not noticed
+                log.warning("the router does not answer: %s", error)
+                await asyncio.sleep(HEARTBEAT_S)
+                continue
+            for (server_id, epoch), futures in list(self._waiting.items()):
+                if epochs.get(server_id, epoch) != epoch:
+                    for future in futures:
+                        if not future.done():
+                            future.set_result(None)
+
+
+# --- samples of several versions --------------------------------------------------------------------------------------
+
+
+class _Pieces:
+    """What is left of split samples, until verl's client comes back for it (in the same process)."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Any, deque[TokenOutput]] = OrderedDict()
+
+    def put(self, key: Any, output: TokenOutput) -> None:
+        self._waiting.setdefault(key, deque()).append(output)
+        while len(self._waiting) > PIECES_MAX:
+            self._waiting.popitem(last=False)
+
+    def take(self, key: Any) -> TokenOutput | None:
+        outputs = self._waiting.get(key)
+        if not outputs:
+            return None
+        output = outputs.popleft()
+        if not outputs:
+            del self._waiting[key]
+        return output
+
+
+_pieces = _Pieces()
+
+
+def _hand_over(output: TokenOutput, key: tuple[str, tuple[int, ...]]) -> TokenOutput:
+    """The answer in verl's terms: whole with its first and last step, or its first piece (see versions.py)."""
+    spans = [Span(*span) for span in output.extra_fields.pop("tensorhub_spans", ())]
+    may_split = output.extra_fields.pop("tensorhub_split", False)
+    if not spans:
+        return output
+    steps = [span.step for span in spans]
+    grows = steps == sorted(steps)  # else it went back, and verl would take the first piece's step for the oldest
+    if len(spans) > 1 and may_split and grows and output.routed_experts is None and output.stop_reason != "aborted":
+        pieces = split(output, spans)
+        request_id, prompt = key
+        for before, piece in zip(pieces, pieces[1:], strict=False):
+            prompt = (*prompt, *before.token_ids)  # what the client will ask with when it comes back
+            _pieces.put((request_id, prompt), piece)
+        return pieces[0]
+    output.extra_fields.setdefault("min_global_steps", min(steps))
+    output.extra_fields.setdefault("max_global_steps", max(steps))
+    return output
+
+
+def split(output: TokenOutput, spans: list[Span]) -> list[TokenOutput]:
+    """One output for each span; all but the last say "aborted", which makes verl's client come back for the rest."""
+    pieces = []
+    for step, start, stop in cuts(spans):
+        last = stop >= len(output.token_ids)
+        pieces.append(
+            TokenOutput(
+                token_ids=output.token_ids[start:stop],
+                log_probs=output.log_probs[start:stop] if output.log_probs is not None else None,
+                stop_reason=output.stop_reason if last else "aborted",
+                num_preempted=output.num_preempted if last else None,
+                extra_fields={**output.extra_fields, "global_steps": step},
+            )
+        )
+    return pieces

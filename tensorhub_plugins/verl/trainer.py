@@ -1,0 +1,159 @@
+"""verl's CheckpointEngine over the store: `backend=tensorhub`.
+
+verl makes one of these in every trainer rank (`send_weights`) and, when verl's own manager moves the weights (the
+drop-in use), one in every rollout worker (`receive_weights`). Where verl's engines build a process group of all of them
+for every update, these exchange nothing but the hub's address: a version is published and each rollout reads it from
+whoever has it, other rollouts first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+import ray
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from tensorhub_plugins.core import Client
+from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+)
+from tensorhub_plugins.verl import config, hub
+from tensorhub_plugins.verl.versions import version_of_step
+
+TRAINER = "trainer"
+
+
+@CheckpointEngineRegistry.register(config.BACKEND)
+class TensorHubCheckpointEngine(CheckpointEngine):
+    """`is_master` is given in trainer ranks only (true on rank 0); rollout workers are made without it."""
+
+    def __init__(self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any) -> None:
+        del bucket_size  # the store moves segments; verl's buckets come after receive_weights
+        self.options = config.parse(engine_kwargs)
+        config.check_verl(self.options)
+        self.is_trainer = is_master is not None
+        self._client: Client | None = None
+        self._publisher: Publisher | None = None
+        self._received = 0  # the version this rollout worker serves
+        if self.options.hub is not None:
+            self._connect(self.options.hub)  # a wrong address is found here, before the first step
+
+    # --- what verl's manager calls around every update ----------------------------------------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        return {"options": self.options}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Runs in the manager's process, which therefore owns the embedded hub."""
+        address = hub.ensure(metadata[0]["options"])
+        return {"address": [address] * actor_wg_world_size}, {"address": [address] * rollout_world_size}
+
+    def init_process_group(self, address: str) -> None:
+        if self._client is None:
+            self._connect(address)
+
+    def finalize(self) -> None:
+        """Nothing to tear down: the published snapshot lives on."""
+
+    # --- trainer ------------------------------------------------------------------------------------------------------
+
+    async def send_weights(
+        self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
+    ) -> dict[str, float]:
+        assert self._publisher is not None, "init_process_group comes before send_weights"
+        return self._publisher.publish(version_of_step(global_steps or 0), weights)
+
+    # --- rollout, drop-in ---------------------------------------------------------------------------------------------
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yields views into this worker's copy, which stays published (and unchanged) until the next version."""
+        version = version_of_step(global_steps or 0)
+        tensors = await asyncio.to_thread(self._receive, version)
+        for name, tensor in tensors.items():
+            yield name, tensor
+
+    def _receive(self, version: int) -> dict[str, torch.Tensor]:
+        """All rollouts come at once: whoever has a part serves it on to the others while the rest arrives.
+
+        By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
+        """
+        client, deadline_s = self._client, self.options.deadline_s
+        assert client is not None, "init_process_group comes before receive_weights"
+        if version == self._received:
+            raise UsageError("verl asked for the weights of the same step twice", version=version)
+        client.wait(version, deadline_s=deadline_s)  # the trainer is still gathering
+        started = time.monotonic()
+        fetched = client.fetch(version, (CHECKPOINT,), deadline_s=deadline_s, serve=True)
+        record(
+            "fetch",
+            worker=self._worker,
+            version=version,
+            layout=CHECKPOINT,
+            bytes=fetched.report.size_bytes,
+            seconds=time.monotonic() - started,
+            sources=fetched.report.sources,
+            transports=fetched.report.transports,
+        )
+        if self._received:
+            client.unpublish(self._received, CHECKPOINT, deadline_s=deadline_s)
+        self._received = version
+        return fetched.tensors()
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    def _connect(self, address: str) -> None:
+        distributed = torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank() if distributed and self.is_trainer else 0
+        ranks = torch.distributed.get_world_size() if distributed and self.is_trainer else 1
+        replica = TRAINER if self.is_trainer else replica_name(_actor_name())
+        self._worker = f"{replica}/{rank}"
+        try:
+            self._client = Client(
+                address,
+                run=hub.run_name(self.options),
+                model=self.options.model,
+                replica=replica,
+                shard=rank,
+                shard_count=ranks,
+                location=config.location(self.options),
+                transports=self.options.transports,
+                advertise_host=ray.util.get_node_ip_address().strip("[]"),
+            )
+        except TensorHubError as error:
+            raise config.refused(error, address) from error
+        if self.is_trainer:
+            dtype = self.options.dtype
+            self._publisher = Publisher(
+                self._client,
+                rank=rank,
+                ranks=ranks,
+                worker=self._worker,
+                keep=self.options.keep,
+                deadline_s=self.options.deadline_s,
+                dtype=None if dtype is None else getattr(torch, dtype),
+            )
+
+
+def replica_name(actor: str) -> str:
+    """ "rollout-1.0.0" for verl's "rollout_standalone_1CheckpointEngineWorker_0:0" (replica, node, local rank).
+
+    Every rollout worker reads all weights, whatever the tensor parallelism, so each is a replica of its own."""
+    found = re.fullmatch(r"rollout_\w+?_(\d+)\D.*_(\d+):(\d+)", actor)
+    return f"rollout-{'.'.join(found.groups())}" if found else f"rollout-{actor}"
+
+
+def _actor_name() -> str:
+    """verl names its rollout workers; two runs never share a history, so the name is unique in it."""
+    context = ray.get_runtime_context()
+    return str(context.get_actor_name() or context.get_actor_id())

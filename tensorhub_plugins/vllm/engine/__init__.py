@@ -1,0 +1,1 @@
+"""Beside an engine, in the process of its scheduler or of its owner."""

@@ -1,0 +1,295 @@
+"""What the store adds to vLLM's engine core, the process with the scheduler: only there can weights and caches be one.
+
+`attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
+`tensorhub`, before the first request.
+
+    Weights and caches change as one    After every update_weights of our back end the prefix and encoder caches are
+                                        forgotten and running requests are computed anew, whoever has paused the
+                                        engine, in whatever mode, or not at all. The cache of prepared images stays:
+                                        it holds inputs, and the API server's half of it would not be told.
+    Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
+    "follow"                            The engine switches to every new version by itself, and back to a pinned one,
+                                        see follower.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import wraps
+from typing import Any, Literal
+
+from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
+from tensorhub_plugins.vllm.worker.updater import WorkerConfig
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+NEEDED = (
+    "reset_prefix_cache",
+    "reset_encoder_cache",
+    "collective_rpc",
+    "resume_scheduler",
+    "pause_scheduler",
+    "is_scheduler_paused",
+    "shutdown",
+)
+WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
+DEADLINE_S = 600.0  # for a version to arrive, and for an install
+HEALTH_DEADLINE_S = 2.0  # of one question to the workers
+LOOP_DEADLINE_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
+
+
+def attach(core: Any, vllm_config: Any) -> None:
+    """Add what this engine's configuration asks for; UsageError if it cannot have it."""
+    from tensorhub_plugins.vllm.plugin import NAME
+
+    missing = [name for name in NEEDED if not hasattr(core, name)]
+    if missing:
+        raise UsageError(
+            f"vLLM's engine core has no {', '.join(missing)}: use a version that the store was tested with"
+        )
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if getattr(transfer, "backend", None) == NAME:
+        core.collective_rpc = _forget_after_updates(core, core.collective_rpc)
+    core.resume_scheduler = _only_if_whole(core, core.resume_scheduler)
+    if vllm_config.load_config.load_format == NAME:
+        _follow(core, vllm_config)
+
+
+def _forget_after_updates(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(method, *args, **kwargs)
+        if method == "update_weights":
+            _forget(core)
+        return result
+
+    return collective_rpc
+
+
+def _forget(core: Any) -> None:
+    """What was computed with the old weights."""
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    core.reset_encoder_cache()
+
+
+def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def resume_scheduler(*args: Any, **kwargs: Any) -> Any:
+        core.model_executor.collective_rpc("tensorhub_guard")
+        return original(*args, **kwargs)
+
+    return resume_scheduler
+
+
+async def check_weights(engine: Any) -> None:
+    """In the API server. Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used.
+
+    engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        workers = await asyncio.wait_for(engine.collective_rpc("tensorhub_health"), HEALTH_DEADLINE_S)
+    except asyncio.TimeoutError:
+        return
+    broken = next((worker for worker in workers if worker), None)
+    if broken:
+        error = EngineDeadError()
+        error.args = (f"the engine holds its requests until it has whole weights: {broken}",)
+        raise error
+
+
+# --- following ---
+
+
+def _follow(core: Any, vllm_config: Any) -> None:
+    from tensorhub_plugins.vllm.load_format import parse
+
+    start, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
+    if start.follow is None:
+        return
+    assert joining is not None
+    if not hasattr(core, "input_queue"):
+        raise UsageError(
+            'this engine runs in the process of its caller and steps only when told to, so it cannot "follow": '
+            "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_begin_fetch and tensorhub_install"
+        )
+    follower = CoreFollower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
+    original = core.shutdown
+
+    @wraps(original)
+    def shutdown() -> Any:
+        follower.close()
+        return original()
+
+    core.shutdown = shutdown
+    follower.start()
+
+
+class _ClosedError(Exception):
+    """The engine is being shut down: ends the thread."""
+
+
+class CoreFollower(Follower):
+    """An engine core that follows by itself, in a thread of its own beside the core's loop.
+
+    when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
+    "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
+    instead, and one that is not to be run any more is dropped. While somebody else has paused the engine, or put it to
+    sleep, nothing is switched.
+    """
+
+    def __init__(self, core: Core, joining: WorkerConfig, *, when: Literal["idle", "now"], patience_s: float) -> None:
+        super().__init__(core, self._ask_hub, worker=joining.replica, deadline_s=DEADLINE_S)
+        self._core, self._joining, self._when, self._patience_s = core, joining, when, patience_s
+        self._client: Client | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Called in the core's loop, so what is under way there is not waited for."""
+        self._closed = True
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    asyncio.run(self._follow_on())
+                except Exception as error:  # whatever it is, the next version may succeed
+                    if not self._closed:
+                        logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
+                        time.sleep(RETRY_S)
+        finally:
+            if self._client is not None:
+                self._client.close()
+
+    async def _follow_on(self) -> None:
+        workers = await self.engine.rpc("tensorhub_poll")
+        self.version = min(worker["version"] for worker in workers)
+        self.is_broken = any(worker["broken"] for worker in workers)
+        await self.follow()
+
+    def _ask_hub(self, installed: int, *, deadline_s: float, **more: Any) -> int:
+        """`Client.target`, in short turns: an engine that is shut down does not wait for a version."""
+        if self._closed:
+            raise _ClosedError
+        if self._client is None:
+            config = self._joining
+            self._client = Client(
+                config.hub,
+                run=config.run,
+                model=config.model,
+                replica=f"{config.replica}-follow",
+                location=config.location,
+                transports=("tcp",),
+                connect_deadline_s=config.connect_deadline_s,
+            )
+        return self._client.target(installed, deadline_s=min(deadline_s, WAIT_S), **more)
+
+    async def update(self, version: int) -> None:
+        other: int | None = version
+        while other is not None:
+            if other < version:  # an operator has decided against what was fetched: ask again from what is installed
+                await self.engine.rpc("tensorhub_discard")
+                return
+            version = other
+            while not (self.is_paused or await self._core.ask(lambda: self._core.available)):
+                await self.sleep(POLL_S)
+            await self.fetch(version)
+            other = None if self._when == "now" else await self._idle_moment(version)
+        await self.prepare(version)
+        await self.install(version)
+
+    async def _idle_moment(self, version: int) -> int | None:
+        """Return when there is one, or another version that is to be run instead of this one before there was."""
+        patient_until = time.monotonic() + self._patience_s
+        while not (self.is_paused or time.monotonic() > patient_until):
+            if await self._core.ask(lambda: self._core.idle):
+                return None
+            with suppress(TensorHubError):
+                refused = tuple(self.refused)
+                return await asyncio.to_thread(self._ask_hub, version, refused=refused, deadline_s=POLL_S)
+        return None
+
+
+class Core:
+    """An engine core, as a thread beside it may use it: what is asked of it runs in its own loop, between two steps."""
+
+    def __init__(self, core: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._core, self._wake_up = core, EngineCoreRequestType.WAKEUP
+        original = core._handle_client_request
+
+        @wraps(original)
+        def handle_client_request(request_type: Any, request: Any) -> None:
+            if request_type == self._wake_up and callable(request):
+                request()  # ours; vLLM's own carries nothing
+            else:
+                original(request_type, request)
+
+        core._handle_client_request = handle_client_request
+
+    async def ask(self, action: Callable[[], Any]) -> Any:
+        """Run this in the loop and return what it returns; of a future, when it is done."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = action()
+            except Exception as error:
+                done.set_exception(error)
+                return
+            if isinstance(result, Future):
+                result.add_done_callback(lambda ended: done.set_result(None))
+            else:
+                done.set_result(result)
+
+        self._core.input_queue.put_nowait((self._wake_up, run))
+        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_DEADLINE_S)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))
+
+    async def pause(self) -> None:
+        """Keep all requests and forget all caches; returns when nothing runs any more."""
+
+        def pause() -> Any:
+            if not self.available:
+                raise UsageError("somebody else has paused this engine, or put it to sleep")
+            return self._core.pause_scheduler("keep", False)
+
+        await self.ask(pause)
+        await self.ask(lambda: _forget(self._core))
+
+    async def resume(self) -> None:
+        await self.ask(self._core.resume_scheduler)
+
+    def running(self) -> dict[str, int]:
+        requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
+        return {name: request.num_output_tokens for name, request in requests}
+
+    def switch(self, version: int, running: Any) -> None:
+        if hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(str(version))
+
+    @property
+    def available(self) -> bool:
+        """In the loop: nobody has paused it or put it to sleep."""
+        return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
+
+    @property
+    def idle(self) -> bool:
+        """In the loop: no request is waiting or running."""
+        return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)

@@ -1,0 +1,223 @@
+"""Rollout side: one engine follows by itself the version that it is to run, at its own pace: the newest one, or the one
+that an operator has pinned. What the owner of an engine runs.
+
+The way of one version
+    ask for it -> the vLLM workers fetch it while the engine generates -> pause -> install -> resume
+Only the last three steps stop the engine, and no other. Weights, KV of the old weights and the version that samples
+carry change between pause and resume, as one. A version that fails to arrive costs this engine's freshness and nothing
+else. One that fails half way through its installation leaves the engine paused, because mixed weights must not answer,
+until an installation succeeds.
+
+It goes back when an operator pins an older version or withdraws the one it runs (`Client.target`), and in no other
+case. A version that its workers refuse (VersionRefused) is not taken again, unless it is pinned anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tensorhub_plugins.core import (
+    DeadlineExceeded,
+    HubUnreachable,
+    NotPublished,
+    TensorHubError,
+    VersionGone,
+    VersionRefused,
+)
+from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
+from tensorhub_plugins.core.run_log import record
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 30.0  # one question to the hub; asked again for ever
+POLL_S = 0.02  # of the workers' fetch: it runs beside generation, and nobody waits for it
+POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
+RETRY_S = 1.0  # after a failed update
+RETRY_MAX_S = 30.0
+
+
+class Engine(Protocol):
+    """The actor that owns the vLLM engine."""
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every vLLM worker; their answers in rank order."""
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def running(self) -> Mapping[str, int]:
+        """Requests that have not ended, with the tokens each has produced."""
+
+    def switch(self, version: int, running: Mapping[str, int]) -> None:
+        """From here on tokens come from `version`."""
+
+
+class UpdateFailed(TensorHubError):
+    """This engine does not have the version, and goes on with the one it had."""
+
+
+class Follower:
+    def __init__(
+        self,
+        engine: Engine,
+        target: Callable[..., int],
+        *,
+        worker: str,
+        deadline_s: float,
+        until: int | None = None,
+        pins: bool = True,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """target: `Client.target` of a client that reads nothing itself; it blocks, so it is run in a thread. until:
+        the last version to follow. pins=False: for an engine that must have the trainer's newest, whatever is pinned.
+        """
+        self.engine = engine
+        self.target = target
+        self.worker = worker
+        self.deadline_s = deadline_s
+        self.until = until
+        self.pins = pins
+        self.sleep = sleep
+        self.refused: dict[int, None] = {}  # versions that cannot be installed in this engine
+        self._said = ""  # why there is nothing to run
+        self.version = 0  # installed; 0: what the engine was started with
+        self.is_broken = False  # an installation failed half way: nothing may be generated
+        self.is_paused = False
+        self.installing_since: float | None = None  # monotonic seconds
+
+    async def follow(self) -> None:
+        """Runs as long as the engine."""
+        delay_s = RETRY_S
+        while self.until is None or self.version < self.until:
+            try:
+                version = await self.next_version()
+                if version is not None:
+                    await self.take(version)
+                    delay_s = RETRY_S
+            except TensorHubError as error:
+                log.warning("%s: going on with version %d: %s", self.worker, self.version, error)
+                await self.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def next_version(self) -> int | None:
+        """The version to run, if it is not the installed one; or None: ask again."""
+        installed = 0 if self.is_broken else self.version  # the same version repairs, too
+        try:
+            version = await asyncio.to_thread(
+                self.target, installed, refused=tuple(self.refused), pins=self.pins, deadline_s=WAIT_S
+            )
+        except (NotPublished, DeadlineExceeded):
+            self._said = ""
+            return None
+        except VersionGone as error:  # there is nothing to go to
+            if error.message != self._said:
+                log.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
+            self._said = error.message
+            return None
+        except HubUnreachable as error:
+            log.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
+            await self.sleep(RETRY_S)
+            return None
+        self._said = ""
+        if self.until is not None and version > self.until:
+            await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
+            return None
+        if version in self.refused:
+            log.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
+            del self.refused[version]
+        return version
+
+    async def take(self, version: int) -> None:
+        """This one is to be run. Here a subclass may wait, or decide against it."""
+        await self.update(version)
+
+    async def update(self, version: int) -> None:
+        """Bring this engine to `version`. One at a time."""
+        await self.fetch(version)
+        await self.prepare(version)
+        await self.install(version)
+
+    async def fetch(self, version: int) -> None:
+        """Beside generation: every worker gets its bytes, verified."""
+        deadline = time.monotonic() + self.deadline_s + POLL_GRACE_S
+        await self.engine.rpc("tensorhub_begin_fetch", version, self.deadline_s)
+        while True:
+            workers = await self.engine.rpc("tensorhub_poll")
+            if all(worker["state"] == "ready" for worker in workers):
+                return
+            if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
+                await self.sleep(POLL_S)
+                continue
+            self._note_refusal(version, workers)
+            if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none
+                await self.engine.rpc("tensorhub_discard")
+            errors = [str(worker["error"]) for worker in workers if worker["error"]]
+            raise UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
+
+    async def prepare(self, version: int) -> None:
+        """Still generating: wait until no peer reads what the installation will overwrite."""
+        try:
+            await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
+        except Exception as error:
+            if self._note_refusal(version, await self.engine.rpc("tensorhub_poll")):
+                await self.engine.rpc("tensorhub_discard")
+                raise UpdateFailed(str(error), version=version, phase="prepare") from error
+            raise
+
+    def _note_refusal(self, version: int, workers: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a worker says that this version cannot be installed: then it is not fetched again and again."""
+        reasons = [worker["error"] for worker in workers if worker.get("error_kind") == VersionRefused.__name__]
+        if not reasons:
+            return False
+        text = "%s: version %d cannot be installed in this engine, which goes on with version %d: %s"
+        log.error(text, self.worker, version, self.version, reasons[0])
+        self.refused[version] = None
+        while len(self.refused) > REFUSED_MAX:
+            del self.refused[next(iter(self.refused))]
+        return True
+
+    async def install(self, version: int) -> None:
+        """The engine stands still from here to the end."""
+        started = time.monotonic()
+        self.installing_since = started
+        try:
+            if not self.is_paused:
+                await self.engine.pause()
+                self.is_paused = True
+            frozen = dict(self.engine.running())
+            record(
+                "pause",
+                worker=self.worker,
+                version=self.version,
+                seconds=time.monotonic() - started,
+                in_flight=len(frozen),
+            )
+            self.is_broken = True  # until the workers say otherwise
+            results = await self.engine.rpc("tensorhub_install", version, self.deadline_s)
+            failed = [result for result in results if not result["installed"]]
+            self.is_broken = any(result["broken"] for result in results)
+            if not failed:
+                # Counted only now: the last tokens before the pause may come after its answer, not after this one.
+                self.engine.switch(version, self.engine.running())
+                self.version = version
+            left = set(self.engine.running())
+            if not self.is_broken:
+                await self.engine.resume()
+                self.is_paused = False
+            if failed:
+                raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
+            record(
+                "resume",
+                worker=self.worker,
+                version=version,
+                seconds=time.monotonic() - started,
+                in_flight=sum(request in left for request in frozen),
+                lost=sum(request not in left for request in frozen),
+            )
+        finally:
+            self.installing_since = None

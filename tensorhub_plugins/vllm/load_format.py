@@ -1,0 +1,237 @@
+"""`--load-format tensorhub`: an engine starts from the store, and others start from it.
+
+    vllm serve MODEL --load-format tensorhub --model-loader-extra-config '{"hub": "tcp://hub:7070", "model": "actor"}'
+
+The model is made as vLLM makes it, with zeros in it, and then gets its first version as it will get every later one
+(updater.py): read in place from a peer of the same runtime layout, else converted from the checkpoint layout. So
+MODEL needs a configuration and a tokenizer; its weights are read only where `disk` allows it. Afterwards the engine
+serves what it has to others, in place, while it generates.
+
+The worker gets the methods of `TensorHubWorkerExtension`, as if it had been started with `worker_extension_cls`.
+A draft model is none of the store's business and comes from disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import msgspec
+import torch
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionRefused
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    LATEST,
+    VersionInfo,
+)
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.extension import configure, engine_gather, extend, join
+from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig, agreed, anyone
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+FILL_THREADS_MAX = 8  # more wait for each other in the kernel
+
+
+class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--model-loader-extra-config` takes besides the keys of WorkerConfig.
+
+    Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live".
+    """
+
+    version: int | Literal["latest"] = LATEST
+    disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
+    disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
+    start_deadline_s: float = 600.0  # for the first version to appear and arrive
+    follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine.py
+    follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
+
+
+def parse(options: Any, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | None]:
+    """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and nobody else is asked."""
+    options = dict(options or {})
+    mine = {key: options.pop(key) for key in StartConfig.__struct_fields__ if key in options}
+    try:
+        start = msgspec.convert(mine, StartConfig)
+    except msgspec.ValidationError as error:
+        known = ", ".join((*StartConfig.__struct_fields__, *WorkerConfig.__struct_fields__))
+        raise UsageError(f"model_loader_extra_config: {error}; known keys: {known}") from error
+    if start.disk == "only" and not options and not start.follow:
+        return start, None
+    return start, configure({"serve_from": "live", **options}, vllm_config)
+
+
+class _Verdict(enum.IntEnum):
+    """After a failed read, in all workers of the engine."""
+
+    FAIL = 0
+    AGAIN = 1
+    DISK = 2
+
+
+class TensorHubModelLoader(BaseModelLoader):
+    """Making one has no effects: vLLM 0.32 makes it early, and may never use it."""
+
+    def download_model(self, model_config: Any) -> None:
+        """Nothing to download."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """From disk: for what vLLM itself loads again."""
+        self._from_disk().load_weights(model, model_config)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Any:
+        """The checkpoint on disk, for vLLM's reload_weights()."""
+        return self._from_disk().get_all_weights(model_config, model)
+
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
+        """The model with its weights; in all workers of an engine at once."""
+        if model_config is not vllm_config.model_config:
+            draft = self._from_disk()
+            return draft.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
+        began = time.monotonic()
+        extend(vllm_config)
+        device = torch.device(self.load_config.device or vllm_config.device_config.device)
+        with set_default_torch_dtype(model_config.dtype), runtime.live_cpu_layers():
+            with device:
+                model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            _check_made(model)
+            on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
+            if on_disk:
+                self.load_weights(model, model_config)
+            else:
+                _fill_with_zeros(model)
+            process_weights_after_loading(model, model_config, device)
+        made = time.monotonic()
+        if joining is not None:
+            updater = join(joining, model, vllm_config)
+            if not on_disk and not _read(start, joining, updater, began + start.start_deadline_s):
+                runtime.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
+                updater.replaced()
+                on_disk = True
+            if on_disk:
+                _serve_what_was_on_disk(start, joining, updater)
+        logger.info(
+            "weights from %s: model made in %.2f s, then %.2f s",
+            "disk" if on_disk else "the store",
+            made - began,
+            time.monotonic() - made,
+        )
+        return model.eval()
+
+    def _from_disk(self) -> DefaultModelLoader:
+        plain = dataclasses.replace(self.load_config, load_format="auto", model_loader_extra_config={})
+        return DefaultModelLoader(plain)
+
+
+def _check_made(model: torch.nn.Module) -> None:
+    if any(getattr(getattr(m, "quant_method", None), "uses_meta_device", False) for m in model.modules()):
+        raise UsageError(
+            "weights that vLLM quantizes while it loads them cannot come from the store: start without --quantization, "
+            "or publish a checkpoint that is quantized already"
+        )
+
+
+def _fill_with_zeros(model: torch.nn.Module) -> None:
+    """So that what kernels make of the weights before there are any is defined, and the same everywhere.
+
+    By several threads: what takes its time is that the memory is touched for the first time.
+    """
+
+    def fill(parameter: torch.nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.zero_()
+
+    with ThreadPoolExecutor(min(FILL_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
+        list(threads.map(fill, (parameter for parameter in model.parameters() if not parameter.is_meta)))
+
+
+def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: float) -> bool:
+    """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
+
+    A version that is lost or superseded while it is read, or not this model's, is no reason not to start: there may be
+    another.
+    """
+    lost = ""
+    refused: list[int] = []  # not this model's
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            version = updater.resolve(left, refused) if start.version == LATEST else int(start.version)
+        except NotPublished as error:
+            raise NotPublished(f"{error.message}{lost}", deadline_s=start.start_deadline_s) from error
+        result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
+        if result["installed"]:
+            break
+        if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
+            refused.append(version)
+        verdict = _Verdict.FAIL
+        if updater.place.shard == 0:
+            held = {info.version for info in _versions(joining) if info.visible}
+            other = bool(held - set(refused)) if version in refused else version not in held
+            if not held and start.disk == "fallback":
+                verdict = _Verdict.DISK
+            elif other and start.version == LATEST and time.monotonic() < deadline:
+                verdict = _Verdict.AGAIN
+        verdict = _Verdict(agreed(updater.gather, verdict))
+        if verdict == _Verdict.FAIL:
+            raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
+        lost = f"; version {version} was {'refused' if version in refused else 'lost on the way'}: {result['error']}"
+        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "another version", lost)
+        if verdict == _Verdict.DISK:
+            return False
+    report = result["report"]
+    logger.info(
+        "version %d as %s from %s: %.1f MB by %s in %.3f s",
+        version,
+        result["layout"],
+        ", ".join(report["sources"]),
+        report["size_bytes"] / 1e6,
+        ", ".join(report["transports"]),
+        result["seconds"],
+    )
+    return True
+
+
+def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any) -> bool:
+    """What the first worker of the engine finds, for all of them."""
+    if start.disk != "fallback":
+        return start.disk == "only"
+    gather, place = engine_gather(vllm_config)
+    return not agreed(gather, place == 0 and any(info.layouts for info in _versions(joining)))
+
+
+def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: Updater) -> None:
+    """Under the number that the configuration gives it, unless somebody else has given that number away."""
+    if not start.disk_version:
+        return
+    held = {info.version: info.layouts for info in _versions(joining, f"start-{updater.place.shard}")}
+    taken = max(held, default=0) > start.disk_version or CHECKPOINT in held.get(start.disk_version, ())
+    if agreed(updater.gather, taken):
+        logger.warning("the weights from disk are not served: the store has versions of its own by now")
+    else:
+        updater.adopt(start.disk_version)
+
+
+def _versions(joining: WorkerConfig, visitor: str = "start") -> list[VersionInfo]:
+    """What the store has; asked by a visitor, who goes again."""
+    with Client(
+        joining.hub,
+        run=joining.run,
+        model=joining.model,
+        replica=f"{joining.replica}-{visitor}",
+        transports=("tcp",),
+        connect_deadline_s=joining.connect_deadline_s,
+    ) as client:
+        return client.versions()

@@ -1,0 +1,1 @@
+"""For Ray actors that own engines, and the hub as one."""

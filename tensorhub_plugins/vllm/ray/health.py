@@ -1,0 +1,129 @@
+"""An engine is a family: the actor that owns it -> vLLM's engine core -> vLLM's workers. They live and die as one.
+
+One failure path: whatever breaks an engine for good (one of its processes died, the actor was killed), the actor ends
+and Ray starts it again at the same place. vLLM's own processes do not notice when the actor is killed, and would keep
+the memory of the device from the engine that is started in its place: so its workers watch the actor, and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from typing import Any
+
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
+from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
+
+log = logging.getLogger(__name__)
+
+OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited by vLLM's processes
+PROBE_S = 1.0  # how often vLLM is asked whether it lives
+LAST_WORDS_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
+
+
+class EngineLost(TensorHubError):
+    """This engine cannot answer any more: ask another one."""
+
+
+def own_engines() -> None:
+    """In the actor, before it starts an engine: its workers end with this process."""
+    os.environ[OWNER_PID] = str(os.getpid())
+
+
+class Lifeline:
+    """In the actor: all its questions to vLLM's workers go through here, and tell whether they live."""
+
+    def __init__(self, engine: Any, worker: str) -> None:
+        """engine: AsyncLLM."""
+        self.engine, self.worker = engine, worker
+        self.is_dying = False
+        self._heard_at = time.monotonic()
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """What every worker answers, in rank order. Raises UpdateFailed with what a worker raised, or EngineLost."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            answers = list(await self.engine.collective_rpc(method, args=args))
+        except Exception as error:
+            if isinstance(error, EngineDeadError) or self.engine.errored:
+                self.die(error)
+                raise EngineLost(f"{self.worker}: {error}") from error
+            # vLLM hands on what a worker raised as text in an error of its own.
+            raise UpdateFailed(f"{method}: {error}") from error
+        self._heard_at = time.monotonic()
+        return answers
+
+    async def probe(self) -> None:
+        """As long as the actor. It can be well while vLLM's processes are frozen: only their answer counts."""
+        while True:
+            if self.engine.errored:
+                self.die(self.engine.dead_error)
+            with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
+                await self.rpc("tensorhub_ping")
+            await asyncio.sleep(PROBE_S)
+
+    def silent_s(self, follower: Follower | None) -> float:
+        """For how long vLLM has not answered."""
+        if follower is not None and follower.installing_since is not None:
+            # Its loop is busy with the installation and answers nothing else; that has its own deadline.
+            busy_s = time.monotonic() - follower.installing_since
+            if busy_s <= follower.deadline_s:
+                return 0.0
+        return time.monotonic() - self._heard_at
+
+    def die(self, error: BaseException) -> None:
+        if self.is_dying:
+            return
+        self.is_dying = True
+        log.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+
+
+def exit_on_error(task: asyncio.Task[None]) -> None:
+    """Done-callback of work without which the engine must not pass for one that follows the store."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
+        os._exit(1)
+
+
+class OwnedWorkerExtension(TensorHubWorkerExtension):
+    """For the workers of an engine that belongs to an actor."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        worker = super().__new__(cls, *args, **kwargs)
+        end_with_owner()
+        return worker
+
+    def tensorhub_ping(self) -> bool:
+        """The engine's loop and this worker answer."""
+        return True
+
+
+def end_with_owner() -> None:
+    """In a worker."""
+    owner = int(os.environ.get(OWNER_PID, 0))
+    try:
+        descriptor = os.pidfd_open(owner) if owner else -1
+    except (ProcessLookupError, OSError, AttributeError):  # gone already, another host's, or a kernel before 5.3
+        return
+    if descriptor < 0:
+        return
+    parent = os.getppid()  # the actor, or vLLM's engine core between the two; asked now: orphans are adopted
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)  # readable when the process has ended
+        poll.poll()
+        if parent not in (1, owner) and os.getppid() == parent:  # not whoever adopts orphans, maybe Ray's own daemon
+            os.kill(parent, signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="tensorhub-owner-watch", daemon=True).start()

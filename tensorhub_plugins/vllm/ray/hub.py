@@ -1,0 +1,62 @@
+"""The hub that a run brings along: an actor on Ray's head node, on a fixed port, restarted by Ray without limit.
+
+Its state is soft: after kill -9 it comes back at the same address and every worker tells it again what it holds; no
+other process is restarted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
+START_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
+ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
+
+
+def start(**options: Any) -> tuple[Any, str]:
+    """The actor and the hub's address. options: for the actor, e.g. its name. Ray ends it when its last handle is gone:
+    whoever starts it keeps the handle."""
+    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(), timeout=START_S)
+    actor_class = ray.remote(_hub_class()).options(max_restarts=-1, max_task_retries=-1, **ON_HEAD, **options)
+    actor = actor_class.remote(host, port)
+    return actor, address_of(actor)
+
+
+def address_of(actor: Any) -> str:
+    return str(ray.get(actor.address.remote(), timeout=START_S))
+
+
+def run_name(framework: str) -> str:
+    """A name for the run at the hub, unique for this Ray cluster and job."""
+    context = ray.get_runtime_context()
+    return f"{framework}-{context.get_session_name()}-{context.get_job_id()}"
+
+
+def _free_address() -> tuple[str, int]:
+    """This node's address as other nodes reach it, and a port that is free now."""
+    import socket
+
+    host = ray.util.get_node_ip_address().strip("[]")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
+
+
+def _hub_class() -> type:
+    # Made here and not at the top of the file: Ray then sends the class by value, and a restarted hub is up without
+    # importing the framework, which takes many seconds.
+    class TensorHub:
+        def __init__(self, host: str, port: int) -> None:
+            from tensorhub_plugins.core import start_server
+            from tensorhub_plugins.core.run_log import record
+
+            host = f"[{host}]" if ":" in host else host
+            self.server = start_server(f"tcp://{host}:{port}")
+            record("hub", worker="hub", address=self.server.address)
+
+        def address(self) -> str:
+            return str(self.server.address)
+
+    return TensorHub

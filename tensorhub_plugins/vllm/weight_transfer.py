@@ -1,0 +1,245 @@
+"""vLLM's weight transfer, through the store: `--weight-transfer-config '{"backend": "tensorhub"}'`.
+
+An update is vLLM's own round, over HTTP (VLLM_SERVER_DEV_MODE=1) or as methods of LLM and AsyncLLM:
+    init_weight_transfer_engine({"hub": "tcp://hub:7070", "model": "actor"})     keys of updater.WorkerConfig; once.
+                                            Not needed after --load-format tensorhub, which has joined already
+    pause                                   in any mode, or not at all
+    start_weight_update()
+    update_weights({"version": 7})          or {} for the newest; the weights are pulled and swapped
+    finish_weight_update("7")               vLLM's weight_version is any text; fails while the weights are broken
+    resume
+
+update_weights that fails raises (HTTP 500) and ends the round. Unless bytes had been changed, the old version is whole
+and goes on; else the engine stays alive, answers nothing, and does not resume before an update has succeeded. Caches
+are forgotten with every update, see engine.py.
+
+The trainer's side publishes what its source gives, and drives the round:
+    engine = WeightTransferTrainerFactory.trainer_init(
+        TensorHubTrainerInitInfo(hub="tcp://hub:7070", model="actor", rank=0),
+        client=HTTPVLLMWeightSyncClient("http://server:8000"), source=CheckpointSource(model))
+    engine.send_weights()
+vLLM's own ModuleSource gives a model's parameters as transformers names and fuses them, which vLLM does not load for
+every family (Mixtral, for one).
+For servers that follow by themselves (engine.py), client=FollowingEngines(): nobody is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferUpdateInfo,
+    materialize_full_tensor,
+)
+
+from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.memory.slab import contiguous_spec
+from tensorhub_plugins.core.types import (
+    LATEST,
+)
+from tensorhub_plugins.vllm import checkpoint_names
+from tensorhub_plugins.vllm.plugin import register
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.extension import configure, extend, join, leave
+from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+LINGER_STEP_S = 0.1
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    version: int | str = LATEST
+    deadline_s: float = 60.0
+
+
+class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInfo]):
+    """In every worker. The updater it drives belongs to the model, see worker.join."""
+
+    init_info_cls = WorkerConfig
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    tensorhub = True
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        runtime.check_cpu_layers(model, vllm_config)  # now, rather than at the first update
+        extend(vllm_config)
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WorkerConfig:
+        return configure({"serve_from": "live", **init_dict}, self.vllm_config)
+
+    def init_transfer_engine(self, init_info: WorkerConfig) -> None:
+        joined = vars(self.model).get("tensorhub_updater")
+        if joined is None or any(getattr(joined.config, k) != getattr(init_info, k) for k in ("hub", "run", "model")):
+            join(init_info, self.model, self.vllm_config)
+
+    def start_weight_update(self) -> None:
+        self._updater()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        updater, deadline_s = self._updater(), update_info.deadline_s
+        latest = update_info.version == LATEST
+        version = updater.resolve(deadline_s) if latest else int(update_info.version)
+        polled = updater.poll()
+        if polled["version"] == version and not polled["broken"]:
+            return
+        result = updater.update(version, deadline_s)
+        if not result["installed"]:
+            raise TensorHubError(str(result["error"]), version=version)
+
+    def finish_weight_update(self) -> None:
+        self._updater().guard()
+
+    def shutdown(self) -> None:
+        leave(self.model)
+
+    def _updater(self) -> Updater:
+        updater: Updater | None = vars(self.model).get("tensorhub_updater")
+        if updater is None:
+            raise UsageError("not connected: call init_weight_transfer_engine first, with hub and model")
+        return updater
+
+
+# --- the trainer's side ---
+
+
+@dataclass
+class TensorHubTrainerInitInfo(TrainerInitInfo):
+    """engine: more keys of updater.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
+    for somebody else to hold the last version, which would be lost with the trainer."""
+
+    backend: ClassVar[str] = "tensorhub"
+    hub: str
+    model: str
+    run: str = "default"
+    replica: str = "trainer"
+    engine: dict[str, Any] = field(default_factory=dict)
+    linger_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        register()  # vLLM loads no plug-ins in a process that only trains, and its factory is asked next
+
+
+class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInfo]):
+    """Every rank iterates the source; rank 0 publishes."""
+
+    init_info_cls = TensorHubTrainerInitInfo
+
+    def __init__(self, *, store: Client | None, linger_s: float, **others: Any) -> None:
+        super().__init__(**others)
+        self._store, self._version = store, 0
+        self._linger_s = linger_s
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TensorHubTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> TensorHubTrainerEngine:
+        if source is None:
+            raise UsageError("give the trainer's weights: source=CheckpointSource(model)")
+        store = None
+        if init_info.is_sender:
+            names = {"run": init_info.run, "model": init_info.model}
+            store = Client(init_info.hub, replica=init_info.replica, **names)
+            client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
+        return cls(
+            store=store,
+            linger_s=init_info.linger_s,
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+        )
+
+    def send_weights(self, version: int | None = None) -> None:
+        """Publish the source's weights as this version (None: one more than the last), and have the engines take it."""
+        previous, self._version = self._version, self._version + 1 if version is None else version
+        if self._store is None:
+            for _ in self.source:  # the ranks that hold parts of a tensor gather it together
+                pass
+            return
+        slab = self._store.allocate(
+            contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()
+        )
+        for name, tensor in self.source:
+            slab.write(name, tensor.detach())
+        self._store.publish(self._version, slab, strict=True)
+        self.client.start_weight_update()
+        self.client.update_weights({"version": self._version})
+        self.client.finish_weight_update(str(self._version))
+        if previous:
+            self._store.unpublish(previous)
+
+    def shutdown(self) -> None:
+        """Leave the store, once somebody else holds the last version (or `linger_s` is over)."""
+        if self._store is None:
+            return
+        end = time.monotonic() + self._linger_s
+        with suppress(TensorHubError):
+            while self._version and not self._is_held_elsewhere():
+                if time.monotonic() >= end:
+                    logger.warning("version %d is lost with the trainer: nobody has read it", self._version)
+                    break
+                time.sleep(LINGER_STEP_S)
+        self._store.close()
+
+    def _is_held_elsewhere(self) -> bool:
+        assert self._store is not None
+        held = {info.version: info.layouts for info in self._store.versions()}.get(self._version, {})
+        me = f"{self._store.replica}/{self._store.shard}"
+        return any(worker != me for workers in held.values() for worker in workers)
+
+
+class CheckpointSource(WeightSource):
+    """A transformers model, under the names that its `save_pretrained` writes. Every rank iterates it.
+
+    Tensors that FSDP2 shards are gathered one by one. What else is not whole in this process is a UsageError.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = checkpoint_names.pretrained(model)
+        checkpoint_names.check_whole(model)
+        self._steps = checkpoint_names.steps(self._model)
+
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, dtype, tuple(shape))
+            for step in self._steps
+            for name, (dtype, shape) in step.targets.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        own = self._model.state_dict()
+        for step in self._steps:
+            whole = {name: materialize_full_tensor(own[name]) for name in step.sources}
+            converted = checkpoint_names.convert(self._model, whole)
+            for name in step.targets:
+                yield name, converted[name]
+
+
+class FollowingEngines:
+    """vLLM's client of an engine, for engines that follow by themselves: there is nothing to tell them."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        pass
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass

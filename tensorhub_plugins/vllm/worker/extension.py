@@ -1,0 +1,365 @@
+"""What runs inside every vLLM worker: it pulls a version while the engine generates, and swaps it in when told.
+
+Give an engine `worker_extension_cls="tensorhub_plugins.vllm.TensorHubWorkerExtension"`; vLLM then mixes this class
+into its worker. The way of one update; each step is one `collective_rpc` to all workers of the engine
+    tensorhub_connect(config)          once, after the engine has started; see updater.WorkerConfig
+    tensorhub_begin_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
+    tensorhub_poll()                   until every worker's "state" is "ready"; both return at once
+    tensorhub_prepare_install()        optional; raises rather than let the install wait for something
+    pause the engine, keeping its requests, and let it forget caches
+    tensorhub_install(version)         a local copy or reload (waits): all workers of the engine or none
+    resume the engine                  only if every worker's result says "installed"
+
+What goes in
+    The runtime layout when a peer has it or is making it (a plain copy); else the checkpoint, which this worker
+    converts (conversion.py: by vLLM's layerwise reload, or by copies shown to be the same) and publishes in the
+    runtime layout for its peers.
+
+What it serves afterwards, while the engine generates (`serve_from`)
+    "host"   an immutable copy in shared host memory: the staged bytes themselves, or a snapshot after a conversion.
+             Peers on this host map it, and the next install waits for nobody. Takes host memory for two versions,
+             the one served and the one arriving.
+    "live"   the engine's own weights in place; no extra memory. Before the next version is "ready" their readers
+             are drained.
+With `install="direct"` bytes go from the peer straight into the live weights, while the engine is paused.
+
+Never mixed bytes
+    Until the first byte of the model changes, a failure leaves the old version whole. After it the worker is
+    *broken* until an install succeeds: `tensorhub_poll` says so, `tensorhub_guard` raises, and execute_model
+    refuses to compute, which ends the engine rather than let it answer. So: do not resume, fetch and install again.
+    Workers of one engine agree before they change anything and again afterwards; one that failed breaks all.
+
+Never another model's bytes
+    A checkpoint that is not whole, or not this model's, is refused before the pause (contract.py); "error_kind" is then
+    VersionRefused, and the old version goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.updater import VOTE_SIZE_BYTES, Gather, Place, Updater, WorkerConfig
+
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+
+DEADLINE_S = 60.0
+
+HUB_ENVIRONMENT = "TENSORHUB_HUB"
+
+# What changes the weights behind our back; nobody may be reading them then.
+FOREIGN_CHANGES = ("reload_weights", "start_weight_update")
+
+DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative decoding
+
+
+class TensorHubWorkerExtension:
+    """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked."""
+        following = super().__new__
+        worker = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
+        hook(cls)
+        worker.load_model = partial(_load_model, worker)
+        return worker
+
+    def tensorhub_connect(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work."""
+        import vllm
+
+        updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
+        size_bytes = sum(tensor.nbytes for tensor in runtime.tensors(self.model_runner.get_model()).values())
+        return {
+            "layout": updater.place.layout,
+            "shard": updater.place.shard,
+            "shard_count": updater.place.shard_count,
+            "size_bytes": size_bytes,
+            "vllm": vllm.__version__,
+        }
+
+    def tensorhub_begin_fetch(self, version: int, deadline_s: float = DEADLINE_S) -> None:
+        """Start to get this version, in a thread. UsageError if another is on its way or this one is installed."""
+        _updater(self).begin_fetch(version, deadline_s)
+
+    def tensorhub_poll(self) -> dict[str, Any]:
+        """state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
+        return _updater(self).poll()
+
+    def tensorhub_discard(self) -> None:
+        """Give up a version that is ready and will not be installed."""
+        _updater(self).discard()
+
+    def tensorhub_prepare_install(self, deadline_s: float = DEADLINE_S) -> None:
+        """Before the pause, in a moment between two steps: the install will neither wait nor find another model."""
+        _updater(self).prepare_install(deadline_s)
+
+    def tensorhub_install(self, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """While the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
+        result = _updater(self).install(version, deadline_s)
+        if result["installed"]:
+            _forget_encodings(self.model_runner)
+        return result
+
+    def tensorhub_guard(self) -> None:
+        """Raise BrokenWeights if this worker's weights must not be used."""
+        updater = attached(self)
+        if updater is not None:
+            updater.guard()
+
+    def tensorhub_health(self) -> str | None:
+        """Why this worker's weights must not be used, or None."""
+        updater = attached(self)
+        return None if updater is None or updater.is_asleep else updater.poll()["broken"]
+
+    def tensorhub_digests(self) -> dict[str, Any]:
+        """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
+        return _updater(self).digests()
+
+    def tensorhub_close(self) -> None:
+        """Leave the store; the engine goes on with the weights it has."""
+        leave(_model(self))
+
+
+# --- how a model gets its updater ---
+
+
+def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Updater:
+    """Join the store with this worker's model, in all workers of the engine at once; UsageError says what cannot work.
+
+    The updater belongs to the model from then on (see `attached`), in the place of one that did before.
+    """
+    import vllm
+
+    runtime.check_version(vllm.__version__)
+    _check_supported(model, vllm_config)
+    gather, shard = engine_gather(vllm_config)
+    # Every worker takes part before anything can fail on one of them alone.
+    prints = gather(runtime.fingerprint(model, vllm_config, ranks=runtime.parallel_ranks(vllm_config)))
+    place = Place(shard, len(prints), runtime.replica_layout(prints))
+    leave(model)
+    updater = Updater(config, model, vllm_config, place, gather)
+    vars(model)["tensorhub_updater"] = updater
+    logger.info("%s/%d of %d: %s", config.replica, place.shard, place.shard_count, place.layout)
+    return updater
+
+
+def leave(model: torch.nn.Module | None) -> None:
+    """Leave the store, if this model is in it."""
+    updater = None if model is None else vars(model).pop("tensorhub_updater", None)
+    if updater is not None:
+        updater.close()
+
+
+def attached(worker: Any) -> Updater | None:
+    """The updater of this worker's model."""
+    model = _model(worker)
+    return None if model is None else vars(model).get("tensorhub_updater")
+
+
+def configure(options: dict[str, Any], vllm_config: Any) -> WorkerConfig:
+    """What a person gives on vLLM's command line, with what can be known filled in; UsageError says what is wrong."""
+    filled = {"run": "default", "replica": f"{socket.gethostname()}-{vllm_config.instance_id}", **options}
+    if not filled.get("hub") and os.environ.get(HUB_ENVIRONMENT):
+        filled["hub"] = os.environ[HUB_ENVIRONMENT]
+    return WorkerConfig.parse(filled)
+
+
+def extend(vllm_config: Any) -> None:
+    """As `worker_extension_cls` does, for a worker that exists already."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    worker_class = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+    if not issubclass(worker_class, TensorHubWorkerExtension):
+        worker_class.__bases__ = (*worker_class.__bases__, TensorHubWorkerExtension)
+    hook(worker_class)
+
+
+# --- what is wrapped around the worker's own methods ---
+
+
+def hook(worker_class: type) -> None:
+    """Wrap, once, what vLLM asks of its workers. Those whose model has no updater do not notice.
+
+    A mixin cannot override what the worker class defines itself.
+    """
+    if "tensorhub_hooked" in vars(worker_class):
+        return
+    worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
+    wrappers: dict[str, Callable[..., Any]] = {
+        "execute_model": _execute_model,
+        "shutdown": _shutdown,
+        "sleep": _sleep,
+        "wake_up": _wake_up,
+        "discard": _discard,
+        **{name: partial(_foreign_change, name) for name in FOREIGN_CHANGES},
+    }
+    for name, wrapper in wrappers.items():
+        original = getattr(worker_class, name, None)
+        if original is not None:
+            setattr(worker_class, name, _around(original, wrapper))
+
+
+def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def method(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(partial(original, worker), worker, *args, **kwargs)
+
+    return method
+
+
+def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
+    with runtime.live_cpu_layers():
+        return type(worker).load_model(worker, *args, **kwargs)
+
+
+def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have gone.
+    if scheduled.total_num_scheduled_tokens:
+        worker.tensorhub_guard()
+    return original(scheduled, *args, **kwargs)
+
+
+def _shutdown(original: Any, worker: Any) -> None:
+    leave(_model(worker))
+    original()
+
+
+def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    updater = attached(worker)
+    if updater is not None:
+        updater.fall_asleep()
+    result = original(*args, **kwargs)
+    if updater is not None and _loses_weights(*args, **kwargs):
+        updater.break_weights("sleep(level=2) threw the weights away")
+    return result
+
+
+def _wake_up(original: Any, worker: Any, tags: list[str] | None = None) -> Any:
+    result = original(tags)
+    updater = attached(worker)
+    if updater is not None and (tags is None or "weights" in tags):
+        updater.wake_up()
+    return result
+
+
+def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
+    """Since vLLM 0.32: throw away some memory without sleeping."""
+    updater = attached(worker) if "weights" in tags else None
+    if updater is not None:
+        updater.before_foreign_change("discard")
+        updater.break_weights("discard threw the weights away")
+    return original(tags)
+
+
+def _foreign_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    updater = attached(worker)
+    ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
+    if updater is None or (ours and name == "start_weight_update"):
+        return original(*args, **kwargs)
+    updater.before_foreign_change(name)
+    result = original(*args, **kwargs)
+    updater.forget_version()
+    return result
+
+
+def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:
+    from vllm.platforms import current_platform
+
+    return level >= 2 and not current_platform.is_cpu()  # the CPU build does not sleep
+
+
+# --- small things ---
+
+
+def _updater(worker: Any) -> Updater:
+    updater = attached(worker)
+    if updater is None:
+        raise UsageError("not connected: call tensorhub_connect(config) first")
+    return updater
+
+
+def _model(worker: Any) -> torch.nn.Module | None:
+    runner = getattr(worker, "model_runner", None)
+    return None if getattr(runner, "model", None) is None else runner.get_model()
+
+
+def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Refuse what would go wrong silently."""
+    parallel = vllm_config.parallel_config
+    if getattr(vllm_config.model_config, "word_embeddings_untied_by_checkpoint", False):
+        # vLLM then ties them or not by the values of the first weights, and later ones would go astray.
+        raise UsageError(
+            "config.json says that the word embeddings are tied, and the checkpoint holds an lm_head of its own: set "
+            "tie_word_embeddings to false, or leave lm_head out of the checkpoint"
+        )
+    if vllm_config.lora_config is not None:
+        raise UsageError("tensorhub replaces full weights: switch LoRA off, or merge the adapters in the trainer")
+    if getattr(parallel, "enable_eplb", False):
+        raise UsageError("expert load balancing moves experts between workers at run time: switch enable_eplb off")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
+    if parallel.data_parallel_size > 1:
+        raise UsageError("one engine per replica: set data_parallel_size=1 and start more engines instead")
+    connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+    if connector:
+        raise UsageError(
+            f"the KV cache leaves this engine ({connector}) and may come back when the weights that made it are gone: "
+            "start without --kv-transfer-config and KV offloading"
+        )
+    if getattr(vllm_config, "ec_transfer_config", None) is not None:
+        raise UsageError(
+            "what encoders have computed leaves this engine and may come back under other weights: start without "
+            "--ec-transfer-config"
+        )
+    runtime.check_cpu_layers(model, vllm_config)
+    _warn_of_drafts(vllm_config)
+
+
+def _warn_of_drafts(vllm_config: Any) -> None:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = getattr(speculative, "method", None)
+    if method and not method.startswith(DRAFTS_WITHOUT_WEIGHTS):
+        logger.warning(
+            "speculative decoding (%s): the draft keeps the weights it was started with. Answers stay those of the new "
+            "version, but fewer drafts are accepted as it moves on",
+            method,
+        )
+
+
+def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
+    """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
+    ranks = runtime.parallel_ranks(vllm_config)
+    if ranks["tp_size"] * ranks["pp_size"] == 1:
+        return lambda message: [message], 0
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    def gather(message: bytes) -> list[bytes]:
+        assert len(message) == VOTE_SIZE_BYTES
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        tensor_parallel = _all_gather(mine, get_tp_group())
+        everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
+        return [bytes(row.numpy()) for stage in everyone for row in stage]
+
+    return gather, ranks["pp"] * ranks["tp_size"] + ranks["tp"]
+
+
+def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, tensor, group=group.cpu_group)
+    return gathered
+
+
+def _forget_encodings(model_runner: Any) -> None:
+    """As vLLM's own reload does: what encoders made of inputs under the old weights is stale."""
+    for name in ("reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(model_runner, name):
+            getattr(model_runner, name)()
