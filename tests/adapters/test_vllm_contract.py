@@ -235,6 +235,22 @@ def test_tensors_that_fill_one_place_are_found() -> None:
     assert recorder.tied(heads=False) == (("a.weight", "b.weight"),) and recorder.ignored_biases() == ("b.bias",)
 
 
+def test_a_parameter_that_is_made_from_another_is_seen() -> None:
+    """BERT's head is tied by a copy after everything was loaded: a reload has nothing there to copy."""
+
+    class Copies(Fused):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Parameter(torch.zeros(4, 4))
+
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            self.head.data.copy_(self.qk.data)
+
+    assert recorded(Copies(), {"both": torch.zeros(4, 4)}).copies == ["head from qk"]
+    assert recorded(Fused(), {"both": torch.zeros(4, 4)}).copies == []
+
+
 def test_a_head_that_loaders_skip_is_still_the_embedding() -> None:
     class SkipsTheHead(Fused):
         def load_weights(self, weights: Any) -> None:

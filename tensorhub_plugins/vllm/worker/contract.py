@@ -188,6 +188,12 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
             f"{len(empty)} parameters of the model would not be filled: {_some(empty)}. "
             "Publish every tensor of the model under its Hugging Face name"
         )
+    if recorder.copies:
+        raise VersionRefused(
+            f"{len(recorder.copies)} parameters are made from other parameters while the model loads, which an update "
+            f"cannot repeat: {_some(recorder.copies)}. Publish them under names of their own, or start a new engine "
+            "for every version"
+        )
     left = recorder.left_over(is_first=group.rank_in_group == 0, is_last=group.rank_in_group == group.world_size - 1)
     if left:
         raise VersionRefused(
@@ -234,6 +240,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.used: set[str] = set()
         self.wrong_kinds: list[str] = []
+        self.copies: list[str] = []  # parameters that are written with other parameters of the model
         self._places = places
         self._origins: dict[int, frozenset[str]] = {}  # storage of what was made of tensors -> their names
         self._given: list[tuple[int, int, str]] = []  # the tensors themselves: first address, the one behind it, name
@@ -347,6 +354,8 @@ class _Recorder(TorchDispatchMode):
         if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
             where = place.address or storage
             self._writers.setdefault((where, box), set()).update(names)
+        others = [self._places[_storage(source)] for source in read if _storage(source) in self._places]
+        self.copies += [f"{place.name} from {other.name}" for other in others if other is not place]
         if not names:  # a number that was read, or a constant: it is of the tensor in hand, if there is one in hand
             names = frozenset([self._current] if self._current else self._tensors)
         self.used |= names
