@@ -130,22 +130,22 @@ def serve(address: str, *, verbose: bool = False) -> int:
 
 
 def check_sync(model: Path, settings: dict[str, Any]) -> int:
-    """See vllm/doctor.py."""
-    doctor = _doctor("doctor")
+    """See vllm/doctor/check_sync.py."""
+    doctor = _doctor("check_sync")
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
     return int(doctor.run(model, settings))
 
 
 def check_families(only: list[str], report: Path | None, settings: dict[str, Any]) -> int:
-    """See vllm/doctor_table.py."""
-    return int(_doctor("doctor_table").run(only, settings, report=report))
+    """See vllm/doctor/table.py."""
+    return int(_doctor("table").run(only, settings, report=report))
 
 
 def _doctor(module: str) -> Any:
     """The only place where the core names an adapter, and only when asked to."""
     try:
-        return import_module(f"tensorhub_plugins.vllm.{module}")
+        return import_module(f"tensorhub_plugins.vllm.doctor.{module}")
     except ImportError as error:
         raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
 
