@@ -72,6 +72,21 @@ def test_noise_is_another_checkpoint_of_the_same_shape() -> None:
     assert all(noise[name].equal(again) for name, again in doctor.noise(weights).items())
 
 
+def test_the_control_asks_for_other_tensors_and_other_answers() -> None:
+    def noticed(everything: dict[str, str], answers: list[Any], scratch: frozenset[str] = frozenset()) -> str:
+        now = doctor._State(["runtime"], [everything], answers)
+        return doctor._different("control", healthy, now, scratch).wrong
+
+    healthy = doctor._State(["runtime"], [{"weight": "1", "workspace": "2"}], [[[5], 0.25], ["token_classify", []]])
+    assert noticed({"weight": "3", "workspace": "2"}, [[[5], 0.5], ["token_classify", []]]) == ""
+    assert noticed({"weight": "1", "workspace": "2"}, [[[5], 0.5], []]) == "the digests are those from before"
+    scratch = frozenset({"workspace"})
+    assert noticed({"weight": "1", "workspace": "3"}, [[[5], 0.5], []], scratch) == "the digests are those from before"
+    assert noticed({"weight": "3"}, healthy.answers).startswith("an answer is that from before")
+    healthy = doctor._State(["runtime"], [{"weight": "1"}], [["token_classify", []]])
+    assert noticed({"weight": "3"}, [["token_classify", []]]).startswith("all answers are empty")
+
+
 def test_malformed_checkpoints_have_one_fault_each() -> None:
     names = [f"layers.{layer}.experts.{expert}.w1.weight" for layer in (0, 1) for expert in (0, 1)]
     weights = {"embed.weight": torch.ones(6, 4), "norm.weight": torch.ones(4), **{n: torch.ones(4, 4) for n in names}}

@@ -308,9 +308,16 @@ def _different(what: str, healthy: _State, now: _State, scratch: frozenset[str])
     differing = [name for name in _differing(healthy.everything, now.everything) if name not in scratch]
     if not differing:
         return Finding(what, "the digests are those from before")
-    if any(mine == other for mine, other in zip(healthy.answers, now.answers, strict=True)):
+    telling = [pair for pair in zip(healthy.answers, now.answers, strict=True) if _holds_numbers(pair[0])]
+    if not telling:  # a process reward model answers so when no prompt holds the end of a step
+        return Finding(what, "all answers are empty: have the model answer for every token, by --engine")
+    if any(mine == other for mine, other in telling):
         return Finding(what, "an answer is that from before: this engine does not compute with these tensors")
     return Finding(f"{what}: {len(differing)} tensors differ, and all answers")
+
+
+def _holds_numbers(answer: Any) -> bool:
+    return isinstance(answer, float) or (isinstance(answer, (list, tuple)) and any(map(_holds_numbers, answer)))
 
 
 # --- what must be refused ---

@@ -25,8 +25,15 @@ def _families(*families: Family) -> dict[str, Family]:
     return {family.architecture: family for family in families}
 
 
-def _by_hand(architecture: str, *, packed: Mapping[str, list[str]] | None = None, **settings: Any) -> Family:
-    return Family(architecture, {"model_type": "llama", **settings}, by_hand=True, packed=packed or {})
+def _by_hand(
+    architecture: str,
+    *,
+    packed: Mapping[str, list[str]] | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Family:
+    settings = {"model_type": "llama", **settings}
+    return Family(architecture, settings, by_hand=True, packed=packed or {}, engine=engine or {})
 
 
 EXPERTS = {
@@ -212,7 +219,8 @@ FAMILIES = _families(
     ),
     _by_hand("IQuestLoopCoderForCausalLM", loop_num=2, loop_window_size=64, max_window_layers=2),
     _by_hand("Qwen2ForRewardModel", model_type="qwen2"),
-    _by_hand("Qwen2ForProcessRewardModel", model_type="qwen2"),
+    # By itself it answers for the tokens that end a step of reasoning only.
+    _by_hand("Qwen2ForProcessRewardModel", engine={"pooler_config": {"pooling_type": "ALL"}}, model_type="qwen2"),
     _by_hand("ChatGLMModel", **CHATGLM),
     _by_hand("ChatGLMForConditionalGeneration", **CHATGLM),
     _by_hand("LlamaBidirectionalModel", pooling="avg"),
