@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -94,7 +94,7 @@ class Contract:
             self._accepted = self._rehearsed
             unused = sorted(self._accepted.shapes.keys() - self._accepted.used)
             if unused:
-                logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), _some(unused))
+                logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), some(unused))
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
@@ -156,7 +156,7 @@ def _compare(accepted: Rehearsal, shapes: Shapes) -> None:
     if any(texts for _, texts in said):
         raise VersionRefused(
             "not the tensors that this engine was given before; "
-            + "; ".join(f"{len(texts)} tensors {how}: {_some(texts)}" for how, texts in said if texts)
+            + "; ".join(f"{len(texts)} tensors {how}: {some(texts)}" for how, texts in said if texts)
             + ". Publish the same tensors again, or restart the engine for another model"
         )
 
@@ -180,24 +180,24 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
     if recorder.wrong_kinds:
         raise VersionRefused(
             f"{len(recorder.wrong_kinds)} tensors are not the kind of number that the model holds: "
-            f"{_some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way"
+            f"{some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way"
         )
     empty = _not_filled(model, places)
     if empty:
         raise VersionRefused(
-            f"{len(empty)} parameters of the model would not be filled: {_some(empty)}. "
+            f"{len(empty)} parameters of the model would not be filled: {some(empty)}. "
             "Publish every tensor of the model under its Hugging Face name"
         )
     if recorder.copies:
         raise VersionRefused(
             f"{len(recorder.copies)} parameters are made from other parameters while the model loads, which an update "
-            f"cannot repeat: {_some(recorder.copies)}. Publish them under names of their own, or start a new engine "
+            f"cannot repeat: {some(recorder.copies)}. Publish them under names of their own, or start a new engine "
             "for every version"
         )
     left = recorder.left_over(is_first=group.rank_in_group == 0, is_last=group.rank_in_group == group.world_size - 1)
     if left:
         raise VersionRefused(
-            f"{len(left)} tensors are larger than what the model takes of them: {_some(left)}. "
+            f"{len(left)} tensors are larger than what the model takes of them: {some(left)}. "
             "Give the engine the configuration of the model that is trained"
         )
     tied = recorder.tied(heads=_ties_its_head(vllm_config))
@@ -508,5 +508,6 @@ def _text(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{_dtype(dtype)}{list(shape)}"
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first of them, for a message."""
     return ", ".join(names[:NAMES_SHOWN_MAX]) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")

@@ -28,15 +28,14 @@ import torch
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
 NOISE_STEP = 7_919  # between the noise of one tensor and that of the next
-NAMES_SHOWN_MAX = 5
 
-Shapes = dict[str, tuple[torch.dtype, torch.Size]]
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -63,7 +62,7 @@ class Conversion:
         Raises whatever a loader raises, or UsageError for a model whose updates are shown to be wrong; its weights are
         mixed then.
         """
-        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+        shapes = shapes_of(weights)
         if self._tried != shapes:
             self._try(shapes, weights)
             self._tried = shapes
@@ -108,11 +107,13 @@ class Conversion:
             )
         if stale:
             raise UsageError(
-                f"{len(stale)} tensors of this model do not follow an update: {_some(stale)}. It cannot be updated in "
-                "place with this vLLM: start a new engine for every version"
+                f"{len(stale)} tensors of this model do not follow an update: {some(sorted(stale))}. It cannot be "
+                "updated in place with this vLLM: start a new engine for every version"
             )
         if self.hidden:
-            logger.info("derived and kept beside the weights, so raw copies are not traded: %s", _some(self.hidden))
+            logger.info(
+                "derived and kept beside the weights, so raw copies are not traded: %s", some(sorted(self.hidden))
+            )
 
     def _can_copy(self, shapes: Shapes) -> bool:
         targets = {name: target for name, target in self._targets().items() if name in shapes}
@@ -152,11 +153,6 @@ class Conversion:
 
 def _differ(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     return [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:NAMES_SHOWN_MAX]) + (", ..." if len(ordered) > NAMES_SHOWN_MAX else "")
 
 
 def noise(shapes: Shapes, weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
