@@ -236,6 +236,9 @@ def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
 
 def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
     updater = engines("first")
+    with pytest.raises(TypeError):
+        updater.begin_fetch(1, None)  # type: ignore[arg-type]
+    assert updater.poll()["state"] == "idle"
     updater.begin_fetch(1, 0.3)  # nobody publishes it
     with pytest.raises(UsageError, match="version 1 is still being fetched"):
         updater.begin_fetch(2, DEADLINE_S)

@@ -172,6 +172,7 @@ class Updater:
         """
         if in_place is None:
             in_place = self.config.install == "direct"
+        deadline = time.monotonic() + deadline_s  # before anything changes: what is no number is refused here
         with self._lock:
             if self._asleep:
                 raise UsageError("the engine sleeps and its weights are not there: wake it up first", version=version)
@@ -183,7 +184,7 @@ class Updater:
             self._fetching, self._error, self._report = version, None, None
         if dropped is not None:
             self._thread.submit(self._drop, dropped)
-        self._fetched = self._thread.submit(self._fetch, version, time.monotonic() + deadline_s, in_place)
+        self._fetched = self._thread.submit(self._fetch, version, deadline, in_place)
 
     def update(self, version: int, deadline_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
         """Fetch and install at once, while the engine stands still. Never raises; returns what `install` does."""
