@@ -20,7 +20,7 @@ from recipes.bench.verl_stall import stalls
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = ("stock", "pull")
-RUN_DEADLINE_S = 900
+RUN_TIMEOUT_S = 900
 Command = Callable[[str, argparse.Namespace], Sequence[str]]
 ReadRound = Callable[[str, Path], stalls.Round]
 
@@ -92,7 +92,7 @@ def run(command: Sequence[str], folder: Path, plugin: Path, shared: Path, size: 
         "VERL_STALL_PROBE": str(folder / "probe"),
     }
     with open(folder / "run.log", "wb") as log:
-        ended = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=RUN_DEADLINE_S)
+        ended = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=RUN_TIMEOUT_S)
     if ended.returncode:
         tail = "\n".join((folder / "run.log").read_text(errors="replace").splitlines()[-30:])
         raise SystemExit(f"{tail}\nthe run ended with {ended.returncode}; its log is {folder / 'run.log'}")

@@ -20,7 +20,7 @@ from tensorhub_plugins.core.types import (
 )
 
 TENSOR_SIZE_BYTES = 8 << 20
-DEADLINE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 class HubWorker:
@@ -85,7 +85,7 @@ class Worker:
         return began
 
     def read(self, version: int) -> dict[str, Any]:
-        report = self.client.replicate(self.tensors, version, deadline_s=DEADLINE_S)
+        report = self.client.replicate(self.tensors, version, timeout_s=TIMEOUT_S)
         return {
             "ended": now(),
             "sources": report.sources,

@@ -96,8 +96,8 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
             progress = Progress(run, started)
             while process.poll() is None:
                 progress.tell()
-                if time.monotonic() - started > arguments.deadline_s:
-                    print(f"not finished after {arguments.deadline_s:.0f} s: giving up", file=sys.stderr)
+                if time.monotonic() - started > arguments.timeout_s:
+                    print(f"not finished after {arguments.timeout_s:.0f} s: giving up", file=sys.stderr)
                     return 124
                 time.sleep(TICK_S)
             progress.tell()

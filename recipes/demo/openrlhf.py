@@ -89,8 +89,8 @@ def train(run: Path, store: str, arguments: argparse.Namespace) -> int:
                 if time.monotonic() - told_at > QUIET_S:
                     told_at = time.monotonic()
                     print(f"[{seconds:5.0f} s] ...", flush=True)
-                if seconds > arguments.deadline_s:
-                    print(f"not finished after {arguments.deadline_s:.0f} s: giving up", file=sys.stderr)
+                if seconds > arguments.timeout_s:
+                    print(f"not finished after {arguments.timeout_s:.0f} s: giving up", file=sys.stderr)
                     return 124
                 time.sleep(TICK_S)
         finally:

@@ -27,8 +27,8 @@ from tensorhub_plugins.core import start_server
 from tensorhub_plugins.core.cli import fetch_status
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 400.0  # for anything that is waited for
-STOP_DEADLINE_S = 20.0
+TIMEOUT_S = 400.0  # for anything that is waited for
+STOP_TIMEOUT_S = 20.0
 SERVER_OPTIONS = ["--max-model-len", "256", "--max-num-seqs", "32", "--enforce-eager", "--kv-cache-memory-bytes", "64M"]
 
 
@@ -109,13 +109,13 @@ def holders(hub: str, version: int) -> list[str]:
 
 
 def until(condition: Callable[[], Any], what: str, *alive: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + DEADLINE_S
+    end = time.monotonic() + TIMEOUT_S
     while not condition():
         for process in alive:
             if process.poll() not in (None, 0):
                 raise SystemExit(f"{what}: no, {process.args} has ended with {process.returncode}, see its log")
         if time.monotonic() > end:
-            raise SystemExit(f"{what}: not within {DEADLINE_S:.0f} s")
+            raise SystemExit(f"{what}: not within {TIMEOUT_S:.0f} s")
         time.sleep(0.2)
 
 
@@ -124,7 +124,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
-            process.wait(timeout=STOP_DEADLINE_S)
+            process.wait(timeout=STOP_TIMEOUT_S)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
 

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     server.add_argument("--address", default="tcp://0.0.0.0:7070", help="where to listen; port 0 takes a free one")
     server.add_argument("--verbose", action="store_true", help="log every decision")
     status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
-    _add_hub(status, deadline_s=5.0)
+    _add_hub(status, timeout_s=5.0)
     status.add_argument("--json", action="store_true", help="for machines")
     for name, words in (
         ("pin", "all followers go to this version and stay there; newer ones wait"),
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         directive = commands.add_parser(name, help=words)
         if name != "unpin":
             directive.add_argument("version", type=int)
-        _add_hub(directive, deadline_s=10.0)
+        _add_hub(directive, timeout_s=10.0)
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     doctor = commands.add_parser("doctor", help="try whether this machine, engine and model work with the store")
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
             version = 0 if options.command == "unpin" else check_version(options.version)
             print(direct(options.hub, options.run, options.model, options.command, version, options.deadline))
             return 0
-        report = fetch_status(options.hub, deadline_s=options.deadline)
+        report = fetch_status(options.hub, timeout_s=options.deadline)
         print(json.dumps(report, indent=2) if options.json else status_text(report))
         return 0
     except TensorHubError as error:
@@ -98,10 +98,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _add_hub(command: argparse.ArgumentParser, *, deadline_s: float) -> None:
+def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     hub = os.environ.get(HUB_ENVIRONMENT)
     command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
-    command.add_argument("--deadline", type=float, default=deadline_s, help="seconds to wait for the hub")
+    command.add_argument("--deadline", type=float, default=timeout_s, help="seconds to wait for the hub")
 
 
 def serve(address: str, *, verbose: bool = False) -> int:
@@ -150,7 +150,7 @@ def _doctor(module: str) -> Any:
         raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
 
 
-def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
+def fetch_status(address: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """The hub's report; HubUnreachable when none answers in time."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -163,18 +163,18 @@ def fetch_status(address: str, *, deadline_s: float = 5.0) -> dict[str, Any]:
         except zmq.ZMQError as error:
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
         socket.send(messages.encode(messages.AskStatus(1)))
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + timeout_s
         while socket.poll(int(1000 * max(0.0, end - time.monotonic()))):
             reply = messages.decode_from_hub(socket.recv())
             if isinstance(reply, messages.Status):
                 return reply.report
-        raise HubUnreachable("no hub answers", peer=address, phase="status", deadline_s=deadline_s)
+        raise HubUnreachable("no hub answers", peer=address, phase="status", timeout_s=timeout_s)
     finally:
         socket.close()
         context.term()
 
 
-def direct(address: str, run: str, model: str, command: str, version: int, deadline_s: float) -> str:
+def direct(address: str, run: str, model: str, command: str, version: int, timeout_s: float) -> str:
     """Carry out pin, unpin (version 0) or withdraw, and say what is so now. The same as Client's, without torch."""
     identity = messages.Hello(
         run=check_name("run", run),
@@ -189,13 +189,13 @@ def direct(address: str, run: str, model: str, command: str, version: int, deadl
     link = HubLink(
         address,
         identity,
-        connect_deadline_s=deadline_s,
+        connect_timeout_s=timeout_s,
         on_source_gone=lambda session: None,
         on_may_drop=lambda effect: None,
     )
     try:
-        deadline_s = min(max(0.0, deadline_s), messages.SECONDS_MAX)
-        link.ask(lambda number: kind(number, version, deadline_s), time.monotonic() + deadline_s).result()
+        timeout_s = min(max(0.0, timeout_s), messages.SECONDS_MAX)
+        link.ask(lambda number: kind(number, version, timeout_s), time.monotonic() + timeout_s).result()
         return directive_text(run, model, link.directive.pin, link.directive.withdrawn)
     finally:
         link.close()

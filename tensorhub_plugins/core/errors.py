@@ -30,14 +30,14 @@ class TensorHubError(Exception):
         shard: int | None = None,
         peer: str | None = None,
         phase: str | None = None,
-        deadline_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.message = message
         self.version = version
         self.shard = shard
         self.peer = peer
         self.phase = phase
-        self.deadline_s = deadline_s
+        self.timeout_s = timeout_s
         context = [
             f"{name}={value}"
             for name, value in (
@@ -45,7 +45,7 @@ class TensorHubError(Exception):
                 ("shard", shard),
                 ("peer", peer),
                 ("phase", phase),
-                ("deadline_s", None if deadline_s is None else round(deadline_s, 3)),
+                ("timeout_s", None if timeout_s is None else round(timeout_s, 3)),
             )
             if value is not None
         ]

@@ -33,7 +33,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
     keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
-    deadline_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
+    timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
     engine_timeout_s: float = 60.0  # an engine that has not answered for this long is ended and started again
     restarts: int = 10  # of one engine before it is given up
     pull_until: int | None = None  # the last version that engines take, for experiments with staleness
@@ -65,7 +65,7 @@ def parse(backend: str) -> Options:
     limits = {
         "keep": (1, 64),
         "restarts": (0, 1000),
-        "deadline_s": (0.1, 86_400),
+        "timeout_s": (0.1, 86_400),
         "engine_timeout_s": (1, 86_400),
     }
     options.check_limits(given, limits, where=FLAG)

@@ -57,7 +57,7 @@ class Engine(_Stock):
             self,
             client.target,
             worker=self.worker,
-            deadline_s=self.options.deadline_s,
+            timeout_s=self.options.timeout_s,
             gate=self.gate,
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
@@ -146,7 +146,7 @@ class Engine(_Stock):
         """An engine that was started again has the weights of before the training: it must not answer with those."""
         while True:
             try:
-                version = await asyncio.to_thread(client.target, pins=self.follower.pins, deadline_s=0.0)
+                version = await asyncio.to_thread(client.target, pins=self.follower.pins, timeout_s=0.0)
                 if version <= (self.options.pull_until or version):
                     await self.follower.update(version)
                 return

@@ -72,7 +72,7 @@ class Follower(follower.Follower):
         """
         if self.until is not None:
             version = min(version, self.until)
-        deadline = time.monotonic() + self.deadline_s
+        deadline = time.monotonic() + self.timeout_s
         while self.is_broken or self.version < version:
             version = min(version, await self._to_run_instead_of(version))
             left_s = deadline - time.monotonic()
@@ -81,22 +81,22 @@ class Follower(follower.Follower):
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
                     version=version,
                     phase="need",
-                    deadline_s=self.deadline_s,
+                    timeout_s=self.timeout_s,
                 )
             await self._reach(version, min(left_s, LOOK_S))
 
-    async def _reach(self, version: int, deadline_s: float) -> None:
+    async def _reach(self, version: int, timeout_s: float) -> None:
         """Wait until it is installed; not for ever."""
         async with self._changed:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self.version >= version and not self.is_broken), deadline_s
+                    self._changed.wait_for(lambda: self.version >= version and not self.is_broken), timeout_s
                 )
 
     async def _to_run_instead_of(self, version: int) -> int:
         """What the hub says now; the same one if it does not say anything, 0 when there is nothing to be run."""
         try:
-            return await asyncio.to_thread(self.target, version, pins=self.pins, deadline_s=0.0)
+            return await asyncio.to_thread(self.target, version, pins=self.pins, timeout_s=0.0)
         except (NotPublished, HubUnreachable):
             return version
         except VersionGone:

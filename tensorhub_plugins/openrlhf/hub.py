@@ -32,7 +32,7 @@ def resolve(options: Options) -> Options:
 def check(address: str) -> None:
     """UsageError unless a hub answers there."""
     try:
-        Client(address, run="probe", model="probe", replica="probe", connect_deadline_s=CONNECT_S).close()
+        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_S).close()
     except HubUnreachable as error:
         raise UsageError(
             f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {FLAG}, or "

@@ -77,7 +77,7 @@ class Fleet:
                 assert dead[0].error is not None
                 raise dead[0].error  # it could not start, for a reason that another start does not change
             if is_late:
-                raise DeadlineExceeded("no vLLM engine answers: look into Ray's logs of them", deadline_s=START_S)
+                raise DeadlineExceeded("no vLLM engine answers: look into Ray's logs of them", timeout_s=START_S)
             time.sleep(QUICK_S)
 
     def check(self) -> None:
@@ -234,7 +234,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def _to_run_instead_of(self, version: int) -> int:
         """What the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
         try:
-            return self._client.target(version, pins=not self.is_sync, deadline_s=0.0)
+            return self._client.target(version, pins=not self.is_sync, timeout_s=0.0)
         except NotPublished:
             return version
         except VersionGone as error:

@@ -75,7 +75,7 @@ class PolicyModelActor(_Policy):
             ranks=ranks,
             worker=f"{TRAINER}/{rank}",
             keep=options.keep,
-            deadline_s=options.deadline_s,
+            timeout_s=options.timeout_s,
             model=[spec for step in self._steps for spec in _specs(step)],
         )
 

@@ -44,7 +44,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
     dtype: str | None = None  # what floating-point weights are published as; None: as verl hands them over
     keep: int = 2  # versions the trainer holds for readers; memory on each trainer host is keep + 1 of its shard
-    deadline_s: float = 120.0  # for one publish, one fetch, one installation
+    timeout_s: float = 120.0  # for one publish, one fetch, one installation
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py
@@ -66,7 +66,7 @@ def _check(given: Options) -> None:
     limits = {
         "keep": (1, 64),
         "restarts": (0, 1000),
-        "deadline_s": (0.1, 86_400),
+        "timeout_s": (0.1, 86_400),
         "replica_timeout_s": (1, 3600),
     }
     options.check_limits(given, limits, where=WHERE)

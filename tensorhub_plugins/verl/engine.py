@@ -84,7 +84,7 @@ class TensorHubServer(vLLMHttpServer):
             self,
             self._client.target,
             worker=self.worker,
-            deadline_s=self.options.deadline_s,
+            timeout_s=self.options.timeout_s,
             until=None if until is None else version_of_step(until),
         )
         await self.follower.follow()

@@ -43,11 +43,11 @@ def ensure(options: Options) -> str:
     return address
 
 
-async def find(options: Options, *, deadline_s: float = ray_hub.START_S) -> str:
+async def find(options: Options, *, timeout_s: float = ray_hub.START_S) -> str:
     """The hub's address, as a process learns it that is told nothing: waits until the manager has started the hub."""
     if options.hub is not None:
         return options.hub
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return str(await ray.get_actor(_actor_name()).address.remote())
@@ -56,7 +56,7 @@ async def find(options: Options, *, deadline_s: float = ray_hub.START_S) -> str:
                 raise HubUnreachable(
                     f"the embedded hub did not start: look for actor {_actor_name()} in Ray's logs, or start "
                     f"`tensorhub server` and set {WHERE}.hub to the address it prints",
-                    deadline_s=deadline_s,
+                    timeout_s=timeout_s,
                 ) from error
             await asyncio.sleep(POLL_S)
 

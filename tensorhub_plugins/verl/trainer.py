@@ -88,13 +88,13 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
         """
-        client, deadline_s = self._client, self.options.deadline_s
+        client, timeout_s = self._client, self.options.timeout_s
         assert client is not None, "init_process_group comes before receive_weights"
         if version == self._received:
             raise UsageError("verl asked for the weights of the same step twice", version=version)
-        client.wait(version, deadline_s=deadline_s)  # the trainer is still gathering
+        client.wait(version, timeout_s=timeout_s)  # the trainer is still gathering
         started = time.monotonic()
-        fetched = client.fetch(version, (CHECKPOINT,), deadline_s=deadline_s, serve=True)
+        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True)
         record(
             "fetch",
             worker=self._worker,
@@ -106,7 +106,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             transports=fetched.report.transports,
         )
         if self._received:
-            client.unpublish(self._received, CHECKPOINT, deadline_s=deadline_s)
+            client.unpublish(self._received, CHECKPOINT, timeout_s=timeout_s)
         self._received = version
         return fetched.tensors()
 
@@ -140,7 +140,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
                 ranks=ranks,
                 worker=self._worker,
                 keep=self.options.keep,
-                deadline_s=self.options.deadline_s,
+                timeout_s=self.options.timeout_s,
                 dtype=None if dtype is None else getattr(torch, dtype),
             )
 

@@ -17,7 +17,7 @@ from typing import Any
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 OUR_METHODS = "tensorhub_"  # how the names of the worker's methods begin
-DRAIN_DEADLINE_S = 600.0  # for one worker: it may be in the middle of an install
+DRAIN_TIMEOUT_S = 600.0  # for one worker: it may be in the middle of an install
 POSITIONAL_MAX = 3  # timeout, args and kwargs; what follows says who answers, and vLLM gives it by name
 
 
@@ -65,7 +65,7 @@ class _Queue:
         if self.came:
             return
         with suppress(Exception):
-            self.dequeue(timeout=DRAIN_DEADLINE_S)
+            self.dequeue(timeout=DRAIN_TIMEOUT_S)
             return
         logger.error("a worker of this engine has not answered %s: restart the engine", method)
 

@@ -53,7 +53,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: int | Literal["latest"] = LATEST
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
-    start_deadline_s: float = 600.0  # for the first version to appear and arrive
+    start_timeout_s: float = 600.0  # for the first version to appear and arrive
     follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine.py
     follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
 
@@ -116,7 +116,7 @@ class TensorHubModelLoader(BaseModelLoader):
         made = time.monotonic()
         if joining is not None:
             updater = join(joining, model, vllm_config)
-            if not on_disk and not _read(start, joining, updater, began + start.start_deadline_s):
+            if not on_disk and not _read(start, joining, updater, began + start.start_timeout_s):
                 runtime.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
                 updater.replaced()
                 on_disk = True
@@ -170,7 +170,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
         try:
             version = updater.resolve(left, refused) if start.version == LATEST else int(start.version)
         except NotPublished as error:
-            raise NotPublished(f"{error.message}{lost}", deadline_s=start.start_deadline_s) from error
+            raise NotPublished(f"{error.message}{lost}", timeout_s=start.start_timeout_s) from error
         result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
         if result["installed"]:
             break
@@ -232,6 +232,6 @@ def _versions(joining: WorkerConfig, visitor: str = "start") -> list[VersionInfo
         model=joining.model,
         replica=f"{joining.replica}-{visitor}",
         transports=("tcp",),
-        connect_deadline_s=joining.connect_deadline_s,
+        connect_timeout_s=joining.connect_timeout_s,
     ) as client:
         return client.versions()

@@ -63,7 +63,7 @@ LINGER_STEP_S = 0.1
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
     version: int | str = LATEST
-    deadline_s: float = 60.0
+    timeout_s: float = 60.0
 
 
 class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInfo]):
@@ -91,13 +91,13 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         self._updater()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        updater, deadline_s = self._updater(), update_info.deadline_s
+        updater, timeout_s = self._updater(), update_info.timeout_s
         latest = update_info.version == LATEST
-        version = updater.resolve(deadline_s) if latest else int(update_info.version)
+        version = updater.resolve(timeout_s) if latest else int(update_info.version)
         polled = updater.poll()
         if polled["version"] == version and not polled["broken"]:
             return
-        result = updater.update(version, deadline_s)
+        result = updater.update(version, timeout_s)
         if not result["installed"]:
             raise TensorHubError(str(result["error"]), version=version)
 

@@ -67,10 +67,10 @@ def make_engine(*, is_partial: bool) -> Any:
     one = engines.Engine.__new__(engines.Engine)
     one.llm, one.worker, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", None
     one.lifeline = Lifeline(one.llm, one.worker)
-    one.options = Options(hub="tcp://h:1", run="r", deadline_s=5)
+    one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = engines._Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()
-    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, deadline_s=5, gate=one.gate)
+    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
     return one
 
 
@@ -122,7 +122,7 @@ def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None
         one = make_engine(is_partial=True)
         one.options = Options(hub="tcp://h:1", run="r", pull_until=until)
 
-        def target(*, pins: bool, deadline_s: float) -> int:
+        def target(*, pins: bool, timeout_s: float) -> int:
             assert pins
             if visible == 0:
                 raise NotPublished("none")
@@ -152,11 +152,11 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
         specs = [spec for step in rank._steps for spec in trainers._specs(step)]
         assert specs[0] == TensorSpec("model.embed_tokens.weight", "bfloat16", (50, 16), 1600)
         client = Client(server.address, run="r", model="actor", replica="trainer")
-        rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, deadline_s=10, model=specs)
+        rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=10, model=specs)
         metrics = rank.tensorhub_publish(1)
         assert metrics["tensorhub/publish/bytes"] == sum(spec.size_bytes for spec in specs)
         with Client(server.address, run="r", model="actor", replica="reader") as reader:
-            tensors = reader.fetch(1, (CHECKPOINT,), deadline_s=10).tensors()
+            tensors = reader.fetch(1, (CHECKPOINT,), timeout_s=10).tensors()
             assert tensors.keys() == truth.keys()
             assert all(torch.equal(tensors[name], tensor) for name, tensor in truth.items())
         rank._publisher.close()

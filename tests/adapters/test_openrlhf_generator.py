@@ -129,8 +129,8 @@ class FakeHub:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def target(self, installed: int, *, pins: bool, deadline_s: float) -> int:
-        assert deadline_s == 0.0, "nobody waits for the hub"
+    def target(self, installed: int, *, pins: bool, timeout_s: float) -> int:
+        assert timeout_s == 0.0, "nobody waits for the hub"
         version = self.pinned if self.pinned and pins else max(self.visible, installed)
         if version == installed:
             raise NotPublished("nothing else")

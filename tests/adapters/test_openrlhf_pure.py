@@ -269,7 +269,7 @@ class FakeHub:
         self.newest, self.pinned = newest, pinned
         self.withdrawn: set[int] = set()
 
-    def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, deadline_s: float) -> int:
+    def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, timeout_s: float) -> int:
         version = self.pinned if self.pinned and pins else self.newest
         back = (self.pinned and pins) or installed in self.withdrawn
         if version in (0, installed) or (version < installed and not back):
@@ -293,7 +293,7 @@ def follower(
         await asyncio.sleep(0)
 
     target = hub.target
-    return Follower(engine, target, worker="w/0", deadline_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
+    return Follower(engine, target, worker="w/0", timeout_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
 
 
 UPDATE = ["begin_fetch", "poll", "prepare_install", "pause", "install", "resume"]

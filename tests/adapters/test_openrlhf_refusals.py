@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
+TIMEOUT_S = 300  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(DEADLINE_S + 60)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(TIMEOUT_S + 60)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def refused(module: str, flag: str, *found_first: Path) -> str:
     path = os.pathsep.join(map(str, [*found_first, ROOT, ROOT / "recipes/cpu/openrlhf"]))
     environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-W", "ignore", "-m", module, "--vllm.sync_backend", flag]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert ended.returncode != 0
     (said,) = [line for line in ended.stderr.splitlines() if line.startswith("tensorhub: ")]
     assert "Traceback" not in ended.stderr

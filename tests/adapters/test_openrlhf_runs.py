@@ -22,11 +22,11 @@ from recipes.openrlhf_grpo.metrics import read_metrics  # noqa: E402
 from tensorhub_plugins.core import start_server  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN_DEADLINE_S = 900
+RUN_TIMEOUT_S = 900
 STEPS = 4
 KL_MAX = 1e-2  # token log-probabilities of vLLM and of the trainer, both in bfloat16
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_DEADLINE_S + 60)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
 
 
 class Run:
@@ -68,7 +68,7 @@ class Run:
 
     def end(self) -> None:
         """Wait for the end, which must be a good one."""
-        code = self.process.wait(RUN_DEADLINE_S)
+        code = self.process.wait(RUN_TIMEOUT_S)
         assert code == 0, f"{self.tail()}\nOpenRLHF ended with {code}"
 
     def tail(self) -> str:
@@ -80,7 +80,7 @@ class Run:
 
     def wait_for(self, condition: Any) -> Any:
         """What `condition` says as soon as it says something."""
-        deadline = time.monotonic() + RUN_DEADLINE_S
+        deadline = time.monotonic() + RUN_TIMEOUT_S
         while time.monotonic() < deadline:
             found = condition()
             if found:
@@ -173,7 +173,7 @@ def test_a_hub_that_goes_away_at_start_ends_the_run_with_one_sentence(tmp_path: 
         with Run(tmp_path, shared, "openrlhf_grpo", "sync", "tensorhub", hub=hub) as run:
             run.wait_for(lambda: f"tensorhub: hub {address}" in run.log.read_text(errors="replace"))
             server.close()
-            assert run.process.wait(RUN_DEADLINE_S) != 0
+            assert run.process.wait(RUN_TIMEOUT_S) != 0
     (said,) = [line for line in run.log.read_text(errors="replace").splitlines() if line.startswith("tensorhub: ")][1:]
     assert address in said
 

@@ -30,7 +30,7 @@ def test_a_hub_that_does_not_answer_is_refused_at_start(monkeypatch):
     from tensorhub_plugins.verl import trainer as checkpoint_engine
 
     real = checkpoint_engine.Client
-    monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_deadline_s=0.3))
+    monkeypatch.setattr(checkpoint_engine, "Client", lambda *a, **k: real(*a, **k, connect_timeout_s=0.3))
     with pytest.raises(UsageError) as refusal:
         checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub="tcp://127.0.0.1:9", run="r")
     assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in str(refusal.value)

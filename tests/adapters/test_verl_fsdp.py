@@ -67,7 +67,7 @@ def train_case(rank, address, strategy, dtype, folder):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     model = f"{strategy}-{dtype}"
     client = Client(address, run="r", model=model, replica="trainer", shard=rank, shard_count=RANKS)
-    publisher = Publisher(client, rank=rank, ranks=RANKS, worker=f"trainer/{rank}", keep=2, deadline_s=60)
+    publisher = Publisher(client, rank=rank, ranks=RANKS, worker=f"trainer/{rank}", keep=2, timeout_s=60)
     for step in range(1, STEPS + 1):
         publisher.publish(step, gathered(module))
         truth = {name: tensor.clone() for name, tensor in gathered(module)}
@@ -78,7 +78,7 @@ def train_case(rank, address, strategy, dtype, folder):
         module(torch.ones(4, 64, dtype=getattr(torch, dtype))).sum().backward()
         optimizer.step()  # the weights change while the version is published
     with Client(address, run="r", model=f"end of {model}", replica=f"trainer-{rank}") as end:
-        end.wait(1, deadline_s=60)  # the reader has what it came for
+        end.wait(1, timeout_s=60)  # the reader has what it came for
     publisher.close()
 
 
@@ -104,8 +104,8 @@ def test_two_ranks_publish_one_model(tmp_path):
 def read(address, model, dtype, folder):
     with Client(address, run="r", model=model, replica="reader") as reader:
         for step in range(1, STEPS + 1):
-            reader.wait(step, deadline_s=90)
-            check(reader.fetch(step, (CHECKPOINT,), deadline_s=30), folder / f"{model}.{step}", dtype)
+            reader.wait(step, timeout_s=90)
+            check(reader.fetch(step, (CHECKPOINT,), timeout_s=30), folder / f"{model}.{step}", dtype)
     with Client(address, run="r", model=f"end of {model}", replica="reader") as end:
         end.publish(1, {"done": torch.ones(1)})
         for _ in range(1200):  # this client stays until both ranks have heard it and left

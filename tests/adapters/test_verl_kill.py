@@ -82,12 +82,12 @@ class Run:
             if e["event"] == event and e["t"] > since and all(e.get(k) == v for k, v in fields.items())
         ]
 
-    def until(self, what, condition, deadline_s=STORY_S, every_s=0.05):
+    def until(self, what, condition, timeout_s=STORY_S, every_s=0.05):
         """The first truthy answer of `condition`; fails the test at the deadline or when the run has ended."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + timeout_s
         while not (answer := condition()):
             assert self.process.poll() is None, f"verl ended while waiting for {what}\n{self.tail()}"
-            assert time.monotonic() < deadline, f"no {what} within {deadline_s} s\n{self.tail()}"
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s\n{self.tail()}"
             time.sleep(every_s)
         return answer
 
@@ -102,7 +102,7 @@ class Run:
 
     def leases(self):
         try:
-            report = fetch_status(self.find("hub")[0]["address"], deadline_s=2)
+            report = fetch_status(self.find("hub")[0]["address"], timeout_s=2)
         except TensorHubError:
             return []
         return [lease for model in report["models"] for lease in model["leases"]]

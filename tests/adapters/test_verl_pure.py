@@ -19,8 +19,8 @@ def test_no_options_are_fine():
 
 
 def test_options_arrive_from_a_command_line_as_text():
-    options = config.parse({"keep": "3", "deadline_s": "5", "transports": ["tcp"], "verify": "true"})
-    assert (options.keep, options.deadline_s, options.transports, options.verify) == (3, 5.0, ("tcp",), True)
+    options = config.parse({"keep": "3", "timeout_s": "5", "transports": ["tcp"], "verify": "true"})
+    assert (options.keep, options.timeout_s, options.transports, options.verify) == (3, 5.0, ("tcp",), True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_options_arrive_from_a_command_line_as_text():
         ({"zzz": 3}, "the options are hub, run"),
         ({"keep": "many"}, "keep"),
         ({"keep": 0}, "keep is 0: choose a number from 1 to 64"),
-        ({"deadline_s": -1}, "deadline_s is -1"),
+        ({"timeout_s": -1}, "timeout_s is -1"),
         ({"hub": "localhost:7000"}, "give the address `tensorhub server` prints"),
         ({"transports": []}, "name at least one"),
         ({"dtype": "int8"}, "choose one of bfloat16"),

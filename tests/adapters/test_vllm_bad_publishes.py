@@ -36,7 +36,7 @@ LOAD = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(1500)]
 
 REPEATS = 4  # of every kind: 13 kinds for each of two models are 104 bad versions
 PAIRS = 4  # every so many bad versions the next one is bad, too
-STEP_DEADLINE_S = 90.0  # until one version is taken or refused; a follower waits for seconds after a failure
+STEP_TIMEOUT_S = 90.0  # until one version is taken or refused; a follower waits for seconds after a failure
 STREAMS = 3  # clients that wait for their answers; one more reads a stream, and one does not stay to the end
 PROBES = [[10, 11, 12, 13], [40, 41, 42], [70, 7, 21, 44, 90]]
 PROBE_TOKENS = 24
@@ -178,15 +178,15 @@ class Load:
             self._stopped, self._held = True, False
             self._lock.notify_all()
         for thread in self._threads:
-            thread.join(STEP_DEADLINE_S)
+            thread.join(STEP_TIMEOUT_S)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Nobody asks, and all that was asked has been answered."""
         with self._lock:
             self._held = True
-            assert self._lock.wait_for(lambda: not self._busy, STEP_DEADLINE_S), "requests hang"
-        wait_until(lambda: self._server.running() == 0, "nothing runs", STEP_DEADLINE_S)
+            assert self._lock.wait_for(lambda: not self._busy, STEP_TIMEOUT_S), "requests hang"
+        wait_until(lambda: self._server.running() == 0, "nothing runs", STEP_TIMEOUT_S)
         yield
         with self._lock:
             self._held = False
@@ -333,7 +333,7 @@ class Story:
             assert self.server.process.poll() is None, f"the server has ended, before {what}: {self.server.log}"
             return condition()
 
-        wait_until(met, f"{what}; see {self.server.log}", STEP_DEADLINE_S)
+        wait_until(met, f"{what}; see {self.server.log}", STEP_TIMEOUT_S)
 
 
 def save(family: str, folder: Path) -> tuple[list[Path], Path]:

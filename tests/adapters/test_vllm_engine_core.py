@@ -20,7 +20,7 @@ from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker import weights as runtime
 from tensorhub_plugins.vllm.worker.updater import Place, Updater, WorkerConfig
 
-DEADLINE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Toy(torch.nn.Module):
@@ -99,7 +99,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
         updater = Updater(config, Toy(), SimpleNamespace(), Place(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
-        follower = CoreFollower(core, config, when=when, **{"patience_s": DEADLINE_S, **options})
+        follower = CoreFollower(core, config, when=when, **{"patience_s": TIMEOUT_S, **options})
         follower.start()
         ends.extend([follower.close, follower._thread.join, core.close, updater.close])
         return core
@@ -126,7 +126,7 @@ def publish(hub: Server, *versions: int) -> None:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.002)
@@ -206,7 +206,7 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
         wait_until(lambda: [info.version for info in trainer.versions() if info.visible] == [1], "2 is lost")
         trainer.wait(1)
         with pytest.raises(NotPublished):
-            trainer.target(2, deadline_s=1.5)  # longer than one question of the follower
+            trainer.target(2, timeout_s=1.5)  # longer than one question of the follower
         assert core.log[-2:] == [("switch", 2), "resume"]
 
 
@@ -263,7 +263,7 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
     core.available = False
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        trainer.wait(1, deadline_s=DEADLINE_S)
+        trainer.wait(1, timeout_s=TIMEOUT_S)
         wait_until(lambda: core.asked > 3, "it has asked whether it may")
         assert core.log == []
         core.available = True

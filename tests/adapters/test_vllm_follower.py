@@ -26,7 +26,7 @@ class Engine:
         self.calls.append(method.removeprefix("tensorhub_"))
         return [getattr(self, f"_{method.removeprefix('tensorhub_')}")(worker, *args) for worker in (0, 1)]
 
-    def _begin_fetch(self, worker, version, deadline_s):
+    def _begin_fetch(self, worker, version, timeout_s):
         self.fetching = 1  # worker 1 has it at the first poll, worker 0 at the second
 
     def _poll(self, worker):
@@ -36,7 +36,7 @@ class Engine:
         error = failure if state == "failed" else self.error
         return {"state": state, "error": error, "error_kind": str(error).partition(":")[0] if error else None}
 
-    def _prepare_install(self, worker, deadline_s):
+    def _prepare_install(self, worker, timeout_s):
         self.error = self.fails.get(("prepare", worker))
         if self.error:
             raise RuntimeError(self.error)
@@ -44,7 +44,7 @@ class Engine:
     def _discard(self, worker):
         pass
 
-    def _install(self, worker, version, deadline_s):
+    def _install(self, worker, version, timeout_s):
         assert self.is_paused, "weights change only while the engine stands still"
         failure = self.fails.get(("install", worker))
         broken = self.fails.get(("broken", worker))
@@ -76,7 +76,7 @@ def follow(engine, answers, **options):
     heard = iter(answers)
     asked = []
 
-    def target(installed, *, refused, pins, deadline_s):
+    def target(installed, *, refused, pins, timeout_s):
         asked.append((installed, refused) if refused else installed)
         answer = next(heard, Done())
         if callable(answer):
@@ -88,7 +88,7 @@ def follow(engine, answers, **options):
     async def no_sleep(seconds):
         await asyncio.sleep(0)
 
-    follower = Follower(engine, target, worker="rollout-0/0", deadline_s=1, sleep=no_sleep, **options)
+    follower = Follower(engine, target, worker="rollout-0/0", timeout_s=1, sleep=no_sleep, **options)
     with pytest.raises(Done):
         asyncio.run(asyncio.wait_for(follower.follow(), 20))
     return follower, asked
@@ -165,7 +165,7 @@ def test_workers_that_never_finish_are_given_up(monkeypatch):
 def test_it_stops_following_where_it_is_told_to():
     engine = Engine()
     heard = iter([2, 4])
-    follower = Follower(engine, lambda *a, **k: next(heard), worker="w", deadline_s=1, until=4)
+    follower = Follower(engine, lambda *a, **k: next(heard), worker="w", timeout_s=1, until=4)
     asyncio.run(asyncio.wait_for(follower.follow(), 20))
     assert follower.version == 4
 

@@ -40,10 +40,10 @@ def start(*command: str) -> subprocess.Popen[str]:
     return process
 
 
-def is_silent_within(process: subprocess.Popen[str], deadline_s: float) -> bool:
+def is_silent_within(process: subprocess.Popen[str], timeout_s: float) -> bool:
     """Whether the last process that could write to the pipe has ended."""
     assert process.stdout is not None
-    return bool(select.select([process.stdout], [], [], deadline_s)[0]) and process.stdout.read() == ""
+    return bool(select.select([process.stdout], [], [], timeout_s)[0]) and process.stdout.read() == ""
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open (Linux 5.3)")
@@ -146,7 +146,7 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         probe.cancel()
         now = 9.0
         assert line.silent_s(None) == 4.0
-        busy = SimpleNamespace(installing_since=8.0, deadline_s=2.0)
+        busy = SimpleNamespace(installing_since=8.0, timeout_s=2.0)
         assert line.silent_s(busy) == 0.0  # an installation has its own deadline
         now = 11.0
         assert line.silent_s(busy) == 6.0

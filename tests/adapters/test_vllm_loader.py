@@ -18,7 +18,7 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Server
 
 pytestmark = pytest.mark.heavy
 
-DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def client(hub: Server, name: str) -> Client:
@@ -65,7 +65,7 @@ def test_engines_start_from_a_trainer_and_from_each_other(kind: str, models: Any
                 # Later versions arrive as in any other engine of the store.
                 with client(hub, "trainer-2") as trainer:
                     trainer.publish(2, checkpoint(models(kind, 1)))
-                    second.call("tensorhub_begin_fetch", 2, DEADLINE_S)
+                    second.call("tensorhub_begin_fetch", 2, TIMEOUT_S)
                     second.ask("pause")
                     assert install(second, 2)["installed"]
                     second.ask("resume")
@@ -75,14 +75,14 @@ def test_engines_start_from_a_trainer_and_from_each_other(kind: str, models: Any
 def install(engine: Engine, version: int) -> dict[str, Any]:
     while engine.call("tensorhub_poll")["state"] == "fetching":
         pass
-    return engine.call("tensorhub_install", version, DEADLINE_S)
+    return engine.call("tensorhub_install", version, TIMEOUT_S)
 
 
 def test_where_the_store_is_empty_the_first_reads_from_disk_and_serves_it(models: Any, bare: Any, hub: Server) -> None:
     model = models("qwen2-tied", 1)
     fallback = {"disk": "fallback", "disk_version": 1}
     with start(model, hub, extra=fallback) as first, client(hub, "reader") as reader:
-        assert reader.wait(1, deadline_s=DEADLINE_S) == 1
+        assert reader.wait(1, timeout_s=TIMEOUT_S) == 1
         assert first.call("tensorhub_poll")["report"] is None
         with start(bare("qwen2-tied"), hub, extra=fallback) as second:
             assert second.call("tensorhub_poll")["report"]["layout"].startswith("runtime:")
@@ -93,10 +93,10 @@ def test_where_the_store_is_empty_the_first_reads_from_disk_and_serves_it(models
 def test_what_cannot_start_says_why(models: Any, bare: Any, hub: Server) -> None:
     folder = bare("qwen2-tied")
     for extra, sentence in (
-        ({"start_deadline_s": 0.3}, "NotPublished"),
+        ({"start_timeout_s": 0.3}, "NotPublished"),
         ({"hubb": "tcp://127.0.0.1:1"}, "unknown field `hubb`; known keys: "),
         ({"disk": "sometimes"}, "Invalid enum value 'sometimes'"),
-        ({"hub": "tcp://127.0.0.1:9", "connect_deadline_s": 0.2}, "HubUnreachable"),
+        ({"hub": "tcp://127.0.0.1:9", "connect_timeout_s": 0.2}, "HubUnreachable"),
     ):
         with pytest.raises(EngineError) as refused:
             start(folder, hub, extra=extra)
@@ -124,7 +124,7 @@ def test_a_sleeping_engine_is_no_source_and_comes_back(models: Any, bare: Any, h
                 assert holders() == ("rollout-1/0",)
                 with pytest.raises(EngineError, match="sleeps and its weights are not there"):
                     engine.call("tensorhub_begin_fetch", 2, 1.0)
-                copy = reader.fetch(1, (layout,), deadline_s=DEADLINE_S)
+                copy = reader.fetch(1, (layout,), timeout_s=TIMEOUT_S)
                 assert list(copy.report.sources) == ["rollout-1/0"]
                 engine.ask("rpc", "wake_up", ())
                 while engine.call("tensorhub_poll")["serving"]:

@@ -21,7 +21,7 @@ from tensorhub_plugins.core import Client, Server
 pytestmark = pytest.mark.heavy
 LONG = pytest.mark.long
 
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 Weights = dict[str, torch.Tensor]
 
 
@@ -108,12 +108,12 @@ def connect(engine: Engine, hub: Server) -> None:
 
 def try_to_take(engine: Engine, version: int) -> str:
     """As a follower does up to the pause; what was said against it, or nothing."""
-    engine.call("tensorhub_begin_fetch", version, DEADLINE_S)
-    wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched", DEADLINE_S)
+    engine.call("tensorhub_begin_fetch", version, TIMEOUT_S)
+    wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched", TIMEOUT_S)
     polled = engine.call("tensorhub_poll")
     if polled["state"] == "ready":
         try:
-            engine.call("tensorhub_prepare_install", DEADLINE_S)
+            engine.call("tensorhub_prepare_install", TIMEOUT_S)
             return ""
         except EngineError:
             polled = engine.call("tensorhub_poll")
@@ -123,7 +123,7 @@ def try_to_take(engine: Engine, version: int) -> str:
 
 def install(engine: Engine, version: int) -> dict[str, Any]:
     engine.ask("pause")
-    result: dict[str, Any] = engine.call("tensorhub_install", version, DEADLINE_S)
+    result: dict[str, Any] = engine.call("tensorhub_install", version, TIMEOUT_S)
     if result["broken"] is None:
         engine.ask("resume")
     return result
@@ -133,7 +133,7 @@ def take(engine: Engine, version: int) -> None:
     assert try_to_take(engine, version) == ""
     result = install(engine, version)
     assert result["installed"], result["error"]
-    wait_until(lambda: not engine.call("tensorhub_poll")["serving"], "served", DEADLINE_S)
+    wait_until(lambda: not engine.call("tensorhub_poll")["serving"], "served", TIMEOUT_S)
     engine.call("tensorhub_guard")
 
 
@@ -158,7 +158,7 @@ def test_another_models_tensors_are_refused_by_name(kind: str, models: Any, hub:
                 trainer.publish(version, spoil(new))
                 said = try_to_take(engine, version)
                 assert named in said, (what, said)
-                result = engine.call("tensorhub_install", version, DEADLINE_S)  # whoever insists
+                result = engine.call("tensorhub_install", version, TIMEOUT_S)  # whoever insists
                 assert not result["installed"] and result["broken"] is None
                 assert engine.call("tensorhub_digests")["runtime"] == untouched["runtime"], what
                 trainer.unpublish(version)
@@ -232,27 +232,27 @@ def test_workers_that_refuse_do_not_mix_up_their_answers(models: Any, hub: Serve
         for version, refusing in ((1, [True, True]), (2, [False, True])):
             assert fetch_all(engine, version) == ["ready", "ready"]
             with pytest.raises(EngineError, match="VersionRefused|Worker failed"):
-                engine.ask("rpc", "tensorhub_prepare_install", (DEADLINE_S,))
+                engine.ask("rpc", "tensorhub_prepare_install", (TIMEOUT_S,))
             states = [worker["error_kind"] == "VersionRefused" for worker in engine.ask("rpc", "tensorhub_poll", ())]
             assert states == refusing
             with pytest.raises(EngineError):  # every worker says that this is what it has
-                engine.ask("rpc", "tensorhub_begin_fetch", (0, DEADLINE_S))
+                engine.ask("rpc", "tensorhub_begin_fetch", (0, TIMEOUT_S))
             assert engine.ask("rpc", "tensorhub_health", ()) == [None, None]
             assert engine.generate() == answers
         assert fetch_all(engine, 3) == ["ready", "ready"]
-        engine.ask("rpc", "tensorhub_prepare_install", (DEADLINE_S,))
-        results = engine.ask("rpc", "tensorhub_install", (3, DEADLINE_S))
+        engine.ask("rpc", "tensorhub_prepare_install", (TIMEOUT_S,))
+        results = engine.ask("rpc", "tensorhub_install", (3, TIMEOUT_S))
         assert [result["installed"] for result in results] == [True, True]
         assert engine.generate() != answers
 
 
 def fetch_all(engine: Engine, version: int) -> list[str]:
-    engine.ask("rpc", "tensorhub_begin_fetch", (version, DEADLINE_S))
+    engine.ask("rpc", "tensorhub_begin_fetch", (version, TIMEOUT_S))
 
     def states() -> list[str]:
         return [worker["state"] for worker in engine.ask("rpc", "tensorhub_poll", ())]
 
-    wait_until(lambda: "fetching" not in states(), "fetched by all workers", DEADLINE_S)
+    wait_until(lambda: "fetching" not in states(), "fetched by all workers", TIMEOUT_S)
     return states()
 
 

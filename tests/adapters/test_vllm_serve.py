@@ -81,7 +81,7 @@ class Server:
 
     def update(self, version: int) -> requests.Response:
         self.post("start_weight_update").raise_for_status()
-        reply = self.post("update_weights", {"update_info": {"version": version, "deadline_s": 5.0}})
+        reply = self.post("update_weights", {"update_info": {"version": version, "timeout_s": 5.0}})
         if reply.ok:
             self.post("finish_weight_update", {"weight_version": str(version)}).raise_for_status()
         return reply

@@ -28,7 +28,7 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Location, Server, start_s
 pytestmark = pytest.mark.heavy
 
 KIND = "qwen2-wide"
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 
 State = tuple[dict[str, str], list[list[int]]]  # digests of every tensor, greedy answers
 
@@ -98,9 +98,9 @@ def scene(hub: Server, models: Any, bare: Any) -> Iterator[Scene]:
 def test_the_rest_comes_from_another_holder(extension: str | None, scene: Scene, truth: Any) -> None:
     """The negative control is an engine that takes the loss of its source for the end of its read."""
     with client(scene.hub, "holder", location=Location("far")) as holder:
-        holder.fetch(1, (scene.layout,), deadline_s=DEADLINE_S, serve=True)
+        holder.fetch(1, (scene.layout,), timeout_s=TIMEOUT_S, serve=True)
         scene.trainer.close()
-        late = scene.start(extension=extension).result(DEADLINE_S)
+        late = scene.start(extension=extension).result(TIMEOUT_S)
         report = late.call("tensorhub_poll")["report"]
         assert report["layout"] == scene.layout and 0 < report["sources"]["source/0"] < scene.size_bytes
         if extension is None:
@@ -114,7 +114,7 @@ def test_the_rest_comes_from_another_holder(extension: str | None, scene: Scene,
 
 @pytest.mark.long  # the hub gives a silent worker 15 s
 def test_with_no_peer_left_it_converts_the_checkpoint(scene: Scene, truth: Any) -> None:
-    late = scene.start().result(DEADLINE_S)
+    late = scene.start().result(TIMEOUT_S)
     report = late.call("tensorhub_poll")["report"]
     assert report["layout"] == CHECKPOINT and report["sources"].keys() == {"trainer/0"}
     assert state(late) == truth(1)
@@ -124,7 +124,7 @@ def test_with_no_peer_left_it_converts_the_checkpoint(scene: Scene, truth: Any) 
 def test_with_nothing_left_it_starts_from_disk_where_that_is_allowed(scene: Scene, models: Any, truth: Any) -> None:
     """Other weights lie on the disk, so that a byte of the store's would be seen."""
     scene.trainer.close()
-    late = scene.start(models(KIND, 2), disk="fallback", disk_version=2).result(DEADLINE_S)
+    late = scene.start(models(KIND, 2), disk="fallback", disk_version=2).result(TIMEOUT_S)
     assert state(late) == truth(2) != truth(1)
     wait_until(lambda: late.call("tensorhub_poll")["served_version"] == 2, "it serves what it has")
 
@@ -133,9 +133,9 @@ def test_with_nothing_left_it_starts_from_disk_where_that_is_allowed(scene: Scen
 def test_with_nothing_left_and_no_disk_it_waits_for_a_version_and_then_says_so(scene: Scene, models: Any) -> None:
     scene.trainer.close()
     began = time.monotonic()
-    starting = scene.start(models(KIND, 2), start_deadline_s=25.0)
+    starting = scene.start(models(KIND, 2), start_timeout_s=25.0)
     with pytest.raises(EngineError, match="NotPublished: .* version 1 was lost on the way"):
-        starting.result(DEADLINE_S)
+        starting.result(TIMEOUT_S)
     assert time.monotonic() - began < 40
 
 
@@ -144,9 +144,9 @@ def test_with_nothing_left_it_takes_the_next_version(scene: Scene, models: Any, 
     scene.trainer.close()
     starting = scene.start()
     with client(scene.hub, "trainer-2") as trainer:
-        wait_until(lambda: not any(info.visible for info in trainer.versions()), "version 1 is lost", DEADLINE_S)
+        wait_until(lambda: not any(info.visible for info in trainer.versions()), "version 1 is lost", TIMEOUT_S)
         trainer.publish(2, checkpoint(models(KIND, 2)))
-        assert state(starting.result(DEADLINE_S)) == truth(2)
+        assert state(starting.result(TIMEOUT_S)) == truth(2)
 
 
 @pytest.mark.long  # five engines whose core is a process of its own, as in servers

@@ -67,5 +67,5 @@ def test_a_trainer_whose_model_has_changed_is_refused(hub: Server) -> None:
     engine.source = ModuleSource(torch.nn.Linear(4, 4))  # the control: the version itself is as good as before
     engine.send_weights(2)
     with Client(hub.address, run="default", model="actor", replica="reader") as reader:
-        assert reader.wait(deadline_s=10.0) == 2
+        assert reader.wait(timeout_s=10.0) == 2
     engine.shutdown()

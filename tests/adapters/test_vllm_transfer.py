@@ -17,7 +17,7 @@ from tensorhub_plugins.core import Client, Server
 
 pytestmark = pytest.mark.heavy
 
-DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
 KIND = "qwen2-tied"
 CACHED = [[(7 * k) % 400 + 10 for k in range(130)]]  # four blocks of the prefix cache, and a bit
 BLOCKS = {"block_size": 32, "enable_prefix_caching": True}
@@ -89,7 +89,7 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
 
         # A failed update ends the round, and the old version goes on.
         with pytest.raises(EngineError, match="version=7"):
-            update(engine, 7, deadline_s=0.2)
+            update(engine, 7, timeout_s=0.2)
         assert engine.ask("own", "get_weight_version", ()) == "1" and engine.generate() == new[0]
 
         # Requests that are running are kept, and end under the new weights.
@@ -108,9 +108,9 @@ def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare
         with start(bare(KIND), hub, {}) as engine:
             assert engine.generate(CACHED) == answers(1)[1]
             trainer.publish(2, checkpoint(models(KIND, 2)))
-            engine.call("tensorhub_begin_fetch", 2, DEADLINE_S)
+            engine.call("tensorhub_begin_fetch", 2, TIMEOUT_S)
             wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "ready")
-            assert engine.call("tensorhub_install", 2, DEADLINE_S)["installed"]
+            assert engine.call("tensorhub_install", 2, TIMEOUT_S)["installed"]
             assert engine.generate() == answers(2)[0]
             assert engine.generate(CACHED) != answers(2)[1]
 

@@ -28,7 +28,7 @@ from tensorhub_plugins.vllm.worker import weights as runtime
 from tensorhub_plugins.vllm.worker.updater import BrokenWeights, Place, Updater, WorkerConfig
 
 LAYOUT = "runtime:toy"
-DEADLINE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Toy(torch.nn.Module):
@@ -98,21 +98,21 @@ def engines(hub: Server) -> Iterator[Engines]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
 def fetch(updater: Updater, version: int) -> str:
-    updater.begin_fetch(version, DEADLINE_S)
+    updater.begin_fetch(version, TIMEOUT_S)
     wait_until(lambda: updater.poll()["state"] != "fetching")
     return updater.poll()["state"]
 
 
 def update(updater: Updater, version: int) -> dict[str, Any]:
     assert fetch(updater, version) == "ready", updater.poll()["error"]
-    result = updater.install(version, DEADLINE_S)
+    result = updater.install(version, TIMEOUT_S)
     assert result["installed"], result["error"]
     wait_until(lambda: not updater.poll()["serving"])
     return result
@@ -152,7 +152,7 @@ def test_what_is_served_is_never_what_is_written(options: dict[str, Any], engine
         # Live weights are withdrawn by now; a copy is served until its successor is.
         serves_old = LAYOUT in {key.layout for key in updater._client.serving() if key.version == 1}
         assert serves_old == (updater.config.source == "host")
-        assert updater.install(2, DEADLINE_S)["installed"]
+        assert updater.install(2, TIMEOUT_S)["installed"]
         wait_until(lambda: not updater.poll()["serving"])
         assert {key.version for key in updater._client.serving()} == {2}
 
@@ -177,11 +177,11 @@ def test_a_version_that_is_given_up_leaves_the_old_one_served(
         assert fetch(updater, 2) == "ready"
         if how == "refused":
             with pytest.raises(VersionRefused, match="not this model's .version=2."):
-                updater.prepare_install(DEADLINE_S)
+                updater.prepare_install(TIMEOUT_S)
             assert updater.poll()["error_kind"] == "VersionRefused"
         else:
             updater.discard()
-        assert not updater.install(2, DEADLINE_S)["installed"]
+        assert not updater.install(2, TIMEOUT_S)["installed"]
         wait_until(lambda: {key.version for key in updater._client.serving()} == {1})
         assert reader.fetch(1, (LAYOUT,)).tensors()["fused"].unique().tolist() == [1.0]
         monkeypatch.undo()
@@ -210,7 +210,7 @@ def test_what_kernels_keep_for_themselves_is_never_copied_raw(engines: Engines) 
             trainer.publish(version, toy_checkpoint(float(version)))
             for one in (updater, peer) if version == 1 else (peer, updater):
                 assert fetch(one, version) == "ready"
-                assert one.install(version, DEADLINE_S)["layout"] == CHECKPOINT
+                assert one.install(version, TIMEOUT_S)["layout"] == CHECKPOINT
                 wait_until(lambda one=one: not one.poll()["serving"])
                 assert value(one) == version
             assert not updater._client.serving() and peer._client.serving()
@@ -222,16 +222,16 @@ def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
         for version in (1, 2):
-            result = updater.install(version, DEADLINE_S)
+            result = updater.install(version, TIMEOUT_S)
             assert not result["installed"] and result["broken"] is None
         assert fetch(updater, 1) == "ready"
-        result = updater.install(2, DEADLINE_S)
+        result = updater.install(2, TIMEOUT_S)
         assert not result["installed"] and "version 1 is ready: fetch version 2 first" in result["error"]
         assert value(updater) == 0.0
         updater.guard()
-        assert updater.install(1, DEADLINE_S)["installed"]
+        assert updater.install(1, TIMEOUT_S)["installed"]
         with pytest.raises(UsageError, match="version 1 is installed already"):
-            updater.begin_fetch(1, DEADLINE_S)
+            updater.begin_fetch(1, TIMEOUT_S)
 
 
 def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
@@ -241,7 +241,7 @@ def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
     assert updater.poll()["state"] == "idle"
     updater.begin_fetch(1, 0.3)  # nobody publishes it
     with pytest.raises(UsageError, match="version 1 is still being fetched"):
-        updater.begin_fetch(2, DEADLINE_S)
+        updater.begin_fetch(2, TIMEOUT_S)
     wait_until(lambda: updater.poll()["state"] == "failed")
     assert updater.poll()["error_kind"] in ("NotPublished", "DeadlineExceeded")
     assert updater.poll()["broken"] is None
@@ -256,12 +256,12 @@ def test_a_converter_that_gives_up_leaves_the_work_to_another(engines: Engines) 
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
         assert fetch(first, 1) == "ready"
-        second.begin_fetch(1, DEADLINE_S)
+        second.begin_fetch(1, TIMEOUT_S)
         time.sleep(0.2)
         assert second.poll()["state"] == "fetching"  # waits for the first one's conversion
         first.discard()
         wait_until(lambda: second.poll()["state"] == "ready")
-        assert second.install(1, DEADLINE_S)["layout"] == CHECKPOINT
+        assert second.install(1, TIMEOUT_S)["layout"] == CHECKPOINT
 
 
 @pytest.mark.parametrize("options", [{}, {"serve_from": "live"}, {"install": "direct"}], ids=str)
@@ -282,7 +282,7 @@ def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "reload_checkpoint", half)
             assert fetch(updater, 2) == "ready"
-            result = updater.install(2, DEADLINE_S)
+            result = updater.install(2, TIMEOUT_S)
         assert not result["installed"] and "injected" in result["error"] and result["version"] == 1
         assert updater._model.fused.unique().tolist() == [1.0, 2.0]
         assert updater.poll()["state"] == "broken"
@@ -302,9 +302,9 @@ def test_a_direct_install_whose_peer_is_gone_converts(engines: Engines) -> None:
         update(first, 1)
         assert fetch(second, 1) == "ready" and second.poll()["report"] is None
         first.close()
-        result = second.install(1, 10 * DEADLINE_S)
+        result = second.install(1, 10 * TIMEOUT_S)
         assert result["installed"] and result["layout"] == CHECKPOINT
-        assert result["seconds"] < DEADLINE_S  # it asks for what is there, and does not wait for what was
+        assert result["seconds"] < TIMEOUT_S  # it asks for what is there, and does not wait for what was
         assert value(second) == 1.0
         wait_until(lambda: not second.poll()["serving"])
         assert second.poll()["served_version"] == 1
@@ -314,7 +314,7 @@ class Party:
     """An all-gather between threads."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=DEADLINE_S)
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.votes = [b""] * size
 
     def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
@@ -332,7 +332,7 @@ def install_all(updaters: list[Updater], versions: list[int]) -> list[dict[str, 
     results: list[dict[str, Any]] = [{}] * len(updaters)
 
     def run(rank: int) -> None:
-        results[rank] = updaters[rank].install(versions[rank], DEADLINE_S)
+        results[rank] = updaters[rank].install(versions[rank], TIMEOUT_S)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(updaters))]
     for thread in threads:
@@ -353,7 +353,7 @@ def test_workers_of_one_engine_install_all_or_none(
         trainer.publish(1, toy_checkpoint(1.0))
         for replica in (workers, peers):  # one after the other, so that it is the first that converts
             for worker in replica:
-                worker.begin_fetch(1, DEADLINE_S)
+                worker.begin_fetch(1, TIMEOUT_S)
             if replica is workers:
                 wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
         workers[1].discard()
@@ -372,7 +372,7 @@ def test_workers_of_one_engine_install_all_or_none(
         # Half way: one fails after both began. Both are broken, and neither goes on offering what it wrote.
         trainer.publish(2, toy_checkpoint(2.0))
         for worker in workers:
-            worker.begin_fetch(2, DEADLINE_S)
+            worker.begin_fetch(2, TIMEOUT_S)
         wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
         assert [r["installed"] for r in install_all(workers, [2, 2])] == [True, True]
         wait_until(lambda: not any(w.poll()["serving"] for w in workers))
@@ -402,19 +402,19 @@ def test_an_install_does_not_wait_for_ever_for_a_snapshot(engines: Engines, monk
     publish = updater._client.publish
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        gate.wait(DEADLINE_S)
+        gate.wait(TIMEOUT_S)
         return publish(*args, **kwargs)
 
     monkeypatch.setattr(updater._client, "publish", slow)
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
         assert fetch(updater, 1) == "ready"
-        assert updater.install(1, DEADLINE_S)["installed"]
+        assert updater.install(1, TIMEOUT_S)["installed"]
         with pytest.raises(DeadlineExceeded, match="still being copied for peers"):
             updater.prepare_install(0.05)
         assert updater.poll()["served_version"] is None
         gate.set()
-        updater.prepare_install(DEADLINE_S)
+        updater.prepare_install(TIMEOUT_S)
         assert updater.poll()["served_version"] == 1
 
 
@@ -424,9 +424,9 @@ def test_an_update_at_once_reads_in_place_and_is_served(options: dict[str, Any],
     first, second = engines("first", **options), engines("second", **options)
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
-        assert first.resolve(DEADLINE_S) == 1
-        assert first.update(1, DEADLINE_S, in_place=True)["layout"] == CHECKPOINT
-        result = second.update(1, DEADLINE_S, in_place=True)
+        assert first.resolve(TIMEOUT_S) == 1
+        assert first.update(1, TIMEOUT_S, in_place=True)["layout"] == CHECKPOINT
+        result = second.update(1, TIMEOUT_S, in_place=True)
         assert (result["layout"], value(second)) == (LAYOUT, 1.0)
         assert list(result["report"]["sources"]) == ["first/0"]
         for updater in (first, second):
@@ -454,15 +454,15 @@ def test_an_engine_falls_asleep_when_nobody_reads_it_any_more(engines: Engines) 
         trainer.publish(1, toy_checkpoint(1.0))
         update(sleeper, 1)
         hold_back(sleeper._client, 1, 0, LAYOUT)
-        reading = threads.submit(reader.fetch, 1, (LAYOUT,), deadline_s=DEADLINE_S)
+        reading = threads.submit(reader.fetch, 1, (LAYOUT,), timeout_s=TIMEOUT_S)
         wait_until(lambda: sleeper._client.find(ShardKey(1, LAYOUT)).active_readers)
         sleeping = threads.submit(sleeper.fall_asleep)
         with pytest.raises(FutureTimeout):
             sleeping.result(0.5)
         assert not reading.done()
         let_go(sleeper._client, 1, LAYOUT)
-        sleeping.result(DEADLINE_S)
-        assert reading.result(DEADLINE_S).tensors()["fused"].unique().tolist() == [1.0]
+        sleeping.result(TIMEOUT_S)
+        assert reading.result(TIMEOUT_S).tensors()["fused"].unique().tolist() == [1.0]
 
 
 def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:
@@ -479,8 +479,8 @@ def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:
         sleeper.fall_asleep()
         assert held() == {"other/0"}
         with pytest.raises(UsageError, match="wake it up first"):
-            sleeper.begin_fetch(1, DEADLINE_S)
-        assert "wake it up first" in sleeper.install(1, DEADLINE_S)["error"]
+            sleeper.begin_fetch(1, TIMEOUT_S)
+        assert "wake it up first" in sleeper.install(1, TIMEOUT_S)["error"]
         sleeper.wake_up()
         wait_until(lambda: not sleeper.poll()["serving"])
         assert held() == {"sleeper/0", "other/0"} and value(sleeper) == 1.0

@@ -24,7 +24,7 @@ from tensorhub_plugins.core import Client, Server
 pytestmark = pytest.mark.heavy
 LONG = pytest.mark.long
 
-DEADLINE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def trainer(hub: Server, name: str = "trainer") -> Client:
@@ -37,15 +37,15 @@ def connect(engine: Engine, hub: Server, replica: str, **options: Any) -> dict[s
 
 
 def fetch(engine: Engine, version: int) -> dict[str, Any]:
-    engine.call("tensorhub_begin_fetch", version, DEADLINE_S)
+    engine.call("tensorhub_begin_fetch", version, TIMEOUT_S)
     wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched")
     return engine.call("tensorhub_poll")
 
 
 def install(engine: Engine, version: int) -> dict[str, Any]:
-    engine.call("tensorhub_prepare_install", DEADLINE_S)
+    engine.call("tensorhub_prepare_install", TIMEOUT_S)
     engine.ask("pause")
-    result = engine.call("tensorhub_install", version, DEADLINE_S)
+    result = engine.call("tensorhub_install", version, TIMEOUT_S)
     if result["installed"]:
         engine.ask("resume")
     return result
@@ -169,7 +169,7 @@ def test_it_generates_while_a_version_arrives_and_keeps_its_requests(
     expected = first.generate()
     freeze(first)  # a source that takes its time
     second.ask("submit", "long", PROMPTS, 200)
-    second.call("tensorhub_begin_fetch", 1, DEADLINE_S)
+    second.call("tensorhub_begin_fetch", 1, TIMEOUT_S)
     before = min(second.ask("progress").values())
     wait_until(lambda: min(second.ask("progress").values()) >= before + 20, "20 tokens")
     assert second.call("tensorhub_poll")["state"] == "fetching"
@@ -188,7 +188,7 @@ def test_it_generates_while_a_version_arrives_and_keeps_its_requests(
         layout = second.call("tensorhub_poll")["layout"]
         wait_until(lambda: not second.call("tensorhub_poll")["serving"], "served")
         first.kill()
-        held = reader.fetch(1, (layout,), deadline_s=DEADLINE_S)
+        held = reader.fetch(1, (layout,), timeout_s=TIMEOUT_S)
         assert list(held.report.sources) == ["rollout-1/0"]
         digests = {name: digest(tensor) for name, tensor in held.tensors().items()}
         assert digests == second.call("tensorhub_digests")["runtime"]
@@ -239,7 +239,7 @@ def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     first, second = pair()
     before, answers = second.call("tensorhub_digests"), second.generate()
     freeze(first)
-    second.call("tensorhub_begin_fetch", 1, DEADLINE_S)
+    second.call("tensorhub_begin_fetch", 1, TIMEOUT_S)
     assert second.generate() == answers
     assert second.call("tensorhub_poll")["state"] == "fetching"  # so the kill hits in the middle
     first.kill()
@@ -247,7 +247,7 @@ def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     polled = second.call("tensorhub_poll")
     assert (polled["state"], polled["version"], polled["broken"]) == ("failed", 0, None)
     assert polled["error_kind"] in ("VersionGone", "NotPublished")
-    result = second.call("tensorhub_install", 1, DEADLINE_S)
+    result = second.call("tensorhub_install", 1, TIMEOUT_S)
     assert not result["installed"] and result["broken"] is None
     assert second.call("tensorhub_digests") == before
     assert second.generate() == answers
@@ -310,8 +310,8 @@ def test_an_incomplete_checkpoint_is_refused_by_name(models: Any, hub: Server) -
             assert fetch(engine, version)["state"] == "ready"
             parameter = left_out.replace("k_proj", "qkv_proj")
             with pytest.raises(EngineError, match=f"VersionRefused: .* {parameter} "):
-                engine.call("tensorhub_prepare_install", DEADLINE_S)
-            result = engine.call("tensorhub_install", version, DEADLINE_S)
+                engine.call("tensorhub_prepare_install", TIMEOUT_S)
+            result = engine.call("tensorhub_install", version, TIMEOUT_S)
             assert not result["installed"] and result["broken"] is None
         publisher.publish(3, weights)
         update(engine, 3)
@@ -335,7 +335,7 @@ def test_an_engine_that_was_not_started_for_the_store_is_refused(models: Any, hu
                     "run": "r",
                     "model": "m",
                     "replica": "p",
-                    "connect_deadline_s": 0.2,
+                    "connect_timeout_s": 0.2,
                 },
             )
         assert connect(engine, hub, "rollout-0")["shard_count"] == 1
@@ -357,7 +357,7 @@ def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any
             # Version 1 is retained: its last copy in this layout was moved away before the weights changed.
             held = reader.versions()[-1].layouts.get(layout)
             if held:
-                copy = reader.fetch(1, (layout,), deadline_s=DEADLINE_S)
+                copy = reader.fetch(1, (layout,), timeout_s=TIMEOUT_S)
                 assert {name: digest(tensor) for name, tensor in copy.tensors().items()} == served
 
 
@@ -378,14 +378,14 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
             publisher.publish(1, new)
             fetch_all(engine, 1)
             engine.ask("rpc", "tensorhub_test_discard_on", (1,))
-            results = engine.ask("rpc", "tensorhub_install", (1, DEADLINE_S))
+            results = engine.ask("rpc", "tensorhub_install", (1, TIMEOUT_S))
             assert [result["installed"] for result in results] == [False, False]
             assert [result["broken"] for result in results] == [None, None]
             assert engine.ask("rpc", "tensorhub_digests", ()) == started_with
             assert engine.generate() == answers
 
             fetch_all(engine, 1)
-            results = engine.ask("rpc", "tensorhub_install", (1, DEADLINE_S))
+            results = engine.ask("rpc", "tensorhub_install", (1, TIMEOUT_S))
             assert [result["installed"] for result in results] == [True, True]
             assert engine.generate() != answers
 
@@ -393,12 +393,12 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
             publisher.publish(2, old)
             fetch_all(engine, 2)
             engine.ask("rpc", "tensorhub_test_fail_conversion_on", (1,))
-            results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
+            results = engine.ask("rpc", "tensorhub_install", (2, TIMEOUT_S))
             assert [result["installed"] for result in results] == [False, False]
             assert all(result["broken"] for result in results)
             assert "another worker" in results[0]["error"] and "injected" in results[1]["error"]
             fetch_all(engine, 2)
-            results = engine.ask("rpc", "tensorhub_install", (2, DEADLINE_S))
+            results = engine.ask("rpc", "tensorhub_install", (2, TIMEOUT_S))
             assert [result["installed"] for result in results] == [True, True]
             for before, after in zip(started_with, engine.ask("rpc", "tensorhub_digests", ()), strict=True):
                 assert before["runtime"] == after["runtime"]
@@ -406,7 +406,7 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
 
 
 def fetch_all(engine: Engine, version: int) -> None:
-    engine.ask("rpc", "tensorhub_begin_fetch", (version, DEADLINE_S))
+    engine.ask("rpc", "tensorhub_begin_fetch", (version, TIMEOUT_S))
 
     def states() -> set[str]:
         return {polled["state"] for polled in engine.ask("rpc", "tensorhub_poll", ())}

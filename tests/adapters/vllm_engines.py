@@ -20,15 +20,15 @@ from typing import Any
 EXTENSION = "tensorhub_plugins.vllm.TensorHubWorkerExtension"
 PROMPTS = [[5, 6, 7, 8, 9], [100, 101], [300, 7, 21, 44]]
 TOKENS = 16
-START_DEADLINE_S = 100
-CALL_DEADLINE_S = 60
-WAIT_DEADLINE_S = 30.0
+START_TIMEOUT_S = 100
+CALL_TIMEOUT_S = 60
+WAIT_TIMEOUT_S = 30.0
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = WAIT_DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {deadline_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.005)
 
 
@@ -128,7 +128,7 @@ class Engine:
         )
         self.process.start()
         theirs.close()
-        self._receive(START_DEADLINE_S)
+        self._receive(START_TIMEOUT_S)
 
     def call(self, method: str, *args: Any) -> Any:
         """collective_rpc to the engine's only worker."""
@@ -140,7 +140,7 @@ class Engine:
 
     def ask(self, command: str, *args: Any) -> Any:
         self._pipe.send((command, args))
-        return self._receive(CALL_DEADLINE_S)
+        return self._receive(CALL_TIMEOUT_S)
 
     def kill(self) -> None:
         self.process.kill()
@@ -153,9 +153,9 @@ class Engine:
         self.kill()
         self._pipe.close()
 
-    def _receive(self, deadline_s: float) -> Any:
-        if not self._pipe.poll(deadline_s):
-            raise TimeoutError(f"the engine did not answer within {deadline_s} s")
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise TimeoutError(f"the engine did not answer within {timeout_s} s")
         succeeded, value = self._pipe.recv()
         if not succeeded:
             raise EngineError(value)

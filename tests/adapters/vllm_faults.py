@@ -123,13 +123,13 @@ class LateExtension(TensorHubWorkerExtension):
 class ForgetfulPatient(Patient):
     """The doctor's, whose raw copies leave a tensor as it is."""
 
-    def tensorhub_install(self, version, deadline_s):
+    def tensorhub_install(self, version, timeout_s):
         FaultyExtension.tensorhub_test_forget(self, "model.norm.weight")
-        return super().tensorhub_install(version, deadline_s)
+        return super().tensorhub_install(version, timeout_s)
 
 
 class CrashingPatient(Patient):
     """The doctor's, whose process ends in the middle of an install."""
 
-    def tensorhub_install(self, version, deadline_s):
+    def tensorhub_install(self, version, timeout_s):
         os._exit(3)

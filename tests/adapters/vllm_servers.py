@@ -16,7 +16,7 @@ import requests
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUEST_DEADLINE_S = 120.0
+REQUEST_TIMEOUT_S = 120.0
 TOLD = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")  # what the other engines of the tests are told
 
 
@@ -25,7 +25,7 @@ class Server:
         self.url, self.process, self.log = url, process, log
 
     def post(self, route: str, body: Any, **options: Any) -> requests.Response:
-        return requests.post(f"{self.url}/{route}", json=body, **{"timeout": REQUEST_DEADLINE_S, **options})
+        return requests.post(f"{self.url}/{route}", json=body, **{"timeout": REQUEST_TIMEOUT_S, **options})
 
     def complete(self, prompt: list[int], tokens: int, **options: Any) -> requests.Response:
         """A greedy completion that does not end early."""

@@ -92,10 +92,10 @@ class Worker:
     def let_go(self, version: int) -> None:
         let_go(self.client, version)
 
-    def follow(self, deadline_s: float) -> tuple[int, bool]:
+    def follow(self, timeout_s: float) -> tuple[int, bool]:
         """Go to the version that this worker is to run: which it is, and whether its bytes are those of that seed."""
-        version = self.client.target(self.version, deadline_s=deadline_s)
-        fetched = self.client.fetch(version, serve=True, deadline_s=deadline_s)
+        version = self.client.target(self.version, timeout_s=timeout_s)
+        fetched = self.client.fetch(version, serve=True, timeout_s=timeout_s)
         self.version = version
         return version, same_bytes(fetched.tensors(), tensors_of(version))
 
@@ -106,9 +106,9 @@ class Worker:
         """As a worker that never keeps what operators decide."""
         self.client._hub._machine.directive = messages.NO_DIRECTIVE
 
-    def fetch(self, layouts: tuple[str, ...], deadline_s: float) -> str | None:
+    def fetch(self, layouts: tuple[str, ...], timeout_s: float) -> str | None:
         """Which layout this worker is to convert to."""
-        return self.client.fetch(layouts=layouts, deadline_s=deadline_s).converts
+        return self.client.fetch(layouts=layouts, timeout_s=timeout_s).converts
 
 
 class Hub:

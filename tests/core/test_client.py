@@ -352,19 +352,19 @@ def test_waiting_for_what_is_not_there_yet(stage):
     began = time.monotonic()
     for call in (rollout.wait, rollout.fetch):
         with pytest.raises(NotPublished, match="version 9 was not published before the deadline"):
-            call(9, deadline_s=0.2)
+            call(9, timeout_s=0.2)
     assert time.monotonic() - began < LATE_S
 
 
-@pytest.mark.parametrize("deadline_s", [float("inf"), 1e15])
-def test_waiting_for_ever_is_a_deadline_too(stage, deadline_s):
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e15])
+def test_waiting_for_ever_is_a_deadline_too(stage, timeout_s):
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
-    reading = stage.begin(rollout.fetch, deadline_s=deadline_s)
-    waiting = stage.begin(rollout.wait, deadline_s=deadline_s)
-    trainer.publish(1, tensors_of(1), deadline_s=deadline_s)
+    reading = stage.begin(rollout.fetch, timeout_s=timeout_s)
+    waiting = stage.begin(rollout.wait, timeout_s=timeout_s)
+    trainer.publish(1, tensors_of(1), timeout_s=timeout_s)
     assert reading.result(SOON_S).version == waiting.result(SOON_S) == 1
-    assert rollout.wait(deadline_s=-1.0) == 1
-    assert trainer.unpublish(1, deadline_s=deadline_s).version == 1
+    assert rollout.wait(timeout_s=-1.0) == 1
+    assert trainer.unpublish(1, timeout_s=timeout_s).version == 1
 
 
 def test_a_version_that_is_gone_is_said_to_be_gone(stage):
@@ -534,9 +534,9 @@ BAD_TENSORS = {
     "an array": ({"a": ONE.numpy()}, "'a' is a ndarray, not a tensor"),
 }
 BAD_OPTIONS = {
-    "no deadline": ({"deadline_s": None}, "deadline_s=None: pass a number of seconds"),
-    "a text as deadline": ({"deadline_s": "60"}, "deadline_s='60'"),
-    "not a number": ({"deadline_s": float("nan")}, "deadline_s=nan"),
+    "no deadline": ({"timeout_s": None}, "timeout_s=None: pass a number of seconds"),
+    "a text as deadline": ({"timeout_s": "60"}, "timeout_s='60'"),
+    "not a number": ({"timeout_s": float("nan")}, "timeout_s=nan"),
     "half a surrogate pair as layout": ({"layout": "\ud800"}, "layout must be a text"),
     "a list of parts": ({"parts": [1]}, "the parts are a list"),
     "a number as part": ({"parts": {"a": 1}}, "the part of tensor 'a' is a int, not a Part"),
@@ -592,8 +592,8 @@ def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy
         (lambda c: c.fetch(layouts="checkpoint"), "a list of 1 to 8 layouts"),
         (lambda c: c.fetch(layouts=("x", 7)), "layout must be"),
         (lambda c: c.abandon(0, "x"), "positive integer"),
-        (lambda c: c.wait(deadline_s=None), "deadline_s=None: pass a number of seconds"),
-        (lambda c: c.replicate({}, deadline_s=None), "deadline_s=None"),
+        (lambda c: c.wait(timeout_s=None), "timeout_s=None: pass a number of seconds"),
+        (lambda c: c.replicate({}, timeout_s=None), "timeout_s=None"),
         (lambda c: c.wait(newer_than=-1), "positive integer"),
         (lambda c: c.target(-1), "positive integer"),
         (lambda c: c.target(refused=(0,)), "positive integer"),
@@ -635,7 +635,7 @@ def test_a_client_that_cannot_work_is_refused(stage, options, words):
 def test_no_hub_at_the_address():
     began = time.monotonic()
     with pytest.raises(HubUnreachable, match="start one with `tensorhub server`"):
-        Client("tcp://127.0.0.1:1", run="r", model="m", replica="x", connect_deadline_s=0.3)
+        Client("tcp://127.0.0.1:1", run="r", model="m", replica="x", connect_timeout_s=0.3)
     assert time.monotonic() - began < LATE_S
 
 
@@ -710,7 +710,7 @@ def test_latest_never_goes_backwards_when_the_hub_forgets(stage):
     assert fresh.fetch().version == 1  # the control: 1 is the latest there is
     for call in (rollout.fetch, rollout.wait):
         with pytest.raises(NotPublished):
-            call(LATEST, deadline_s=0.5)
+            call(LATEST, timeout_s=0.5)
     older.publish(3, tensors_of(3))
     assert rollout.fetch().version == 3
 
@@ -744,7 +744,7 @@ def test_a_converter_that_gives_up_is_replaced(stage):
     assert first.fetch(layouts=(RUNTIME, CHECKPOINT)).converts == RUNTIME
     waiting = stage.begin(second.fetch, layouts=(RUNTIME, CHECKPOINT))
     with pytest.raises(DeadlineExceeded):
-        stage.client("third").fetch(layouts=(RUNTIME, CHECKPOINT), deadline_s=0.3)
+        stage.client("third").fetch(layouts=(RUNTIME, CHECKPOINT), timeout_s=0.3)
     assert not waiting.done()
     first.abandon(1, RUNTIME)
     assert waiting.result(SOON_S).converts == RUNTIME
@@ -763,7 +763,7 @@ def test_a_converter_that_is_killed_is_replaced(monkeypatch, stage):
         assert first.call("fetch", (RUNTIME, CHECKPOINT), SOON_S) == RUNTIME
         waiting = stage.begin(second.fetch, layouts=(RUNTIME, CHECKPOINT))
         with pytest.raises(DeadlineExceeded):
-            stage.client("third").fetch(layouts=(RUNTIME, CHECKPOINT), deadline_s=0.3)
+            stage.client("third").fetch(layouts=(RUNTIME, CHECKPOINT), timeout_s=0.3)
         assert not waiting.done()
         first.kill()
         assert waiting.result(SOON_S).converts == RUNTIME
@@ -775,7 +775,7 @@ def test_a_fetch_that_fails_gives_its_claim_back(stage):
     trainer.publish(1, tensors_of(1))
     hold_back(trainer, 1, HELD)
     with pytest.raises(DeadlineExceeded, match="10 segments were still missing"):
-        first.fetch(layouts=(RUNTIME, CHECKPOINT), deadline_s=0.5)
+        first.fetch(layouts=(RUNTIME, CHECKPOINT), timeout_s=0.5)
     let_go(trainer, 1)
     assert second.fetch(layouts=(RUNTIME, CHECKPOINT)).converts == RUNTIME
 
@@ -787,7 +787,7 @@ def test_a_layout_read_in_place_gives_way_to_another_when_its_holders_are_gone(s
     fused, mine = {"fused": tensors_of(2)["embed"]}, {"fused": torch.zeros_like(tensors_of(2)["embed"])}
     peer.publish(1, fused, RUNTIME)
     hold_back(peer, 1, 2, RUNTIME)
-    reading = stage.begin(reader.fetch, layouts=(RUNTIME, CHECKPOINT), into=mine, serve=True, deadline_s=SOON_S)
+    reading = stage.begin(reader.fetch, layouts=(RUNTIME, CHECKPOINT), into=mine, serve=True, timeout_s=SOON_S)
     progress.wait("reader", 2)
     assert not mine["fused"].eq(0).all() and not reading.done()
     if peer_stays:
@@ -890,13 +890,13 @@ def test_the_only_source_is_killed_in_the_middle(stage, progress):
     near, rollout = stage.worker("near"), stage.client("rollout")
     near.call("publish", 1, 1, hold_from=HELD)
     began = time.monotonic()
-    reading = stage.begin(rollout.fetch, deadline_s=2.0)
+    reading = stage.begin(rollout.fetch, timeout_s=2.0)
     progress.wait("rollout", HELD)
     near.kill()
     with pytest.raises(DeadlineExceeded, match="10 segments were still missing; lost .* shard 0 from near/0") as caught:
         reading.result(SOON_S)
     error = caught.value
-    assert (error.version, error.peer, error.deadline_s) == (1, "near/0", 2.0) and error.phase
+    assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 2.0) and error.phase
     assert time.monotonic() - began < 2.0 + LATE_S and len(progress.of("rollout")) == HELD
     assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
 
@@ -973,7 +973,7 @@ def test_unpublish_waits_for_a_reader(stage, progress):
     leaving = stage.begin(trainer.unpublish, 1)
     late = stage.client("late")
     with pytest.raises(VersionGone):  # nobody new is let in
-        until(lambda: late.fetch(1, deadline_s=0.3) and None)
+        until(lambda: late.fetch(1, timeout_s=0.3) and None)
     assert not leaving.done() and not reading.done()
     let_go(trainer, 1)
     assert same_bytes(reading.result(SOON_S).tensors(), tensors_of(1))
@@ -989,8 +989,8 @@ def test_two_threads_unpublish_the_same_and_it_is_read_again_in_between(stage, m
     asking, answered = threading.Event(), threading.Event()
     ask = engine._ask
 
-    def ask_and_wait(make: Callable[[int], Any], deadline_s: float) -> Any:
-        reply = ask(make, deadline_s)
+    def ask_and_wait(make: Callable[[int], Any], timeout_s: float) -> Any:
+        reply = ask(make, timeout_s)
         if threading.current_thread() is not threading.main_thread():
             asking.set()
             assert answered.wait(SOON_S)
@@ -1021,7 +1021,7 @@ def test_unpublish_cuts_off_at_its_deadline_and_the_reader_goes_elsewhere(stage,
     hold_back(trainer, 1, HELD)
     reading = stage.begin(rollout.fetch)
     progress.wait("rollout", HELD)
-    report = trainer.unpublish(1, deadline_s=0.3)
+    report = trainer.unpublish(1, timeout_s=0.3)
     assert report.cut_off == ("rollout/0",) and trainer.serving() == []
     fetched = reading.result(SOON_S)
     assert fetched.report.sources == {"trainer/0": HELD * SEGMENT, "far/0": SIZE - HELD * SEGMENT}
@@ -1043,7 +1043,7 @@ def test_bytes_that_change_while_published_are_never_handed_over(stage, progress
     break_the_contract(live)
     mine = zeros_like(live)
     with pytest.raises(DeadlineExceeded, match="shard 0 from trainer/0: segment .* arrived corrupt") as caught:
-        rollout.replicate(mine, deadline_s=1.0)
+        rollout.replicate(mine, timeout_s=1.0)
     assert caught.value.peer == "trainer/0" and rollout.serving() == [] and len(progress.of("rollout")) < SEGMENTS
     stage.client("good", location=FAR).publish(1, tensors_of(1))
     report = rollout.replicate(mine)
@@ -1151,17 +1151,17 @@ def test_a_fleet_goes_back_to_what_is_pinned_and_on_when_it_is_not(stage):
     for version in (1, 2):
         trainer.publish(version, tensors_of(version))
     assert rollout.fetch().version == rollout.target() == 2
-    following = stage.begin(rollout.target, 2, deadline_s=SOON_S)
+    following = stage.begin(rollout.target, 2, timeout_s=SOON_S)
     trainer.pin(1)
     assert following.result(SOON_S) == 1 and same_bytes(rollout.fetch().tensors(), tensors_of(1))
     trainer.publish(3, tensors_of(3))
     with pytest.raises(NotPublished):
-        rollout.target(1, deadline_s=0.1)
+        rollout.target(1, timeout_s=0.1)
     assert rollout.wait() == 1 and rollout.wait(3) == 3  # by its number it can be had
     with pytest.raises(NotPublished):
-        rollout.wait(newer_than=1, deadline_s=0.1)
+        rollout.wait(newer_than=1, timeout_s=0.1)
     assert rollout.target(1, pins=False) == 3
-    following = stage.begin(rollout.target, 1, deadline_s=SOON_S)
+    following = stage.begin(rollout.target, 1, timeout_s=SOON_S)
     trainer.unpin()
     assert following.result(SOON_S) == rollout.fetch().version == 3
     with pytest.raises(UsageError, match=r"nobody holds it; held: \[1, 2, 3\]"):
@@ -1216,7 +1216,7 @@ def test_a_version_is_withdrawn_in_the_middle_of_a_transfer(stage, progress, mon
         with pytest.raises(VersionGone, match="withdrawn while it was read"):
             reading.result(SOON_S)
         assert rollout.serving() == [] and until(lambda: leases(stage) == [])
-        assert not trainer.unpublish(2, deadline_s=SOON_S).cut_off
+        assert not trainer.unpublish(2, timeout_s=SOON_S).cut_off
     else:
         let_go(trainer, 2)
         assert reading.result(SOON_S).version == 2
@@ -1290,9 +1290,9 @@ def test_the_only_holder_of_a_pinned_version_is_killed(stage, monkeypatch):
     holder.kill()
     until(lambda: not any(info.visible for info in trainer.versions() if info.version == 1))
     with pytest.raises(VersionGone, match=r"version 1 is pinned and nobody holds it: .*; held: \[2\]"):
-        rollout.target(2, deadline_s=0.1)
+        rollout.target(2, timeout_s=0.1)
     with pytest.raises(NotPublished, match="version 1, which is pinned,"):
-        rollout.fetch(deadline_s=0.1)
+        rollout.fetch(timeout_s=0.1)
     rollout.unpin()
     assert rollout.fetch().version == 2
 
@@ -1315,7 +1315,7 @@ def test_the_hub_is_killed_in_the_middle_and_comes_back(stage, progress):
     assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.losses == ()
     assert fetched.report.sources == {"trainer/0": SIZE}
     with pytest.raises(HubUnreachable):
-        rollout.versions(deadline_s=0.1)
+        rollout.versions(timeout_s=0.1)
     stage.hub(stage.address)
     until(lambda: holders(rollout, 1) == ("rollout/0", "trainer/0"))  # rebuilt from what they say
     trainer.publish(2, tensors_of(2))
@@ -1332,13 +1332,13 @@ def test_unpublish_right_after_the_hubs_restart_waits_for_who_reads(stage, progr
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     trainer.publish(1, tensors_of(1))
     hold_back(trainer, 1, HELD)
-    reading = stage.begin(rollout.fetch, deadline_s=SOON_S)
+    reading = stage.begin(rollout.fetch, timeout_s=SOON_S)
     progress.wait("rollout", HELD)
     trainer.publish(2, tensors_of(2))
     hub.kill()
     if not announced:
         rollout._hub._machine.leases.clear()
-    leaving = stage.begin(trainer.unpublish, 1, deadline_s=SOON_S)
+    leaving = stage.begin(trainer.unpublish, 1, timeout_s=SOON_S)
     stage.hub(stage.address, grace_s=3.0)
     if announced:
         until(lambda: fetch_status(stage.address)["up_s"] > 3.5)  # past its grace, and a tick
@@ -1361,20 +1361,20 @@ def test_without_a_hub_every_call_ends_by_its_deadline_and_nothing_is_published(
     server.close()
     began = time.monotonic()
     calls: list[Callable[[], Any]] = [
-        lambda: client.publish(2, tensors_of(1), deadline_s=0.3),
-        lambda: client.replicate(zeros_like(tensors_of(1)), deadline_s=0.3),
-        lambda: client.fetch(deadline_s=0.3),
-        lambda: client.wait(9, deadline_s=0.3),
-        lambda: client.target(9, deadline_s=0.3),
-        lambda: client.pin(9, deadline_s=0.3),
-        lambda: client.withdraw(9, deadline_s=0.3),
-        lambda: client.versions(deadline_s=0.3),
+        lambda: client.publish(2, tensors_of(1), timeout_s=0.3),
+        lambda: client.replicate(zeros_like(tensors_of(1)), timeout_s=0.3),
+        lambda: client.fetch(timeout_s=0.3),
+        lambda: client.wait(9, timeout_s=0.3),
+        lambda: client.target(9, timeout_s=0.3),
+        lambda: client.pin(9, timeout_s=0.3),
+        lambda: client.withdraw(9, timeout_s=0.3),
+        lambda: client.versions(timeout_s=0.3),
     ]
     futures = [stage.begin(call) for call in calls]
     for future in futures:
         with pytest.raises(HubUnreachable, match="hub"):
             future.result(SOON_S)
-    assert client.unpublish(1, deadline_s=0.3).kept  # it may be the last copy: nobody can say
+    assert client.unpublish(1, timeout_s=0.3).kept  # it may be the last copy: nobody can say
     assert time.monotonic() - began < 3 * LATE_S
     assert client.serving() == [ShardKey(1, CHECKPOINT)]
 
@@ -1405,7 +1405,7 @@ def a_busy_life(address: str, run: str) -> None:
     with pytest.raises(UsageError):
         rollout.replicate({"no such": torch.zeros(1)}, 2)
     with pytest.raises(NotPublished):
-        rollout.fetch(9, deadline_s=0.1)
+        rollout.fetch(9, timeout_s=0.1)
     trainer.unpublish(1)
     trainer.unpublish(2)
     fetched.release()
@@ -1430,7 +1430,7 @@ def test_a_refused_client_leaves_nothing(module_hub):
     before = what_is_there()
     for _ in range(3):
         with pytest.raises(HubUnreachable):
-            Client("tcp://127.0.0.1:1", run="r", model="m", replica="x", connect_deadline_s=0.05)
+            Client("tcp://127.0.0.1:1", run="r", model="m", replica="x", connect_timeout_s=0.05)
         with pytest.raises(UsageError):
             Client(module_hub.address, run="r", model="m", replica="x", transports=("none",))
     gc.collect()  # what the test before this one left may go meanwhile

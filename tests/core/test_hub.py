@@ -64,13 +64,13 @@ class Stage:
         self.say(worker, m.Publish, holding=m.Holding(key, root, 100, **holding))
 
     def acquire(self, worker: str, version: int = 0, layouts: tuple[str, ...] = (CHECKPOINT,), **more: object) -> int:
-        fields: dict[str, object] = {"at_least": 0, "deadline_s": 60.0, **more}
+        fields: dict[str, object] = {"at_least": 0, "timeout_s": 60.0, **more}
         return self.say(worker, m.Acquire, version=version, layouts=layouts, **fields)
 
-    def unpublish(self, worker: str, version: int, layout: str = CHECKPOINT, deadline_s: float = 30.0) -> int:
+    def unpublish(self, worker: str, version: int, layout: str = CHECKPOINT, timeout_s: float = 30.0) -> int:
         record = self.hub.workers[self.sessions[worker]].hello
         key = ShardKey(version, layout, record.shard, record.shard_count)
-        return self.say(worker, m.Unpublish, keys=(key,), deadline_s=deadline_s)
+        return self.say(worker, m.Unpublish, keys=(key,), timeout_s=timeout_s)
 
     def heard(self, worker: str) -> list[str]:
         """What this worker was told since the last time, as text."""
@@ -117,7 +117,7 @@ def test_a_version_is_visible_once_every_shard_of_one_replica_holds_it(stage: St
     stage.join("trainer/0", 2)
     stage.join("trainer/1", 2)
     stage.join("rollout/0")
-    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=60.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, timeout_s=60.0)
     stage.publish("trainer/0", 1)
     assert stage.heard("rollout/0") == []
     stage.publish("trainer/1", 1)
@@ -130,7 +130,7 @@ def test_shards_of_two_replicas_do_not_make_a_version_visible(stage: Stage) -> N
     stage.join("rollout/0")
     stage.publish("a/0", 1)
     stage.publish("b/1", 1)
-    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=5.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, timeout_s=5.0)
     stage.wait(6)
     assert stage.heard("rollout/0") == ["refused NotPublished"]
 
@@ -170,7 +170,7 @@ def test_latest_never_goes_backwards_for_a_reader(stage: Stage) -> None:
     stage.acquire("rollout/0")
     stage.tell("trainer/0", m.Bye())
     stage.heard("rollout/0")
-    stage.acquire("rollout/0", deadline_s=5.0)
+    stage.acquire("rollout/0", timeout_s=5.0)
     stage.join("fresh/0")
     stage.acquire("fresh/0")
     stage.wait(6)
@@ -200,7 +200,7 @@ def test_unpublish_waits_for_its_reader_and_grants_nothing_new(stage: Stage) -> 
     lease = stage.acquire("rollout/0", version=1)
     stage.unpublish("trainer/0", 1)
     assert stage.heard("trainer/0") == []
-    stage.acquire("peer/0", version=1, deadline_s=1.0)
+    stage.acquire("peer/0", version=1, timeout_s=1.0)
     stage.wait(2)
     assert stage.heard("peer/0") == ["refused VersionGone"]
     stage.tell("rollout/0", m.Release(lease))
@@ -234,7 +234,7 @@ def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(stage: Stage) 
     stage.publish("trainer/0", 1)
     stage.publish("trainer/0", 2)
     stage.acquire("rollout/0", version=1)
-    stage.unpublish("trainer/0", 1, deadline_s=5.0)
+    stage.unpublish("trainer/0", 1, timeout_s=5.0)
     stage.wait(4.5)
     assert stage.heard("trainer/0") == []
     stage.wait(1)
@@ -248,7 +248,7 @@ def test_a_lost_reader_or_an_expired_lease_does_not_hold_unpublish_up(stage: Sta
     stage.publish("trainer/0", 1)
     stage.publish("trainer/0", 2)
     stage.acquire("dies/0", version=1)
-    stage.acquire("sleeps/0", version=1, deadline_s=3.0)
+    stage.acquire("sleeps/0", version=1, timeout_s=3.0)
     stage.unpublish("trainer/0", 1)
     stage.wait(4)
     stage.tell("dies/0", m.Bye())
@@ -475,7 +475,7 @@ def test_over_a_long_way_a_further_source_is_only_given_when_the_first_is_slow(s
     stage.acquire("x/0", version=1)
     assert source_of(stage, "x/0") == "a/0"
     beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (stage.sessions["a/0"],)}
-    stage.acquire("x/0", version=1, deadline_s=0.0, **beside)
+    stage.acquire("x/0", version=1, timeout_s=0.0, **beside)
     stage.wait(0.5)
     assert stage.heard("x/0") == ["refused DeadlineExceeded"]
     stage.acquire("x/0", version=1, urgent=True, **beside)
@@ -486,7 +486,7 @@ def test_a_deadline_is_kept_to_the_millisecond(stage: Stage) -> None:
     """The shell asks next_deadline when to come back."""
     stage._deliver(Tick())  # the end of its recovery is behind us
     stage.join("a/0")
-    stage.say("a/0", m.Wait, version=9, newer_than=0, deadline_s=0.123)
+    stage.say("a/0", m.Wait, version=9, newer_than=0, timeout_s=0.123)
     assert 0.12 < stage.hub.next_deadline(stage.now) - stage.now < 0.13
     stage.now += 0.123
     stage._deliver(Tick())
@@ -558,7 +558,7 @@ def test_another_converts_when_the_first_does_not(stage: Stage, end: str) -> Non
     stage.publish("trainer/0", 1)
     for name in ("a/0", "b/0"):
         stage.join(name)
-        stage.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True, deadline_s=1000.0)
+        stage.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=1000.0)
     if end == "abandons":
         stage.say("a/0", m.Abandon, key=ShardKey(1, RUNTIME))
     elif end == "leaves":
@@ -639,7 +639,7 @@ def operators_scene(stage: Stage, *versions: int) -> None:
 def direct(stage: Stage, kind: type, version: int, by: str = "operator/0") -> list[str]:
     """What the operator is answered; the directive itself left out."""
     stage.inbox.clear()
-    stage.say(by, kind, version=version, deadline_s=5.0)
+    stage.say(by, kind, version=version, timeout_s=5.0)
     return [text for text in stage.heard(by) if text != "Alive"]
 
 
@@ -650,28 +650,28 @@ def directive(stage: Stage) -> m.Directive:
 def targets(stage: Stage, installed: int, worker: str = "rollout/0", **more: object) -> list[str]:
     """What a follower hears at once, or by the end of its patience."""
     stage.inbox.pop(worker, None)
-    stage.say(worker, m.Target, installed=installed, deadline_s=2.0, **more)
+    stage.say(worker, m.Target, installed=installed, timeout_s=2.0, **more)
     stage.wait(3.0)
     return [text for text in stage.heard(worker) if text != "Alive"]
 
 
 def test_latest_is_the_pinned_version_also_for_who_has_seen_a_newer_one(stage: Stage) -> None:
     operators_scene(stage, 1, 2)
-    stage.acquire("rollout/0", version=0, at_least=2, deadline_s=0.0)
+    stage.acquire("rollout/0", version=0, at_least=2, timeout_s=0.0)
     assert stage.heard("rollout/0") == [f"read 2 {CHECKPOINT} 0<-trainer/0"]  # the control
     assert direct(stage, m.Pin, 1) == []
     stage.publish("trainer/0", 3)  # visible, and nobody follows it
     stage.inbox.clear()
-    stage.acquire("rollout/0", version=0, at_least=2, deadline_s=0.0)
-    stage.say("rollout/0", m.Wait, version=0, newer_than=0, deadline_s=0.0)
-    stage.say("rollout/0", m.Wait, version=0, newer_than=1, deadline_s=0.0)
-    stage.say("rollout/0", m.Wait, version=3, newer_than=0, deadline_s=0.0)  # by its number it can be had
+    stage.acquire("rollout/0", version=0, at_least=2, timeout_s=0.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=0, timeout_s=0.0)
+    stage.say("rollout/0", m.Wait, version=0, newer_than=1, timeout_s=0.0)
+    stage.say("rollout/0", m.Wait, version=3, newer_than=0, timeout_s=0.0)  # by its number it can be had
     heard = [f"read 1 {CHECKPOINT} 0<-trainer/0", "visible 1", "refused NotPublished", "visible 3"]
     assert stage.heard("rollout/0") == heard
     assert targets(stage, 2) == ["visible 1"] and targets(stage, 1) == ["refused NotPublished"]
     assert targets(stage, 1, pins=False) == ["visible 3"]
     assert direct(stage, m.Pin, 0) == []
-    stage.acquire("rollout/0", version=0, deadline_s=0.0)
+    stage.acquire("rollout/0", version=0, timeout_s=0.0)
     assert stage.heard("rollout/0")[-1] == f"read 3 {CHECKPOINT} 0<-trainer/0"
     assert targets(stage, 1) == ["visible 3"]
 
@@ -734,7 +734,7 @@ def test_a_withdrawn_version_cannot_be_had_and_who_runs_it_returns(stage: Stage)
     assert stage.heard("waiting/0") == ["Alive", "refused VersionGone"]
     stage.inbox.clear()
     stage.acquire("rollout/0", version=2)
-    stage.say("rollout/0", m.Wait, version=2, newer_than=0, deadline_s=60.0)
+    stage.say("rollout/0", m.Wait, version=2, newer_than=0, timeout_s=60.0)
     stage.acquire("rollout/0", at_least=2)
     assert stage.heard("rollout/0") == ["refused VersionGone"] * 2 + [f"read 1 {CHECKPOINT} 0<-trainer/0"]
     assert targets(stage, 2) == ["visible 1"] and targets(stage, 1) == ["refused NotPublished"]
@@ -816,8 +816,8 @@ def test_the_same_word_twice_changes_nothing_but_a_pin_is_a_new_decision(stage: 
 def test_two_operators_pin_at_once_and_the_last_word_counts_for_everybody(stage: Stage) -> None:
     operators_scene(stage, 1, 2, 3)
     stage.join("other/0")
-    stage.say("operator/0", m.Pin, version=1, deadline_s=5.0)
-    stage.say("other/0", m.Pin, version=2, deadline_s=5.0)
+    stage.say("operator/0", m.Pin, version=1, timeout_s=5.0)
+    stage.say("other/0", m.Pin, version=2, timeout_s=5.0)
     for name in ("operator/0", "other/0", "rollout/0", "trainer/0"):
         known = [message.directive for message in stage.inbox[name] if isinstance(message, m.Alive)]
         assert known[-1] == directive(stage) == m.Directive(2, 2)
@@ -857,8 +857,8 @@ def test_a_restarted_hub_takes_directives_when_it_has_heard_everybody() -> None:
     stage = Stage(recovering=True)
     stage.join("operator/0")
     stage.join("a/0", holdings=(m.Holding(ShardKey(1, CHECKPOINT), b"r" * 16, 100),))
-    stage.say("operator/0", m.Pin, version=1, deadline_s=60.0)
-    stage.say("operator/0", m.Pin, version=1, deadline_s=0.1)
+    stage.say("operator/0", m.Pin, version=1, timeout_s=60.0)
+    stage.say("operator/0", m.Pin, version=1, timeout_s=0.1)
     stage.wait(GRACE_S - 0.5)
     assert stage.heard("operator/0") == ["refused DeadlineExceeded"] and directive(stage).pin == 0
     stage.join("b/0", directive=m.Directive(5, 0, (3,)))
@@ -870,10 +870,10 @@ def test_a_restarted_hub_sends_nobody_back_before_it_has_heard_everybody() -> No
     stage = Stage(recovering=True)
     stage.join("rollout/0", directive=m.Directive(1, 0, (7,)))
     stage.join("old/0", holdings=(m.Holding(ShardKey(5, CHECKPOINT), b"r" * 16, 100),))
-    stage.say("rollout/0", m.Target, installed=7, deadline_s=60.0)
+    stage.say("rollout/0", m.Target, installed=7, timeout_s=60.0)
     stage.wait(1.0)
     assert stage.heard("rollout/0") == []
-    stage.say("rollout/0", m.Target, installed=7, deadline_s=0.0)
+    stage.say("rollout/0", m.Target, installed=7, timeout_s=0.0)
     assert stage.heard("rollout/0") == ["refused NotPublished"]  # not that there is none
     stage.join("newer/0", holdings=(m.Holding(ShardKey(6, CHECKPOINT), b"r" * 16, 100),))
     stage.wait(GRACE_S)
@@ -1007,9 +1007,9 @@ def test_every_pending_request_ends_in_an_answer(stage: Stage) -> None:
     stage.join("trainer/0")
     stage.publish("trainer/0", 1, RUNTIME)
     stage.join("rollout/0")
-    stage.say("rollout/0", m.Wait, version=9, newer_than=0, deadline_s=5.0)
-    stage.acquire("rollout/0", version=9, deadline_s=5.0)
-    stage.acquire("rollout/0", version=1, deadline_s=5.0)  # there, but not in a layout that it can read
+    stage.say("rollout/0", m.Wait, version=9, newer_than=0, timeout_s=5.0)
+    stage.acquire("rollout/0", version=9, timeout_s=5.0)
+    stage.acquire("rollout/0", version=1, timeout_s=5.0)  # there, but not in a layout that it can read
     stage.wait(6)
     assert stage.heard("rollout/0") == ["refused NotPublished", "refused NotPublished", "refused DeadlineExceeded"]
     assert stage.hub.histories["run", "actor"].waiting == {}

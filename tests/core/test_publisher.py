@@ -25,7 +25,7 @@ def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3
 
 def publisher(address, rank=0, ranks=1, keep=2, **options):
     client = Client(address, run="r", model="actor", replica="trainer", shard=rank, shard_count=ranks)
-    return Publisher(client, rank=rank, ranks=ranks, worker=f"trainer/{rank}", keep=keep, deadline_s=10, **options)
+    return Publisher(client, rank=rank, ranks=ranks, worker=f"trainer/{rank}", keep=keep, timeout_s=10, **options)
 
 
 def specs(model):
@@ -34,7 +34,7 @@ def specs(model):
 
 def read(address, version):
     with Client(address, run="r", model="actor", replica="reader") as client:
-        fetched = client.fetch(version, (CHECKPOINT,), deadline_s=10)
+        fetched = client.fetch(version, (CHECKPOINT,), timeout_s=10)
         return {name: tensor.clone() for name, tensor in fetched.tensors().items()}, fetched.report
 
 
@@ -65,7 +65,7 @@ def test_a_version_of_which_a_rank_is_missing_is_not_visible(address):
     ranks = [publisher(address, rank, 2) for rank in range(2)]
     ranks[0].publish(1, iter(weights(1).items()))
     with Client(address, run="r", model="actor", replica="reader") as client, pytest.raises(NotPublished):
-        client.wait(1, deadline_s=0.3)
+        client.wait(1, timeout_s=0.3)
     ranks[1].publish(1, iter(weights(1).items()))
     assert_equal(read(address, 1)[0], weights(1))
     for rank in ranks:

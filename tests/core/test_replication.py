@@ -22,7 +22,7 @@ from tensorhub_plugins.core.types import (
 A, B, C = (letter.encode() * 16 for letter in "abc")
 NAMES = {A: "a/0", B: "b/0", C: "c/0"}
 RUNTIME = "runtime:f"
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def manifest(segments: int, tag: str = "") -> Manifest:
@@ -44,7 +44,7 @@ class Story:
     def __init__(self, version: int | str = 7, layouts: tuple[str, ...] = (CHECKPOINT,), **options: object) -> None:
         number = 0 if version == LATEST else version
         self.now = 0.0
-        self.machine = r.Replication(number, 3, layouts, False, DEADLINE_S, DEADLINE_S, **options)
+        self.machine = r.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
 
     def at(self, now: float, event: r.Event) -> list[r.Effect]:
         self.now = now
@@ -89,7 +89,7 @@ def gives_up(effects: list[r.Effect]) -> errors.TensorHubError:
 
 def test_ask_open_read_verify_complete():
     story, of = Story(), manifest(2)
-    assert story.then(r.Begin()) == [r.AskSources(m.Acquire(0, 7, 3, (CHECKPOINT,), DEADLINE_S))]
+    assert story.then(r.Begin()) == [r.AskSources(m.Acquire(0, 7, 3, (CHECKPOINT,), TIMEOUT_S))]
     key = ShardKey(7, CHECKPOINT, 0, 1)
     assert story.then(granted(1, grant(0, A, of))) == [r.Open(key, grant(0, A, of), 1)]
     assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (0, 1))]
@@ -380,13 +380,13 @@ def test_at_the_deadline_it_says_what_is_missing_from_whom():
     story, of = Story(), manifest(3)
     story.open(1, (A, of))
     story.arrive(0, A, 1)
-    story.at(DEADLINE_S - 0.001, r.Tick())
-    assert not story.machine.finished and story.machine.next_deadline() == DEADLINE_S
-    effects = story.at(DEADLINE_S, r.Tick())
+    story.at(TIMEOUT_S - 0.001, r.Tick())
+    assert not story.machine.finished and story.machine.next_deadline() == TIMEOUT_S
+    effects = story.at(TIMEOUT_S, r.Tick())
     assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
     error = gives_up(effects)
     assert isinstance(error, errors.DeadlineExceeded)
-    assert (error.version, error.peer, error.phase, error.deadline_s) == (7, "a/0", "read", DEADLINE_S)
+    assert (error.version, error.peer, error.phase, error.timeout_s) == (7, "a/0", "read", TIMEOUT_S)
     assert "2 segments were still missing" in str(error)
 
 
@@ -394,9 +394,9 @@ def test_at_the_deadline_it_names_the_sources_that_were_lost():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.then(r.Lost(0, A, "connection refused"))  # asks at once; the hub knows nobody else
-    assert story.at(DEADLINE_S, r.Tick()) == []  # its answer says more
-    assert story.machine.next_deadline() == DEADLINE_S + r.HUB_ANSWER_S
-    error = gives_up(story.at(DEADLINE_S + r.HUB_ANSWER_S, r.Tick()))
+    assert story.at(TIMEOUT_S, r.Tick()) == []  # its answer says more
+    assert story.machine.next_deadline() == TIMEOUT_S + r.HUB_ANSWER_S
+    error = gives_up(story.at(TIMEOUT_S + r.HUB_ANSWER_S, r.Tick()))
     assert isinstance(error, errors.DeadlineExceeded)
     assert (error.version, error.peer, error.phase) == (7, "a/0", "read")
     assert "lost on the way: shard 0 from a/0: connection refused" in str(error)
@@ -407,15 +407,15 @@ def test_shards_that_nobody_opened_are_counted_apart():
     story.begin()
     story.then(granted(1, grant(0, A, one), grant(1, B, two), count=2))
     story.then(r.Opened(0, A, one))
-    error = gives_up(story.at(DEADLINE_S, r.Tick()))
+    error = gives_up(story.at(TIMEOUT_S, r.Tick()))
     assert "2 segments and 1 shards not yet opened were still missing" in str(error) and error.peer == "a/0, b/0"
 
 
 def test_no_answer_at_all_means_that_the_hub_is_away():
     story = Story()
     story.begin()
-    assert story.at(DEADLINE_S, r.Tick()) == []
-    error = gives_up(story.at(DEADLINE_S + r.HUB_ANSWER_S, r.Tick()))
+    assert story.at(TIMEOUT_S, r.Tick()) == []
+    error = gives_up(story.at(TIMEOUT_S + r.HUB_ANSWER_S, r.Tick()))
     assert isinstance(error, errors.HubUnreachable) and error.phase == "find sources"
     story = Story()
     story.begin()
@@ -442,7 +442,7 @@ def test_a_refusal_of_an_unknown_kind_is_a_broken_peer():
 def test_a_grant_after_the_deadline_is_given_back_at_once():
     story, of = Story(), manifest(1)
     story.begin()
-    effects = story.at(DEADLINE_S + 0.5, granted(1, grant(0, A, of)))
+    effects = story.at(TIMEOUT_S + 0.5, granted(1, grant(0, A, of)))
     assert effects[1:3] == [r.Close(0, A), r.EndLease(1, 0, False)]
     assert isinstance(gives_up(effects), errors.DeadlineExceeded)
 
@@ -455,7 +455,7 @@ def test_a_long_list_of_losses_is_cut_short_in_the_error():
         if len(effects) == 2:
             story.at(story.machine.next_deadline(), r.Tick())
         story.then(granted(request, grant(0, A, of)))
-    text = str(gives_up(story.at(DEADLINE_S, r.Tick())))
+    text = str(gives_up(story.at(TIMEOUT_S, r.Tick())))
     assert "loss 7" in text and "loss 3" not in text
 
 
@@ -577,7 +577,7 @@ def test_a_transfer_that_lasts_asks_more_and_more_rarely_for_an_idle_source():
 
     story.machine.handle = noting
     deliver(story, {A: 100.0}, until=5.0)
-    assert all((ask.beside, ask.urgent, ask.deadline_s) == ((A,), False, 0.0) for _, ask in asks)
+    assert all((ask.beside, ask.urgent, ask.timeout_s) == ((A,), False, 0.0) for _, ask in asks)
     assert [round(now) for now, _ in asks] == [1, 2, 4]
 
 

@@ -31,7 +31,7 @@ from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm import transport as shm
 
 SOON_S = 30.0  # for what happens at once unless something is broken
-DEADLINE_S = 120.0  # of a read: an error that came only then would be far beyond SOON_S
+TIMEOUT_S = 120.0  # of a read: an error that came only then would be far beyond SOON_S
 NAMES_BOTH = "'embed' and 'lm_head' are the same memory here, but were published with different bytes"
 
 
@@ -134,7 +134,7 @@ def test_different_bytes_are_refused_at_once_and_the_source_is_not_blamed(client
     trainer.publish(1, tensors)
     began = time.monotonic()
     with pytest.raises(UsageError, match=NAMES_BOTH) as caught:
-        rollout.replicate(tied_like(tensors), deadline_s=DEADLINE_S)
+        rollout.replicate(tied_like(tensors), timeout_s=TIMEOUT_S)
     assert time.monotonic() - began < SOON_S and caught.value.version == 1 and caught.value.peer is None
     assert rollout.serving() == [] and holders(rollout) == ("trainer/0",) and "lost" not in caplog.text
 

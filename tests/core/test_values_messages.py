@@ -128,8 +128,8 @@ def test_names_have_a_length():
 
 
 def test_an_error_says_its_context_and_only_what_is_known():
-    error = DeadlineExceeded("too late", version=3, shard=0, peer="a/0", phase="read", deadline_s=1.23456)
-    assert str(error) == "too late [version=3, shard=0, peer=a/0, phase=read, deadline_s=1.235]"
+    error = DeadlineExceeded("too late", version=3, shard=0, peer="a/0", phase="read", timeout_s=1.23456)
+    assert str(error) == "too late [version=3, shard=0, peer=a/0, phase=read, timeout_s=1.235]"
     assert (error.message, error.version, error.shard) == ("too late", 3, 0)
     assert str(UsageError("plain")) == "plain"
 

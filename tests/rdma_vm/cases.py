@@ -449,13 +449,13 @@ def visit_the_other_host() -> dict[str, Any]:
     os.environ["TENSORHUB_RDMA_DEVICES"] = "rxe1"
     client = kept["client"] = _client(OTHER_HUB, "guest-1", RDMA)
     target = _blank()
-    client.wait(1, deadline_s=PATIENCE_S)
-    report = client.replicate(target, 1, deadline_s=PATIENCE_S)
+    client.wait(1, timeout_s=PATIENCE_S)
+    report = client.replicate(target, 1, timeout_s=PATIENCE_S)
     assert torch.equal(target["a"], tensor_of(1))
     client.publish(2, {"a": tensor_of(2)})
-    client.wait(3, deadline_s=PATIENCE_S)  # the other host says: I have read it, by this transport
+    client.wait(3, timeout_s=PATIENCE_S)  # the other host says: I have read it, by this transport
     answer = {"a": torch.zeros(1, dtype=torch.uint8)}
-    client.replicate(answer, 3, deadline_s=PATIENCE_S)
+    client.replicate(answer, 3, timeout_s=PATIENCE_S)
     assert answer["a"].item() == 1, "the other host did not read ours over rdma"
     return {"transports": report.transports, "sources": report.sources}
 
@@ -469,9 +469,9 @@ def be_the_other_host() -> None:
         client.retain(0)
         client.publish(1, {"a": tensor_of(1)})
         print("publishes", flush=True)
-        client.wait(2, deadline_s=1000)
+        client.wait(2, timeout_s=1000)
         target = _blank()
-        report = client.replicate(target, 2, deadline_s=PATIENCE_S)
+        report = client.replicate(target, 2, timeout_s=PATIENCE_S)
         right = torch.equal(target["a"], tensor_of(2)) and report.transports == {"rdma": SIZE_BYTES}
         print(f"read version 2: {report.transports}, {'right' if right else 'WRONG'}", flush=True)
         client.publish(3, {"a": torch.tensor([int(right)], dtype=torch.uint8)})
@@ -490,7 +490,7 @@ KEY = ShardKey(1, "checkpoint")
 
 
 def _client(address: str, replica: str, transports: tuple[str, ...]) -> Client:
-    return Client(address, run="vm", model="m", replica=replica, transports=transports, connect_deadline_s=CONNECT_S)
+    return Client(address, run="vm", model="m", replica=replica, transports=transports, connect_timeout_s=CONNECT_S)
 
 
 def serve_alone(name: str, memlock_size_bytes: int | None = None) -> tuple[str, int]:
@@ -530,12 +530,12 @@ def join(address: str, replica: str, transports: tuple[str, ...], memlock_size_b
 
 def replicate(version: int, serve: bool) -> dict[str, Any]:
     target = kept["target"] = _blank()
-    report = kept["client"].replicate(target, version, deadline_s=PATIENCE_S, serve=serve)
+    report = kept["client"].replicate(target, version, timeout_s=PATIENCE_S, serve=serve)
     assert torch.equal(target["a"], tensor_of(version)), "other bytes arrived"
     return {"transports": report.transports, "sources": report.sources, "losses": report.losses}
 
 
-def replicate_fails(version: int, deadline_s: float) -> tuple[str, str, float]:
+def replicate_fails(version: int, timeout_s: float) -> tuple[str, str, float]:
     began = time.monotonic()
     try:
         replicate(version, False)
@@ -548,8 +548,8 @@ def retain_nothing() -> None:
     kept["client"].retain(0)
 
 
-def unpublish(version: int, deadline_s: float) -> tuple[float, tuple[str, ...]]:
-    report = kept["client"].unpublish(version, deadline_s=deadline_s)
+def unpublish(version: int, timeout_s: float) -> tuple[float, tuple[str, ...]]:
+    report = kept["client"].unpublish(version, timeout_s=timeout_s)
     return report.seconds, report.cut_off
 
 

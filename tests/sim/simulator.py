@@ -576,7 +576,7 @@ class Request:
     """The answer is the hub's reply, or None when none came in time."""
 
     make: Callable[[int], s.Request]
-    deadline_s: float
+    timeout_s: float
 
 
 @dataclass
@@ -587,7 +587,7 @@ class Replicate:
     at_least: int
     layouts: tuple[str, ...]
     claim: bool
-    deadline_s: float
+    timeout_s: float
 
 
 @dataclass
@@ -667,8 +667,8 @@ class Worker:
                 self.later(seconds, lambda: self.step(program, None))
             case Meet():
                 self.group.meet(self, program)
-            case Request(make, deadline_s):
-                self.ask(make, self.world.now + deadline_s, lambda reply: self.step(program, reply))
+            case Request(make, timeout_s):
+                self.ask(make, self.world.now + timeout_s, lambda reply: self.step(program, reply))
             case Replicate():
                 Transfer(self, asked, lambda outcome: self.step(program, outcome))
 
@@ -939,9 +939,9 @@ class Transfer:
     def __init__(self, worker: Worker, asked: Replicate, then: Callable[[Got | str], None]) -> None:
         self.worker, self.world, self.then = worker, worker.world, then
         world = self.world
-        deadline = self.world.now + asked.deadline_s
+        deadline = self.world.now + asked.timeout_s
         self.machine = r.Replication(
-            asked.version, asked.at_least, asked.layouts, asked.claim, deadline, asked.deadline_s, world.verify, True
+            asked.version, asked.at_least, asked.layouts, asked.claim, deadline, asked.timeout_s, world.verify, True
         )
         self.asking = True
         self.birth = worker.machine.sequence + 1
@@ -1100,8 +1100,8 @@ def rollout(worker: Worker) -> Program:
     layouts = (RUNTIME, CHECKPOINT) if group.kind == "runtime" else (CHECKPOINT,)
     current = 0
     while not group.finished:
-        deadline_s = world.rng.choice([2.0, 10.0, 30.0])
-        reply = yield Request(lambda number: m.Wait(number, 0, current, deadline_s), deadline_s)  # noqa: B023
+        timeout_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Wait(number, 0, current, timeout_s), timeout_s)  # noqa: B023
         if isinstance(reply, m.Visible):
             worker.see(reply.version)
         met = yield Meet()
@@ -1111,8 +1111,8 @@ def rollout(worker: Worker) -> Program:
         if world.rng.random() < 0.3 and len(layouts) == 1:  # direct: the old bytes are overwritten in place
             yield from unpublish(worker, tuple(worker.offers))
         claim = len(layouts) > 1
-        deadline_s = world.rng.choice([3.0, 10.0, 30.0])
-        got = yield Replicate(met.version, 0 if met.version else worker.seen, layouts, claim, deadline_s)
+        timeout_s = world.rng.choice([3.0, 10.0, 30.0])
+        got = yield Replicate(met.version, 0 if met.version else worker.seen, layouts, claim, timeout_s)
         worker.outcome = FAILED if isinstance(got, str) else got.version
         if isinstance(got, str):
             continue
@@ -1132,8 +1132,8 @@ def follower(worker: Worker) -> Program:
     world = worker.world
     current = 0
     while not worker.group.finished:
-        deadline_s = world.rng.choice([2.0, 10.0, 30.0])
-        reply = yield Request(lambda number: m.Target(number, current, deadline_s), deadline_s)  # noqa: B023
+        timeout_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Target(number, current, timeout_s), timeout_s)  # noqa: B023
         if isinstance(reply, m.Visible):
             got = yield Replicate(reply.version, 0, (CHECKPOINT,), False, world.rng.choice([3.0, 10.0]))
             if not isinstance(got, str):
@@ -1186,9 +1186,9 @@ def convert_and_publish(worker: Worker, got: Got) -> Program:
 
 def unpublish(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
     world = worker.world
-    deadline_s = world.rng.choice([0.5, 3.0, 10.0])
+    timeout_s = world.rng.choice([0.5, 3.0, 10.0])
     offers = {key: worker.offers.get(key) for key in keys}
-    reply = yield Request(lambda number: m.Unpublish(number, keys, deadline_s), deadline_s)
+    reply = yield Request(lambda number: m.Unpublish(number, keys, timeout_s), timeout_s)
     if reply is None or (isinstance(reply, m.Unpublished) and reply.keep):  # then from memory that nobody overwrites
         world.counts["kept" if reply is not None else "kept_without_hub"] += 1
         return

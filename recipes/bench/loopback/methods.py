@@ -22,7 +22,7 @@ from tensorhub_plugins.core.types import (
 )
 
 IOV_MAX = 512
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 WARM_UP = 2  # times that do not count: the store maps memory that it meets again, and others register theirs
 TIMES = WARM_UP + 3  # that every process moves the tensors
 
@@ -39,7 +39,7 @@ class Place:
         self.board[name] = value
 
     def meet(self) -> None:
-        self.barrier.wait(DEADLINE_S)
+        self.barrier.wait(TIMEOUT_S)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Store(Method):
 
     def run(self, round_: int) -> None:
         if self.place.rank:
-            report = self.client.replicate(self.named, round_, deadline_s=DEADLINE_S)
+            report = self.client.replicate(self.named, round_, timeout_s=TIMEOUT_S)
             self.notes = {"sources": report.sources, "transports": report.transports, "phases": report.seconds}
         elif self.live:
             self.client.publish(round_, self.slab)

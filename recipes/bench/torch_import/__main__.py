@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 SIDES = ("without", "with", "empty")
 OURS = "tensorhub_plugins.openrlhf.autoload:install"
-IMPORT_DEADLINE_S = 300
+IMPORT_TIMEOUT_S = 300
 # All sides go through the same wrapper, which gives torch what it would find, without ours or with the empty one in its
 # place, and takes the time of each.
 CHILD = """
@@ -92,7 +92,7 @@ def main() -> int:
 def measure(side: str, folder: str) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
     command = [sys.executable, "-c", CHILD, side, OURS]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=IMPORT_DEADLINE_S)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S)
     if ended.returncode:
         raise SystemExit(f"{ended.stderr[-2000:]}\nimport torch ended with {ended.returncode}")
     one = json.loads(ended.stdout.splitlines()[-1])

@@ -32,7 +32,7 @@ from tensorhub_plugins.core import Server, start_server
 
 SIDES = ("vLLM, cold", "vLLM, warm", "disk, cold", "disk, warm", "peer, live", "peer, copy")
 LIMITS = ("memcpy", "new memory", "tcp", "read, cold", "read, warm")
-START_DEADLINE_S = 300.0
+START_TIMEOUT_S = 300.0
 
 
 def main() -> None:
@@ -89,8 +89,8 @@ def in_process(context: Any, function: Any, *arguments: Any) -> Any:
     process.start()
     theirs.close()
     try:
-        if not pipe.poll(START_DEADLINE_S):
-            raise SystemExit(f"{function.__name__}: no answer within {START_DEADLINE_S:.0f} s")
+        if not pipe.poll(START_TIMEOUT_S):
+            raise SystemExit(f"{function.__name__}: no answer within {START_TIMEOUT_S:.0f} s")
         succeeded, value = pipe.recv()
         if not succeeded:
             raise SystemExit(value)
@@ -108,7 +108,7 @@ class Peer:
         self._process = context.Process(target=engines.peer, args=(theirs, model, hub.address, name, serve_from))
         self._process.start()
         theirs.close()
-        if not self._pipe.poll(START_DEADLINE_S) or self._pipe.recv() != "serving":
+        if not self._pipe.poll(START_TIMEOUT_S) or self._pipe.recv() != "serving":
             raise SystemExit("the peer did not start; what it printed says why")
 
     def close(self) -> None:

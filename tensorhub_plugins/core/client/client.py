@@ -64,7 +64,7 @@ from tensorhub_plugins.core.types import (
 log = logging.getLogger("tensorhub.client")
 
 POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read
-BACKGROUND_DEADLINE_S = 30.0  # for readers of a kept copy that may be dropped
+BACKGROUND_TIMEOUT_S = 30.0  # for readers of a kept copy that may be dropped
 ANNOUNCE_S = 1.0  # a hub that is there has long answered by then; one that is away is told when it is back
 LAYOUTS_MAX = 8  # that one fetch names
 FOR_EVER = float("inf")  # until the hub is back: for what is so, whatever it says
@@ -163,7 +163,7 @@ class Client:
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
 
-    Raise HubUnreachable when no hub answers within connect_deadline_s (seconds), UsageError for what cannot work.
+    Raise HubUnreachable when no hub answers within connect_timeout_s (seconds), UsageError for what cannot work.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Client:
         location: Location | None = None,
         transports: Sequence[str] = DEFAULT_TRANSPORTS,
         advertise_host: str | None = None,
-        connect_deadline_s: float = 10.0,
+        connect_timeout_s: float = 10.0,
         verify: bool = True,
     ) -> None:
         for what, name in (("run", run), ("model", model), ("replica", replica)):
@@ -218,7 +218,7 @@ class Client:
                     location=self._location,
                     endpoints=endpoints,
                 ),
-                connect_deadline_s=connect_deadline_s,
+                connect_timeout_s=connect_timeout_s,
                 on_source_gone=self._source_gone,
                 on_may_drop=self._may_drop,
                 on_directive=self._directed,
@@ -236,7 +236,7 @@ class Client:
         layout: str = CHECKPOINT,
         *,
         copy: bool = True,
-        deadline_s: float = 60.0,
+        timeout_s: float = 60.0,
         parts: Mapping[str, Part] | None = None,
         strict: bool = False,
     ) -> PublishReport:
@@ -255,7 +255,7 @@ class Client:
         then nothing was published.
         """
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
-        deadline_s = _in_bounds(deadline_s)
+        timeout_s = _in_bounds(timeout_s)
         self._check_open()
         with self._lock:
             newest, last = self._published.get(layout, (0, None))
@@ -295,7 +295,7 @@ class Client:
             if version == newest and last is not None and manifest.root() != last.root():
                 raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()
-            self._offer(key, manifest, slab, was_read=slab in self._fetched, deadline_s=deadline_s)
+            self._offer(key, manifest, slab, was_read=slab in self._fetched, timeout_s=timeout_s)
         except BaseException:
             if slab is not tensors:
                 self._recycle(slab)
@@ -308,7 +308,7 @@ class Client:
         seconds = {"copy": copied - began, "digest": digested - copied, "announce": time.monotonic() - digested}
         return PublishReport(version, layout, manifest.size_bytes, seconds, manifest)
 
-    def unpublish(self, version: int, layout: str | None = None, *, deadline_s: float = 30.0) -> UnpublishReport:
+    def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float = 30.0) -> UnpublishReport:
         """Take a version back (layout None: in every layout). Afterwards its memory may change.
 
         Returns when its last reader has finished, or at the deadline, when the readers that are left are cut off. The
@@ -323,7 +323,7 @@ class Client:
                 raise UsageError("it is still being read here: let replicate or fetch return first", version=version)
         if not keys:
             return UnpublishReport(version, 0.0)
-        return self._unpublish(keys, version, began, deadline_s)
+        return self._unpublish(keys, version, began, timeout_s)
 
     def replicate(
         self,
@@ -331,7 +331,7 @@ class Client:
         version: int | str = LATEST,
         layout: str = CHECKPOINT,
         *,
-        deadline_s: float = 60.0,
+        timeout_s: float = 60.0,
         serve: bool = True,
         parts: Mapping[str, Part] | None = None,
     ) -> ReplicateReport:
@@ -348,7 +348,7 @@ class Client:
         published with different bytes. Further names of the same memory take host memory while they are read.
         """
         targets = _InPlace(self, tensors, parts, serve=serve)
-        outcome = self._transfer(targets, version, (layout,), deadline_s, claim=False)
+        outcome = self._transfer(targets, version, (layout,), timeout_s, claim=False)
         targets.complete()
         return _report(outcome)
 
@@ -357,7 +357,7 @@ class Client:
         version: int | str = LATEST,
         layouts: Sequence[str] = (CHECKPOINT,),
         *,
-        deadline_s: float = 60.0,
+        timeout_s: float = 60.0,
         converts: bool = True,
         serve: bool = False,
         into: Mapping[str, torch.Tensor] | None = None,
@@ -372,7 +372,7 @@ class Client:
         if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
             raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
         targets = _Allocated(self, serve=serve) if into is None else _Either(self, into, layouts[0], serve=serve)
-        outcome = self._transfer(targets, version, tuple(layouts), deadline_s, claim=converts and len(layouts) > 1)
+        outcome = self._transfer(targets, version, tuple(layouts), timeout_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
         if outcome.claimed is not None and not chosen:
             self.abandon(outcome.version, layouts[0])
@@ -391,19 +391,19 @@ class Client:
     def abandon(self, version: int, layout: str) -> None:
         """Give up a conversion that `fetch` has put on this worker; another is chosen."""
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
-        self._hub.ask(lambda number: messages.Abandon(number, key), time.monotonic() + BACKGROUND_DEADLINE_S)
+        self._hub.ask(lambda number: messages.Abandon(number, key), time.monotonic() + BACKGROUND_TIMEOUT_S)
 
-    def wait(self, version: int | str = LATEST, *, newer_than: int = 0, deadline_s: float = 60.0) -> int:
+    def wait(self, version: int | str = LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
         """Return a visible version: this one, or the newest that is above newer_than. NotPublished at the deadline."""
         number = 0 if version == LATEST else check_version(version)
         if newer_than:
             check_version(newer_than)
-        reply = self._ask(lambda n: messages.Wait(n, number, newer_than, deadline_s), deadline_s)
+        reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
 
     def target(
-        self, installed: int = 0, *, refused: Iterable[int] = (), pins: bool = True, deadline_s: float = 60.0
+        self, installed: int = 0, *, refused: Iterable[int] = (), pins: bool = True, timeout_s: float = 60.0
     ) -> int:
         """Return the version that this worker is to run, once that is not `installed` (0: none is).
 
@@ -417,42 +417,42 @@ class Client:
         if installed:
             check_version(installed)
         serial = self._hub.directive.serial
-        reply = self._ask(lambda n: messages.Target(n, installed, deadline_s, refused, serial, pins), deadline_s)
+        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, refused, serial, pins), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
 
-    def pin(self, version: int, *, deadline_s: float = 10.0) -> None:
+    def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Make all followers of this run and model go to this version and stay there, until `unpin`.
 
         "latest" is the pinned version meanwhile, and its last copy is not given up. UsageError if nobody holds it.
         """
         number = check_version(version)
-        self._ask(lambda n: messages.Pin(n, number, deadline_s), deadline_s)
+        self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
 
-    def unpin(self, *, deadline_s: float = 10.0) -> None:
+    def unpin(self, *, timeout_s: float = 10.0) -> None:
         """Let all followers go on to the newest version."""
-        self._ask(lambda n: messages.Pin(n, 0, deadline_s), deadline_s)
+        self._ask(lambda n: messages.Pin(n, 0, timeout_s), timeout_s)
 
-    def withdraw(self, version: int, *, deadline_s: float = 10.0) -> None:
+    def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
         """This version is bad: nobody is given it any more, who reads it is stopped (VersionGone), and followers that
         run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
 
         It stays withdrawn; good weights need another number. UsageError if there never was such a version.
         """
         number = check_version(version)
-        self._ask(lambda n: messages.Withdraw(n, number, deadline_s), deadline_s)
+        self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
-    def versions(self, *, deadline_s: float = 10.0) -> list[VersionInfo]:
+    def versions(self, *, timeout_s: float = 10.0) -> list[VersionInfo]:
         """What the hub knows, oldest version first."""
-        reply = self._ask(messages.AskVersions, deadline_s)
+        reply = self._ask(messages.AskVersions, timeout_s)
         assert isinstance(reply, messages.Versions)
         return list(reply.versions)
 
-    def retain(self, newest: int = 1, *, deadline_s: float = 10.0) -> None:
+    def retain(self, newest: int = 1, *, timeout_s: float = 10.0) -> None:
         """Never give up the last copy of this many newest versions (of this run and model) by an unpublish."""
         if not 0 <= newest <= messages.RETAIN_MAX:
             raise UsageError(f"retain(newest={newest}): a count of versions from 0 to {messages.RETAIN_MAX}")
-        self._ask(lambda number: messages.Retain(number, newest), deadline_s)
+        self._ask(lambda number: messages.Retain(number, newest), timeout_s)
 
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory for these tensors, shareable with readers on this host; reused from versions that are over."""
@@ -510,20 +510,20 @@ class Client:
     # --- inside ---
 
     def _transfer(
-        self, targets: _Targets, version: int | str, layouts: tuple[str, ...], deadline_s: float, *, claim: bool
+        self, targets: _Targets, version: int | str, layouts: tuple[str, ...], timeout_s: float, *, claim: bool
     ) -> Outcome:
         self._check_open()
         for layout in layouts:
             check_name("layout", layout)
         number = 0 if version == LATEST else check_version(version)
-        deadline_s = _in_bounds(deadline_s)
+        timeout_s = _in_bounds(timeout_s)
         machine = replication.Replication(
             version=number,
             at_least=0 if number else self._seen,
             layouts=layouts,
             claim=claim,
-            deadline=time.monotonic() + deadline_s,
-            deadline_s=deadline_s,
+            deadline=time.monotonic() + timeout_s,
+            timeout_s=timeout_s,
             verify=self._verify,
             serve=targets.serves,
             location=self._location,
@@ -551,7 +551,7 @@ class Client:
             log.warning("%s/%d: version %d: lost %s", self.replica, self.shard, outcome.version, loss)
         return outcome
 
-    def _offer(self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, deadline_s: float) -> None:
+    def _offer(self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, timeout_s: float) -> None:
         """Put a shard on the shelf and tell the hub."""
         offer = Offer(key, manifest, slab, birth=self._hub.sequence + 1)
         offer.mark_all_ready()
@@ -561,7 +561,7 @@ class Client:
             self._put(offer)
         holding = messages.Holding(key, manifest.root(), manifest.size_bytes, True, was_read)
         try:
-            self._ask(lambda number: messages.Publish(number, holding), deadline_s)
+            self._ask(lambda number: messages.Publish(number, holding), timeout_s)
         except BaseException:
             with self._lock:
                 self._offers.pop(key, None)
@@ -580,11 +580,11 @@ class Client:
         holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, True)
         return self._hub.ask(lambda number: messages.Publish(number, holding), FOR_EVER)
 
-    def _unpublish(self, keys: list[ShardKey], version: int, began: float, deadline_s: float) -> UnpublishReport:
+    def _unpublish(self, keys: list[ShardKey], version: int, began: float, timeout_s: float) -> UnpublishReport:
         with self._lock:
             offered = {key: self._offered.get(key) for key in keys}
         try:
-            reply = self._ask(lambda number: messages.Unpublish(number, tuple(keys), deadline_s), deadline_s)
+            reply = self._ask(lambda number: messages.Unpublish(number, tuple(keys), timeout_s), timeout_s)
             assert isinstance(reply, messages.Unpublished)
         except HubUnreachable:  # it may be the last copy; the hub says when it is back
             log.warning("%s/%d: version %d is kept, the hub does not answer", self.replica, self.shard, version)
@@ -593,7 +593,7 @@ class Client:
             keys = [key for key in keys if self._offered.get(key) == offered[key]]
         if reply.keep:
             for key in keys:
-                self._keep(key, began + _in_bounds(deadline_s))
+                self._keep(key, began + _in_bounds(timeout_s))
         else:
             for key in keys:
                 self._withdraw(key)
@@ -675,8 +675,8 @@ class Client:
             self._owned.pop(slab, None)
         slab.close()
 
-    def _ask(self, make: Callable[[int], session.Request], deadline_s: float) -> messages.Reply:
-        future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + _in_bounds(deadline_s))
+    def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
+        future: Future[messages.Reply] = self._hub.ask(make, time.monotonic() + _in_bounds(timeout_s))
         return future.result()  # the session machine ends every request at its deadline
 
     def _returns(self, version: int, newest: int) -> bool:
@@ -705,7 +705,7 @@ class Client:
             keys = [key for key in keys if key in self._offers]
         if keys:
             try:
-                self._unpublish(keys, keys[0].version, time.monotonic(), BACKGROUND_DEADLINE_S)
+                self._unpublish(keys, keys[0].version, time.monotonic(), BACKGROUND_TIMEOUT_S)
             except TensorHubError as error:
                 log.info("%s/%d: kept copies stay for now: %s", self.replica, self.shard, error)
 
@@ -806,7 +806,7 @@ class _Targets:
             with suppress(UsageError):  # closed meanwhile: the hub knows, or will
                 client._hub.ask(
                     lambda number, key=offer.key: messages.Unpublish(number, (key,), 0.0, gone=True),  # type: ignore[misc]
-                    time.monotonic() + BACKGROUND_DEADLINE_S,
+                    time.monotonic() + BACKGROUND_TIMEOUT_S,
                 )
             with client._lock:
                 client._incoming.discard(offer.key)
@@ -922,13 +922,11 @@ def here() -> Location:
     )
 
 
-def _in_bounds(deadline_s: float) -> float:
+def _in_bounds(timeout_s: float) -> float:
     """Seconds that every clock and message can hold: a wait "for ever" lasts a year, one for less than nothing none."""
-    if not isinstance(deadline_s, (int, float)) or deadline_s != deadline_s:  # the latter: not a number
-        raise UsageError(
-            f"deadline_s={deadline_s!r}: pass a number of seconds, float('inf') to wait as long as it takes"
-        )
-    return min(max(0.0, deadline_s), messages.SECONDS_MAX)
+    if not isinstance(timeout_s, (int, float)) or timeout_s != timeout_s:  # the latter: not a number
+        raise UsageError(f"timeout_s={timeout_s!r}: pass a number of seconds, float('inf') to wait as long as it takes")
+    return min(max(0.0, timeout_s), messages.SECONDS_MAX)
 
 
 def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:

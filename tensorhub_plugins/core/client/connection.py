@@ -42,7 +42,7 @@ class HubLink:
     """A session with the hub at `address`.
 
     on_source_gone, on_may_drop, on_directive: called in the link's thread, must not block. Raise UsageError for a
-    malformed address, HubUnreachable when no hub answers within connect_deadline_s.
+    malformed address, HubUnreachable when no hub answers within connect_timeout_s.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HubLink:
         address: str,
         identity: messages.Hello,
         *,
-        connect_deadline_s: float,
+        connect_timeout_s: float,
         on_source_gone: Callable[[bytes], None],
         on_may_drop: Callable[[session.MayDrop], None],
         on_directive: Callable[[messages.Directive], None] = lambda directive: None,
@@ -87,14 +87,14 @@ class HubLink:
         self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
         self._thread.start()
         try:
-            self._welcomed.result(timeout=connect_deadline_s)
+            self._welcomed.result(timeout=connect_timeout_s)
         except FutureTimeout:
             self.close()
             raise HubUnreachable(
                 f"no hub answers at {address}: start one with `tensorhub server`, or correct the address",
                 peer=address,
                 phase="connect",
-                deadline_s=connect_deadline_s,
+                timeout_s=connect_timeout_s,
             ) from None
         except BaseException:
             self.close()

@@ -56,13 +56,13 @@ class Publisher:
         ranks: int,
         worker: str,
         keep: int,
-        deadline_s: float,
+        timeout_s: float,
         dtype: torch.dtype | None = None,
         model: Sequence[TensorSpec] = (),
     ) -> None:
         self.client = client
         self.rank, self.ranks, self.worker = rank, ranks, worker
-        self.keep, self.deadline_s, self.dtype = keep, deadline_s, dtype
+        self.keep, self.timeout_s, self.dtype = keep, timeout_s, dtype
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
@@ -84,7 +84,7 @@ class Publisher:
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab)
-        report = self.client.publish(version, slab, CHECKPOINT, deadline_s=self.deadline_s, strict=True)
+        report = self.client.publish(version, slab, CHECKPOINT, timeout_s=self.timeout_s, strict=True)
         ended = time.monotonic()
         record(
             "publish",
@@ -182,7 +182,7 @@ class Publisher:
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
             try:
-                self.client.unpublish(version, CHECKPOINT, deadline_s=UNPUBLISH_S)
+                self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
 

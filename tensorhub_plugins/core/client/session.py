@@ -219,7 +219,7 @@ class Session:
         asked = self.asked[request]
         if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
             left_s = min(m.SECONDS_MAX, max(0.0, asked.deadline - now))
-            return msgspec.structs.replace(asked.message, deadline_s=left_s)
+            return msgspec.structs.replace(asked.message, timeout_s=left_s)
         return asked.message
 
     def _end_lease(self, request: int, shard: int | None, lost: bool) -> None:

@@ -362,7 +362,7 @@ class Hub(Books):
         now: float,
     ) -> None:
         self._arrivals += 1
-        pending = Pending(worker, message, now + message.deadline_s, self._arrivals)
+        pending = Pending(worker, message, now + message.timeout_s, self._arrivals)
         worker.pending[message.request] = pending
         worker.history.waiting[worker.session, message.request] = pending
         self._at(pending.deadline, pending)

@@ -183,7 +183,7 @@ class Unpublish(_Message, frozen=True):
 
     request: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
-    deadline_s: Seconds
+    timeout_s: Seconds
     gone: bool = False
 
 
@@ -202,7 +202,7 @@ class Acquire(_Message, frozen=True):
     version: Count
     at_least: Count
     layouts: Layouts
-    deadline_s: Seconds
+    timeout_s: Seconds
     claim: bool = False
     shards: Shards = ()
     shards_layout: Text = ""
@@ -235,7 +235,7 @@ class Wait(_Message, frozen=True):
     request: Count
     version: Count
     newer_than: Count
-    deadline_s: Seconds
+    timeout_s: Seconds
 
 
 class Target(_Message, frozen=True):
@@ -248,7 +248,7 @@ class Target(_Message, frozen=True):
 
     request: Count
     installed: Count
-    deadline_s: Seconds
+    timeout_s: Seconds
     refused: Annotated[tuple[Number, ...], msgspec.Meta(max_length=REFUSED_MAX)] = ()
     serial: Serial = 0
     pins: bool = True
@@ -259,7 +259,7 @@ class Pin(_Message, frozen=True):
 
     request: Count
     version: Count
-    deadline_s: Seconds
+    timeout_s: Seconds
 
 
 class Withdraw(_Message, frozen=True):
@@ -267,7 +267,7 @@ class Withdraw(_Message, frozen=True):
 
     request: Count
     version: Number
-    deadline_s: Seconds
+    timeout_s: Seconds
 
 
 class Retain(_Message, frozen=True):
@@ -412,7 +412,7 @@ def refusal(
     version: int | None = None,
     peer: str | None = None,
     phase: str | None = None,
-    deadline_s: float | None = None,
+    timeout_s: float | None = None,
 ) -> errors.TensorHubError:
     """The hub's refusal as the error class it names."""
     known = {
@@ -420,7 +420,7 @@ def refusal(
         for cls in (errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded)
     }
     cls = known.get(refused.error, errors.ProtocolError)
-    return cls(refused.message, version=version, peer=peer, phase=phase, deadline_s=deadline_s)
+    return cls(refused.message, version=version, peer=peer, phase=phase, timeout_s=timeout_s)
 
 
 # --- frames ---

@@ -290,7 +290,7 @@ class Replication:
     layouts: tuple[str, ...]
     claim: bool
     deadline: float
-    deadline_s: float
+    timeout_s: float
     verify: bool = True
     serve: bool = False
     location: Location = Location()  # of the reader
@@ -380,7 +380,7 @@ class Replication:
         self,
         layouts: tuple[str, ...],
         shards: tuple[int, ...],
-        deadline_s: float,
+        timeout_s: float,
         *,
         claim: bool = False,
         beside: tuple[bytes, ...] = (),
@@ -391,7 +391,7 @@ class Replication:
             version=self.version,
             at_least=self.at_least,
             layouts=layouts,
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
             claim=claim,
             shards=shards,
             shards_layout=self.layout,
@@ -411,7 +411,7 @@ class Replication:
                     "the hub did not answer a request for sources",
                     version=self.version or None,
                     phase="find sources",
-                    deadline_s=self.deadline_s,
+                    timeout_s=self.timeout_s,
                 )
             )
             return
@@ -423,7 +423,7 @@ class Replication:
                     version=self.version or None,
                     peer=self._peers(),
                     phase="find sources",
-                    deadline_s=self.deadline_s,
+                    timeout_s=self.timeout_s,
                 )
             )
             return
@@ -656,13 +656,13 @@ class Replication:
         )
 
     def _too_late(self) -> errors.TensorHubError:
-        version, deadline_s = self.version or None, self.deadline_s
+        version, timeout_s = self.version or None, self.timeout_s
         if not self.shards and self._asking:
             return errors.HubUnreachable(
                 "the hub did not answer a request for sources",
                 version=version,
                 phase="find sources",
-                deadline_s=deadline_s,
+                timeout_s=timeout_s,
             )
         missing = [s for s in self.shards.values() if not s.is_done]
         segments = sum(len(s.missing) for s in missing if s.missing is not None)
@@ -673,7 +673,7 @@ class Replication:
             version=version,
             phase="read",
             peer=self._peers(),
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
         )
 
     def _with_losses(self, text: str) -> str:

@@ -35,8 +35,8 @@ WITH_ITEM = 2  # prompts with an image or a sound
 IMAGE_SIZE = (56, 56)  # pixels
 SOUND_RATE = 16_000  # per second; a second of it
 TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling models, in the words of vLLM
-START_DEADLINE_S = 1800.0  # of an engine, which may be large
-CALL_DEADLINE_S = 600.0
+START_TIMEOUT_S = 1800.0  # of an engine, which may be large
+CALL_TIMEOUT_S = 600.0
 POLL_S = 0.005
 PATIENCE_S = 1.0  # with a process that is told to end, before it is killed
 PATIENCE_WITH_WORKERS_S = 20.0  # it ends those first
@@ -89,7 +89,7 @@ class Apart:
         self._process.start()
         theirs.close()
         try:
-            self.first = self._receive(START_DEADLINE_S)
+            self.first = self._receive(START_TIMEOUT_S)
         except TensorHubError:
             self.close()
             raise
@@ -100,7 +100,7 @@ class Apart:
             self._pipe.send(command)
         except OSError:
             raise EngineFailed(self._last_words()) from None
-        return self._receive(CALL_DEADLINE_S)
+        return self._receive(CALL_TIMEOUT_S)
 
     def close(self) -> None:
         self._pipe.close()  # it leaves by itself then
@@ -108,11 +108,11 @@ class Apart:
         self._process.kill()
         self._process.join()
 
-    def _receive(self, deadline_s: float) -> Any:
-        deadline_s = max(0.0, min(deadline_s, self._deadline - time.monotonic()))
+    def _receive(self, timeout_s: float) -> Any:
+        timeout_s = max(0.0, min(timeout_s, self._deadline - time.monotonic()))
         try:
-            if not self._pipe.poll(deadline_s):
-                raise EngineFailed(f"no answer from the engine's process within {deadline_s:.0f} s")
+            if not self._pipe.poll(timeout_s):
+                raise EngineFailed(f"no answer from the engine's process within {timeout_s:.0f} s")
             outcome, value = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             raise EngineFailed(self._last_words()) from None
@@ -229,7 +229,7 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
 
 def _update(engine: Any, version: int) -> list[Any]:
     """As followers do it: fetch beside the engine, make sure, and only then pause and install."""
-    engine.collective_rpc("tensorhub_begin_fetch", args=(version, CALL_DEADLINE_S))
+    engine.collective_rpc("tensorhub_begin_fetch", args=(version, CALL_TIMEOUT_S))
     polled = engine.collective_rpc("tensorhub_poll")
     while any(worker["state"] == "fetching" for worker in polled):
         time.sleep(POLL_S)
@@ -237,7 +237,7 @@ def _update(engine: Any, version: int) -> list[Any]:
     if any(worker["state"] != "ready" for worker in polled):
         return [{**worker, "installed": False} for worker in polled]
     try:
-        engine.collective_rpc("tensorhub_prepare_install", args=(CALL_DEADLINE_S,))
+        engine.collective_rpc("tensorhub_prepare_install", args=(CALL_TIMEOUT_S,))
     except TensorHubError as error:
         return [
             {**worker, "installed": False, "error": str(error)} for worker in engine.collective_rpc("tensorhub_poll")
@@ -246,7 +246,7 @@ def _update(engine: Any, version: int) -> list[Any]:
     core.pause_scheduler("keep", False)
     core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     core.reset_encoder_cache()
-    results = list(engine.collective_rpc("tensorhub_install", args=(version, CALL_DEADLINE_S)))
+    results = list(engine.collective_rpc("tensorhub_install", args=(version, CALL_TIMEOUT_S)))
     if not any(worker["broken"] for worker in results):
         core.resume_scheduler()
     return results

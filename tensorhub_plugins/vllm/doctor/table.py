@@ -24,7 +24,7 @@ from tensorhub_plugins.vllm.doctor.engines import EngineFailed, call_apart, shor
 from tensorhub_plugins.vllm.doctor.families import family
 from tensorhub_plugins.vllm.doctor.make import make
 
-FAMILY_DEADLINE_S = 180.0
+FAMILY_TIMEOUT_S = 180.0
 ENGINE_OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
 
 
@@ -67,7 +67,7 @@ def examine(names: Sequence[str], options: Mapping[str, Any]) -> Iterator[Row]:
     for name in names:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-            result, why, refusals = _examine(name, Path(folder), options, began + FAMILY_DEADLINE_S)
+            result, why, refusals = _examine(name, Path(folder), options, began + FAMILY_TIMEOUT_S)
         yield Row(name, result, why, refusals, round(time.monotonic() - began, 1))
 
 

@@ -41,9 +41,9 @@ NEEDED = (
     "shutdown",
 )
 WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
-DEADLINE_S = 600.0  # for a version to arrive, and for an install
-HEALTH_DEADLINE_S = 2.0  # of one question to the workers
-LOOP_DEADLINE_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
+TIMEOUT_S = 600.0  # for a version to arrive, and for an install
+HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
+LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
 
 
 def attach(core: Any, vllm_config: Any) -> None:
@@ -97,7 +97,7 @@ async def check_weights(engine: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        workers = await asyncio.wait_for(engine.collective_rpc("tensorhub_health"), HEALTH_DEADLINE_S)
+        workers = await asyncio.wait_for(engine.collective_rpc("tensorhub_health"), HEALTH_TIMEOUT_S)
     except asyncio.TimeoutError:
         return
     broken = next((worker for worker in workers if worker), None)
@@ -148,7 +148,7 @@ class CoreFollower(Follower):
     """
 
     def __init__(self, core: Core, joining: WorkerConfig, *, when: Literal["idle", "now"], patience_s: float) -> None:
-        super().__init__(core, self._ask_hub, worker=joining.replica, deadline_s=DEADLINE_S)
+        super().__init__(core, self._ask_hub, worker=joining.replica, timeout_s=TIMEOUT_S)
         self._core, self._joining, self._when, self._patience_s = core, joining, when, patience_s
         self._client: Client | None = None
         self._closed = False
@@ -180,7 +180,7 @@ class CoreFollower(Follower):
         self.is_broken = any(worker["broken"] for worker in workers)
         await self.follow()
 
-    def _ask_hub(self, installed: int, *, deadline_s: float, **more: Any) -> int:
+    def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
         """`Client.target`, in short turns: an engine that is shut down does not wait for a version."""
         if self._closed:
             raise _ClosedError
@@ -193,9 +193,9 @@ class CoreFollower(Follower):
                 replica=f"{config.replica}-follow",
                 location=config.location,
                 transports=("tcp",),
-                connect_deadline_s=config.connect_deadline_s,
+                connect_timeout_s=config.connect_timeout_s,
             )
-        return self._client.target(installed, deadline_s=min(deadline_s, WAIT_S), **more)
+        return self._client.target(installed, timeout_s=min(timeout_s, WAIT_S), **more)
 
     async def update(self, version: int) -> None:
         other: int | None = version
@@ -219,7 +219,7 @@ class CoreFollower(Follower):
                 return None
             with suppress(TensorHubError):
                 refused = tuple(self.refused)
-                return await asyncio.to_thread(self._ask_hub, version, refused=refused, deadline_s=POLL_S)
+                return await asyncio.to_thread(self._ask_hub, version, refused=refused, timeout_s=POLL_S)
         return None
 
 
@@ -257,7 +257,7 @@ class Core:
                 done.set_result(result)
 
         self._core.input_queue.put_nowait((self._wake_up, run))
-        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_DEADLINE_S)
+        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_TIMEOUT_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))

@@ -68,7 +68,7 @@ class Follower:
         target: Callable[..., int],
         *,
         worker: str,
-        deadline_s: float,
+        timeout_s: float,
         until: int | None = None,
         pins: bool = True,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -79,7 +79,7 @@ class Follower:
         self.engine = engine
         self.target = target
         self.worker = worker
-        self.deadline_s = deadline_s
+        self.timeout_s = timeout_s
         self.until = until
         self.pins = pins
         self.sleep = sleep
@@ -109,7 +109,7 @@ class Follower:
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
             version = await asyncio.to_thread(
-                self.target, installed, refused=tuple(self.refused), pins=self.pins, deadline_s=WAIT_S
+                self.target, installed, refused=tuple(self.refused), pins=self.pins, timeout_s=WAIT_S
             )
         except (NotPublished, DeadlineExceeded):
             self._said = ""
@@ -144,8 +144,8 @@ class Follower:
 
     async def fetch(self, version: int) -> None:
         """Beside generation: every worker gets its bytes, verified."""
-        deadline = time.monotonic() + self.deadline_s + POLL_GRACE_S
-        await self.engine.rpc("tensorhub_begin_fetch", version, self.deadline_s)
+        deadline = time.monotonic() + self.timeout_s + POLL_GRACE_S
+        await self.engine.rpc("tensorhub_begin_fetch", version, self.timeout_s)
         while True:
             workers = await self.engine.rpc("tensorhub_poll")
             if all(worker["state"] == "ready" for worker in workers):
@@ -162,7 +162,7 @@ class Follower:
     async def prepare(self, version: int) -> None:
         """Still generating: wait until no peer reads what the installation will overwrite."""
         try:
-            await self.engine.rpc("tensorhub_prepare_install", self.deadline_s)
+            await self.engine.rpc("tensorhub_prepare_install", self.timeout_s)
         except Exception as error:
             if self._note_refusal(version, await self.engine.rpc("tensorhub_poll")):
                 await self.engine.rpc("tensorhub_discard")
@@ -198,7 +198,7 @@ class Follower:
                 in_flight=len(frozen),
             )
             self.is_broken = True  # until the workers say otherwise
-            results = await self.engine.rpc("tensorhub_install", version, self.deadline_s)
+            results = await self.engine.rpc("tensorhub_install", version, self.timeout_s)
             failed = [result for result in results if not result["installed"]]
             self.is_broken = any(result["broken"] for result in results)
             if not failed:

@@ -75,7 +75,7 @@ class Lifeline:
         if follower is not None and follower.installing_since is not None:
             # Its loop is busy with the installation and answers nothing else; that has its own deadline.
             busy_s = time.monotonic() - follower.installing_since
-            if busy_s <= follower.deadline_s:
+            if busy_s <= follower.timeout_s:
                 return 0.0
         return time.monotonic() - self._heard_at
 

@@ -51,7 +51,7 @@ from tensorhub_plugins.vllm.worker.updater import VOTE_SIZE_BYTES, Gather, Place
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
-DEADLINE_S = 60.0
+TIMEOUT_S = 60.0
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 
@@ -86,9 +86,9 @@ class TensorHubWorkerExtension:
             "vllm": vllm.__version__,
         }
 
-    def tensorhub_begin_fetch(self, version: int, deadline_s: float = DEADLINE_S) -> None:
+    def tensorhub_begin_fetch(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
         """Start to get this version, in a thread. UsageError if another is on its way or this one is installed."""
-        _updater(self).begin_fetch(version, deadline_s)
+        _updater(self).begin_fetch(version, timeout_s)
 
     def tensorhub_poll(self) -> dict[str, Any]:
         """state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
@@ -98,13 +98,13 @@ class TensorHubWorkerExtension:
         """Give up a version that is ready and will not be installed."""
         _updater(self).discard()
 
-    def tensorhub_prepare_install(self, deadline_s: float = DEADLINE_S) -> None:
+    def tensorhub_prepare_install(self, timeout_s: float = TIMEOUT_S) -> None:
         """Before the pause, in a moment between two steps: the install will neither wait nor find another model."""
-        _updater(self).prepare_install(deadline_s)
+        _updater(self).prepare_install(timeout_s)
 
-    def tensorhub_install(self, version: int, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+    def tensorhub_install(self, version: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """While the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
-        result = _updater(self).install(version, deadline_s)
+        result = _updater(self).install(version, timeout_s)
         if result["installed"]:
             _forget_encodings(self.model_runner)
         return result

@@ -65,9 +65,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     install: Literal["staged", "direct"] = "staged"
     serve_from: Literal["host", "live"] | None = None  # None: "host" if staged, "live" if direct
     verify: bool = False  # hash the live weights after every install, in the background; always on with events
-    connect_deadline_s: float = 10.0
-    drain_deadline_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
-    serve_deadline_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
+    connect_timeout_s: float = 10.0
+    drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
+    serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
 
     @property
     def source(self) -> Literal["host", "live"]:
@@ -136,7 +136,7 @@ class Updater:
             location=config.location,
             transports=config.transports,
             advertise_host=config.advertise_host,
-            connect_deadline_s=config.connect_deadline_s,
+            connect_timeout_s=config.connect_timeout_s,
         )
 
     # --- what the engine's owner asks for ---
@@ -165,14 +165,14 @@ class Updater:
                 "report": self._report,
             }
 
-    def begin_fetch(self, version: int, deadline_s: float, *, in_place: bool | None = None) -> None:
+    def begin_fetch(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> None:
         """Start to get this version, in the background; what was staged and not installed is dropped.
 
         in_place: read it into the live weights during the install, if somebody has this layout (None: as configured).
         """
         if in_place is None:
             in_place = self.config.install == "direct"
-        deadline = time.monotonic() + deadline_s  # before anything changes: what is no number is refused here
+        deadline = time.monotonic() + timeout_s  # before anything changes: what is no number is refused here
         with self._lock:
             if self._asleep:
                 raise UsageError("the engine sleeps and its weights are not there: wake it up first", version=version)
@@ -186,28 +186,28 @@ class Updater:
             self._thread.submit(self._drop, dropped)
         self._fetched = self._thread.submit(self._fetch, version, deadline, in_place)
 
-    def update(self, version: int, deadline_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
+    def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
         """Fetch and install at once, while the engine stands still. Never raises; returns what `install` does."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + timeout_s
         try:
-            self.begin_fetch(version, deadline_s, in_place=in_place)
+            self.begin_fetch(version, timeout_s, in_place=in_place)
             assert self._fetched is not None
             # It ends at its own deadline, and after its readers have been drained.
-            self._fetched.result(timeout=deadline_s + self.config.drain_deadline_s)
+            self._fetched.result(timeout=timeout_s + self.config.drain_timeout_s)
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
         # Whatever happened here: the other workers of this engine wait for this one's vote.
         return self.install(version, _left(deadline))
 
-    def resolve(self, deadline_s: float, refused: Sequence[int] = ()) -> int:
+    def resolve(self, timeout_s: float, refused: Sequence[int] = ()) -> int:
         """The version to run, none of `refused`, the same for every worker; NotPublished if there is none in time."""
         try:
-            newest, error = self._client.target(refused=refused, deadline_s=deadline_s), None
+            newest, error = self._client.target(refused=refused, timeout_s=timeout_s), None
         except TensorHubError as failure:
             newest, error = 0, failure
         version = agreed(self.gather, newest)
         if not version:
-            raise error or NotPublished("the engine's first worker found no version", deadline_s=deadline_s)
+            raise error or NotPublished("the engine's first worker found no version", timeout_s=timeout_s)
         return version
 
     def adopt(self, version: int) -> None:
@@ -242,29 +242,29 @@ class Updater:
                 self._thread.submit(self._drop, dropped)
                 self._serve_again()
 
-    def prepare_install(self, deadline_s: float) -> None:
+    def prepare_install(self, timeout_s: float) -> None:
         """Before the pause, between two steps of the engine: what an install would wait for, or might refuse.
 
         A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
         live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model.
         """
-        deadline = time.monotonic() + deadline_s
-        self._wait_until_served(deadline, deadline_s)
+        deadline = time.monotonic() + timeout_s
+        self._wait_until_served(deadline, timeout_s)
         with self._lock:
             staged = self._staged
         if staged is not None:
             self._rehearse(staged)
         self._withdraw_live(deadline)
 
-    def install(self, version: int, deadline_s: float) -> dict[str, Any]:
+    def install(self, version: int, timeout_s: float) -> dict[str, Any]:
         """Replace the weights; the engine is paused. All workers of the engine do, or none starts.
 
         Never raises: "installed" says whether the model now is this version, "broken" why it must not be used.
         """
         began = time.monotonic()
-        deadline = began + deadline_s
+        deadline = began + timeout_s
         try:
-            staged = self._ready(version, deadline, deadline_s)
+            staged = self._ready(version, deadline, timeout_s)
             refusal: Exception | None = None
         except Exception as error:
             staged, refusal = None, error
@@ -325,9 +325,9 @@ class Updater:
 
     def before_foreign_change(self, what: str) -> None:
         """Somebody else is about to change the weights or move them away: nobody may read them any more."""
-        deadline_s = self.config.serve_deadline_s
-        deadline = time.monotonic() + deadline_s
-        self._wait_until_served(deadline, deadline_s)
+        timeout_s = self.config.serve_timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._wait_until_served(deadline, timeout_s)
         if self._served is not None and self.config.source == "live":
             logger.info("%s: version %d is withdrawn before %s", self._name, self._served, what)
         self._withdraw_live(deadline)
@@ -356,7 +356,7 @@ class Updater:
         try:
             staged = self._acquire(version, deadline, in_place)
             # Here rather than in the install: it may take as long as the slowest reader, and the engine generates.
-            self._withdraw_live(time.monotonic() + self.config.drain_deadline_s)
+            self._withdraw_live(time.monotonic() + self.config.drain_timeout_s)
         except TensorHubError as failure:
             error = failure
         except Exception as failure:
@@ -374,7 +374,7 @@ class Updater:
 
     def _acquire(self, version: int, deadline: float, in_place: bool) -> _Staged:
         if in_place:
-            self._client.wait(version, deadline_s=_left(deadline))
+            self._client.wait(version, timeout_s=_left(deadline))
             held = {info.version: info.layouts for info in self._client.versions()}
             if held.get(version, {}).get(self.place.layout) and not self._conversion.hidden:
                 return _Staged(version, None)
@@ -410,7 +410,7 @@ class Updater:
         into: dict[str, torch.Tensor] | None = None,
     ) -> _Staged:
         began = time.monotonic()
-        fetched = self._client.fetch(version, layouts, deadline_s=_left(deadline), serve=serve, into=into)
+        fetched = self._client.fetch(version, layouts, timeout_s=_left(deadline), serve=serve, into=into)
         return self._note(
             _Staged(version, fetched if fetched.slabs else None, fetched.report), time.monotonic() - began
         )
@@ -433,9 +433,9 @@ class Updater:
 
     # --- installing, in vLLM's own thread ---
 
-    def _ready(self, version: int, deadline: float, deadline_s: float) -> _Staged:
+    def _ready(self, version: int, deadline: float, timeout_s: float) -> _Staged:
         """What is to be installed, with nobody reading what will change; raises without having changed anything."""
-        self._wait_until_served(deadline, deadline_s)
+        self._wait_until_served(deadline, timeout_s)
         with self._lock:
             staged, error, asleep = self._staged, self._error, self._asleep
         if asleep:
@@ -559,7 +559,7 @@ class Updater:
             logger.exception("%s: after the install of version %d", self._name, staged.version)
 
     def _offer(self, staged: _Staged) -> None:
-        version, layout, deadline_s = staged.version, self.place.layout, self.config.serve_deadline_s
+        version, layout, timeout_s = staged.version, self.place.layout, self.config.serve_timeout_s
         if self._conversion.hidden:
             return
         in_host_memory = self.config.source == "host"
@@ -568,13 +568,13 @@ class Updater:
         # may be, because it was the last.
         key = ShardKey(version, layout, self.place.shard, self.place.shard_count)
         if key not in self._client.serving():
-            self._client.publish(version, live, layout, copy=in_host_memory, deadline_s=deadline_s)
+            self._client.publish(version, live, layout, copy=in_host_memory, timeout_s=timeout_s)
         size_bytes = sum(tensor.nbytes for tensor in live.values())
         events.record("serve", worker=self._name, version=version, layout=layout, bytes=size_bytes)
         with self._lock:
             previous, self._served = self._served, version
         if previous not in (None, version):  # it returned to what it has never ceased to serve
-            self._client.unpublish(previous, layout, deadline_s=deadline_s)
+            self._client.unpublish(previous, layout, timeout_s=timeout_s)
 
     def _drop_source(self, staged: _Staged) -> None:
         """Let go of what was fetched, unless it is what we serve."""
@@ -584,7 +584,7 @@ class Updater:
         if fetched.converts is not None and self._served != staged.version:
             self._client.abandon(staged.version, layout)
         if fetched.layout != layout:
-            self._client.unpublish(staged.version, fetched.layout, deadline_s=self.config.serve_deadline_s)
+            self._client.unpublish(staged.version, fetched.layout, timeout_s=self.config.serve_timeout_s)
         if fetched.layout != layout or self.config.source == "live":
             fetched.release()
 
@@ -605,7 +605,7 @@ class Updater:
             received = staged.report.layout
             events.record("digests", worker=self._name, version=version, layout=received, digests=named)
 
-    def _wait_until_served(self, deadline: float, deadline_s: float) -> None:
+    def _wait_until_served(self, deadline: float, timeout_s: float) -> None:
         serving = self._serving
         if serving is not None:
             try:
@@ -615,7 +615,7 @@ class Updater:
                     "the weights are still being copied for peers: raise the deadline",
                     version=self._version,
                     phase="prepare_install",
-                    deadline_s=deadline_s,
+                    timeout_s=timeout_s,
                 ) from None
 
     def _withdraw_live(self, deadline: float) -> None:
@@ -623,7 +623,7 @@ class Updater:
         with self._lock:
             served = self._served if self.config.source == "live" else None
         if served is not None:
-            self._client.unpublish(served, self.place.layout, deadline_s=_left(deadline))
+            self._client.unpublish(served, self.place.layout, timeout_s=_left(deadline))
             with self._lock:
                 self._served = None
 
