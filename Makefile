@@ -24,8 +24,8 @@ demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
 test-vllm-next: ENVIRONMENT = vllm-next-cpu
 
 # Pure machines and what they stand on; nothing here starts a process.
-QUICK = $(addprefix tests/core/test_,architecture.py hub.py session.py replication.py reads.py placement.py \
-	values_messages.py)
+QUICK = $(addprefix tests/core/,test_architecture.py hub/test_hub.py hub/test_selection.py client/test_session.py \
+	transfer/test_replication.py memory/test_moves.py protocol/)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 24

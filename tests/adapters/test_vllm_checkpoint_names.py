@@ -234,7 +234,7 @@ def test_two_ranks_gather_in_the_same_order(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
     command = [sys.executable, __file__, str(tmp_path), port]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS)]
     try:

@@ -103,7 +103,7 @@ def serving(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
         command += ["--weight-transfer-config", '{"backend": "tensorhub"}', "--served-model-name", "actor"]
         command += ["--worker-extension-cls", "vllm_faults.FaultyExtension"]
         environment = {**as_a_person(environment_for(out)), "VLLM_SERVER_DEV_MODE": "1"}
-        environment["PYTHONPATH"] += f"{os.pathsep}{Path(__file__).parent}"
+        environment["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests/support'}"
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=ROOT, process_group=0)
         stack.callback(stop, process)
         server = Server(f"http://127.0.0.1:{port}", hub.address)
