@@ -17,7 +17,7 @@ from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.vllm.doctor import check_sync as doctor
 from tensorhub_plugins.vllm.doctor import table as doctor_table
-from tensorhub_plugins.vllm.doctor.engines import call_apart, short
+from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import FAMILIES, family
 from tensorhub_plugins.vllm.doctor.make import Family, make
 from tensorhub_plugins.vllm.doctor.naming import checkpoint_shapes
@@ -86,6 +86,27 @@ def test_every_family_is_named_once_and_by_its_own_name() -> None:
     assert all(name == made.architecture for name, made in FAMILIES.items())
     assert family("Terratorch") is None
     assert family("LlamaForCausalLM") == Family("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize(
+    ("failure", "row"),
+    [
+        (NotANumber("the model answers with NaN"), "not run"),
+        (EngineFailed("no answer"), "WRONG"),
+        (UsageError("cannot be updated"), "REFUSED"),
+    ],
+)
+def test_whose_fault_a_failure_is(failure: Exception, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM alone runs the model a second time: answers that are no numbers may come and go."""
+
+    def fails(*_: object) -> list[doctor.Finding]:
+        raise failure
+
+    monkeypatch.setattr(doctor_table, "call_apart", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "check_sync", fails)
+    monkeypatch.setattr(doctor, "runs_without_us", lambda *_, **__: "")
+    [seen] = doctor_table.examine(["LlamaForCausalLM"], {})
+    assert (seen.architecture, seen.result) == ("LlamaForCausalLM", row)
 
 
 def test_a_traceback_is_told_by_its_last_error() -> None:

@@ -48,6 +48,10 @@ class EngineFailed(TensorHubError):
     """vLLM's own error, or the engine's process is gone or silent: not a refusal of ours."""
 
 
+class NotANumber(EngineFailed):
+    """The model itself answers with NaN, from disk and before anything was published: nothing can be compared."""
+
+
 def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
     """Of vllm.LLM, for an engine that the doctor looks at."""
     return {
@@ -262,12 +266,12 @@ def answers(engine: Any, questions: int | None = None) -> list[Any]:
 
 
 def check_numbers(given: Any) -> None:
-    """Raise EngineFailed if some are none: they could be compared, and would prove nothing."""
+    """Raise NotANumber if some are none: they could be compared, and would prove nothing."""
     if isinstance(given, (list, tuple)):
         for item in given:
             check_numbers(item)
     elif given == NOT_A_NUMBER:
-        raise EngineFailed("the model answers with NaN: give one whose weights are trained")
+        raise NotANumber("the model answers with NaN: give one whose weights are trained")
 
 
 def _plain(given: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync as doctor
-from tensorhub_plugins.vllm.doctor.engines import EngineFailed, call_apart, short
+from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import family
 from tensorhub_plugins.vllm.doctor.make import make
 
@@ -85,6 +85,8 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     findings: list[doctor.Finding] = []
     try:
         findings += doctor.check_sync(model, doctor.starter(settings, deadline=deadline, log=log))
+    except NotANumber as error:  # said of the engine that reads from disk, before anything is published
+        return "not run", f"vLLM alone cannot run it: {short(error)}", ""
     except EngineFailed as error:
         failure = doctor.runs_without_us(model, settings, deadline=deadline, log=log)
         if failure:
