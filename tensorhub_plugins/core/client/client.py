@@ -134,7 +134,7 @@ class Fetched:
         """
         found: dict[str, torch.Tensor] = {}
         shard_of: dict[str, int] = {}
-        for shard, slab in self.slabs.items():
+        for shard, slab in sorted(self.slabs.items()):  # in the order of shards, whichever came first
             for name, tensor in slab.tensors().items():
                 if name in found and not _are_equal(found[name], tensor):
                     raise VersionRefused(
