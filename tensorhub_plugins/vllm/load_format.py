@@ -35,7 +35,7 @@ from tensorhub_plugins.core.types import (
     LATEST,
     VersionInfo,
 )
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import cpu, reload
 from tensorhub_plugins.vllm.worker.extension import configure, engine_gather, extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig, agreed, anyone
 
@@ -103,7 +103,7 @@ class TensorHubModelLoader(BaseModelLoader):
         began = time.monotonic()
         extend(vllm_config)
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
-        with set_default_torch_dtype(model_config.dtype), runtime.live_cpu_layers():
+        with set_default_torch_dtype(model_config.dtype), cpu.live_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             _check_made(model)
@@ -117,7 +117,7 @@ class TensorHubModelLoader(BaseModelLoader):
         if joining is not None:
             updater = join(joining, model, vllm_config)
             if not on_disk and not _read(start, joining, updater, began + start.start_timeout_s):
-                runtime.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
+                reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
                 updater.replaced()
                 on_disk = True
             if on_disk:

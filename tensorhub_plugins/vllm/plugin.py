@@ -2,9 +2,9 @@
 
 So it imports nothing of vLLM (what it adds to a module, it adds once that module is imported), raises nothing, and may
 be called twice. What it registers acts only where a configuration names it:
-    --load-format tensorhub                                    loader.py
-    --weight-transfer-config '{"backend": "tensorhub"}'        transfer.py
-    either of the two                                          engine.py, and a health check that knows of the weights
+    --load-format tensorhub                                    load_format.py
+    --weight-transfer-config '{"backend": "tensorhub"}'        weight_transfer.py
+    either of the two                                          core_follower.py, and a health check of the weights
     either of the two, or worker_extension_cls                 answers.py
 """
 
@@ -19,9 +19,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+from tensorhub_plugins.vllm.names import NAME, check_version
 
-NAME = "tensorhub"
+logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 
 def register() -> None:
@@ -59,22 +59,20 @@ def _add_weight_transfer(factory: Any) -> None:
 
 def _transfer_class(name: str) -> Any:
     _check_version()
-    from tensorhub_plugins.vllm import weight_transfer as transfer
+    from tensorhub_plugins.vllm import weight_transfer
 
-    return getattr(transfer, name)
+    return getattr(weight_transfer, name)
 
 
 def _check_version() -> None:
     """Before anything of ours is imported that needs what other versions lack."""
     import vllm
 
-    from tensorhub_plugins.vllm.worker import weights as runtime
-
-    runtime.check_version(vllm.__version__)
+    check_version(vllm.__version__)
 
 
 def _add_to_engine_core(core: Any) -> None:
-    """Workers cannot reach the scheduler and its caches; this is where engine.py gets hold of them, when asked for."""
+    """Workers cannot reach the scheduler and its caches: core_follower.py gets hold of them here, when asked for."""
     original = core.EngineCore._initialize_kv_caches
     if hasattr(original, NAME):
         return

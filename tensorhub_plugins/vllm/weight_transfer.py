@@ -51,7 +51,7 @@ from tensorhub_plugins.core.types import (
 )
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.plugin import register
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import configure, extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig
 
@@ -76,7 +76,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        runtime.check_cpu_layers(model, vllm_config)  # now, rather than at the first update
+        cpu.check_layers(model, vllm_config)  # now, rather than at the first update
         extend(vllm_config)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WorkerConfig:

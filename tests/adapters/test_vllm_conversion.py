@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.conversion import NOISE_LENGTH, Conversion, noise
 
 Weights = dict[str, torch.Tensor]
@@ -81,12 +81,12 @@ class CannotTell(Model):
 
 @pytest.fixture(autouse=True)
 def own_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reload(model: Model, vllm_config: Any, weights: Any) -> None:
+    def load_all(model: Model, vllm_config: Any, weights: Any) -> None:
         with torch.no_grad():
             model.load(dict(weights))
 
-    monkeypatch.setattr(runtime, "reload_checkpoint", reload)
-    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: model.view())
+    monkeypatch.setattr(reload, "reload_checkpoint", load_all)
+    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: model.view())
 
 
 def checkpoint(seed: int, dtype: torch.dtype = torch.float32, **more: Callable[[], torch.Tensor]) -> Weights:
@@ -104,7 +104,7 @@ def fresh(kind: type[Model], weights: Weights) -> dict[str, bytes]:
 
 
 def state(model: Model) -> dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in runtime.tensors(model).items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in weights.tensors(model).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

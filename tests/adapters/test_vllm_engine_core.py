@@ -16,8 +16,7 @@ import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
-from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.updater import Place, Updater, WorkerConfig
 
 TIMEOUT_S = 20.0
@@ -90,9 +89,9 @@ class Core:
 
 @pytest.fixture
 def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Core]]:
-    monkeypatch.setattr(runtime, "reload_checkpoint", lambda model, config, named: _fill(model, named))
+    monkeypatch.setattr(reload, "reload_checkpoint", lambda model, config, named: _fill(model, named))
     monkeypatch.setattr(contract, "rehearse", _rehearsed)
-    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, config: None)
+    monkeypatch.setattr(weights, "checkpoint_view", lambda model, config: None)
     ends: list[Callable[[], Any]] = []
 
     def start(when: str, **options: Any) -> Core:
@@ -275,13 +274,13 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
 ) -> None:
     failures = [RuntimeError("injected"), RuntimeError("injected")]
 
-    def reload(model: Toy, config: Any, named: Any) -> None:
+    def load_all(model: Toy, config: Any, named: Any) -> None:
         if failures:
             raise failures.pop()
         _fill(model, named)
 
     core = following("idle")
-    monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    monkeypatch.setattr(reload, "reload_checkpoint", load_all)
     monkeypatch.setattr(contract, "rehearse", _rehearsed)
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:

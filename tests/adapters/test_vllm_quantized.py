@@ -17,8 +17,7 @@ pytest.importorskip("vllm")
 import torch
 
 from tensorhub_plugins.core import VersionRefused
-from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.references import DEPTH_MAX, rebind
 
@@ -169,12 +168,12 @@ def test_a_kernel_reads_the_scales_of_a_raw_copy_after_a_reload(
 
         monkeypatch.setattr(references, "rebind", lambda root, moved, skip: 0)
     model = _remembering_model(derives=False)
-    runtime.reload_checkpoint(model, config, _checkpoint(2.0).items())
+    reload.reload_checkpoint(model, config, _checkpoint(2.0).items())
     assert _remembered(model) == [2.0, 2.0]
-    source = {name: torch.full_like(tensor, 3.0) for name, tensor in runtime.tensors(model).items()}
-    runtime.copy_tensors(runtime.tensors(model), source)
+    source = {name: torch.full_like(tensor, 3.0) for name, tensor in weights.tensors(model).items()}
+    weights.copy_tensors(weights.tensors(model), source)
     assert _remembered(model) == ([3.0, 3.0] if rebinds else [2.0, 2.0])
-    runtime.reload_checkpoint(model, config, _checkpoint(4.0).items())
+    reload.reload_checkpoint(model, config, _checkpoint(4.0).items())
     assert _remembered(model) == [4.0, 4.0]
 
 
@@ -182,7 +181,7 @@ def test_a_kernel_reads_the_scales_of_a_raw_copy_after_a_reload(
 def test_what_kernels_derive_for_themselves_forbids_raw_copies(
     derives: bool, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
+    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: None)
     model = _remembering_model(derives=derives)
     conversion = Conversion(model, config)
     assert conversion.install(_checkpoint(2.0)) == "reload"

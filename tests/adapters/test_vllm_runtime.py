@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Slab, UsageError
-from tensorhub_plugins.vllm.worker import updater
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.worker import fingerprint, updater, weights
 
 
 class Model(torch.nn.Module):
@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 
 
 def test_every_weight_once_and_no_kv_cache() -> None:
-    found = runtime.tensors(Model())
+    found = weights.tensors(Model())
     assert sorted(found) == ["embed.weight", "mla.W_UV", "padded", "proj.bias", "proj.weight", "table"]
     assert all(tensor.is_contiguous() for tensor in found.values())
     assert found["padded"].shape == (4 * 8 - 3,)
@@ -43,7 +43,7 @@ def test_writing_them_writes_the_model() -> None:
     one, other = Model(), Model()
     with torch.no_grad():
         other.table += 1
-    runtime.copy_tensors(runtime.tensors(one), runtime.tensors(other))
+    weights.copy_tensors(weights.tensors(one), weights.tensors(other))
     for name, tensor in other.state_dict().items():
         assert torch.equal(one.state_dict()[name], tensor), name
     assert torch.equal(one.head.weight, other.embed.weight)
@@ -61,12 +61,12 @@ def test_writing_them_writes_the_model() -> None:
     ],
 )
 def test_tensors_that_differ_are_refused_before_a_byte_is_written(change: Any, says: str) -> None:
-    model, source = Model(), runtime.tensors(Model())
-    before = {name: tensor.clone() for name, tensor in runtime.tensors(model).items()}
+    model, source = Model(), weights.tensors(Model())
+    before = {name: tensor.clone() for name, tensor in weights.tensors(model).items()}
     change(source)
     with pytest.raises(UsageError, match=says):
-        runtime.copy_tensors(runtime.tensors(model), source)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in runtime.tensors(model).items())
+        weights.copy_tensors(weights.tensors(model), source)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors(model).items())
 
 
 def test_scalars_follow_their_buffers() -> None:
@@ -74,19 +74,19 @@ def test_scalars_follow_their_buffers() -> None:
     layer.register_buffer("_k_scale", torch.tensor(1.0))
     layer._k_scale_float = 1.0
     layer._k_scale.fill_(0.25)
-    runtime.refresh_scalars(layer)
+    weights.refresh_scalars(layer)
     assert layer._k_scale_float == 0.25
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.33.2"])
 def test_supported_versions(version: str) -> None:
-    runtime.check_version(version)
+    names.check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "1.0.0", "dev"])
 def test_other_versions_are_refused_with_what_to_do(version: str) -> None:
     with pytest.raises(UsageError, match="supported range 0.26 to 0.33: install a version in that range"):
-        runtime.check_version(version)
+        names.check_version(version)
 
 
 class Backend(enum.Enum):
@@ -113,7 +113,7 @@ def described(**changes: Any) -> bytes:
         cache_config=SimpleNamespace(cache_dtype=settings["kv"]),
         parallel_config=SimpleNamespace(expert_placement_strategy=settings["placement"]),
     )
-    return runtime.fingerprint(model, config, ranks={"tp": settings["tp"], "tp_size": 2})
+    return fingerprint.fingerprint(model, config, ranks={"tp": settings["tp"], "tp_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,18 @@ def test_engines_that_differ_in_what_does_not_matter_do() -> None:
 
 def test_a_replica_has_one_layout_that_depends_on_all_its_workers() -> None:
     a, b, c = described(tp=0), described(tp=1), described(tp=1, hidden=9)
-    layouts = [runtime.replica_layout(prints) for prints in ([a, b], [b, a], [a, c], [a])]
+    layouts = [fingerprint.replica_layout(prints) for prints in ([a, b], [b, a], [a, c], [a])]
     assert len(set(layouts)) == 4
     assert all(layout.startswith("runtime:") for layout in layouts)
-    assert runtime.replica_layout([a, b]) == layouts[0]
+    assert fingerprint.replica_layout([a, b]) == layouts[0]
 
 
 def test_digests_are_the_stores() -> None:
     tensor = torch.randn(5, 7).to(torch.bfloat16)
     slab = Slab.adopt({"t": tensor})
-    assert runtime.digest(tensor) == slab.digest(0, slab.size_bytes).hex()
-    assert runtime.digest(tensor) != runtime.digest(tensor.flip(0).contiguous())
-    assert runtime.digest(torch.tensor(1.5)) == runtime.digest(torch.tensor([1.5]))
+    assert weights.digest(tensor) == slab.digest(0, slab.size_bytes).hex()
+    assert weights.digest(tensor) != weights.digest(tensor.flip(0).contiguous())
+    assert weights.digest(torch.tensor(1.5)) == weights.digest(torch.tensor([1.5]))
 
 
 @pytest.mark.parametrize(

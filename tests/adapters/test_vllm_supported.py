@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker import extension as worker
-from tensorhub_plugins.vllm.worker import weights as runtime
 
 
 @pytest.fixture(autouse=True)
 def no_cpu_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "check_cpu_layers", lambda model, vllm_config: None)
+    monkeypatch.setattr(cpu, "check_layers", lambda model, vllm_config: None)
 
 
 def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:

@@ -23,8 +23,7 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionRefused,
 )
-from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.updater import BrokenWeights, Place, Updater, WorkerConfig
 
 LAYOUT = "runtime:toy"
@@ -52,16 +51,16 @@ def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
 def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for vLLM's layerwise reload."""
 
-    def reload(model: Toy, vllm_config: Any, weights: Any) -> None:
+    def load_all(model: Toy, vllm_config: Any, weights: Any) -> None:
         named = dict(weights)
         with torch.no_grad():
             model.fused.copy_(torch.cat([named["a"], named["b"]]))
             if hasattr(model, "kernel"):
                 model.kernel["scale"] = model.fused.sum(1)
 
-    monkeypatch.setattr(runtime, "reload_checkpoint", reload)
+    monkeypatch.setattr(reload, "reload_checkpoint", load_all)
     monkeypatch.setattr(contract, "rehearse", rehearsed)
-    monkeypatch.setattr(runtime, "checkpoint_view", lambda model, vllm_config: None)
+    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: None)
 
 
 class Engines:
@@ -280,7 +279,7 @@ def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
             raise RuntimeError("injected")
 
         with monkeypatch.context() as patch:
-            patch.setattr(runtime, "reload_checkpoint", half)
+            patch.setattr(reload, "reload_checkpoint", half)
             assert fetch(updater, 2) == "ready"
             result = updater.install(2, TIMEOUT_S)
         assert not result["installed"] and "injected" in result["error"] and result["version"] == 1

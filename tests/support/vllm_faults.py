@@ -10,7 +10,7 @@ import threading
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import cpu, weights
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
@@ -18,15 +18,15 @@ from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 class FaultyExtension(TensorHubWorkerExtension):
     def tensorhub_test_fail_copy(self, after: int) -> None:
         """The next install fails after this many tensors were written."""
-        original = runtime.copy_tensors
+        original = weights.copy_tensors
 
         def copy_tensors(live, source):
-            runtime.copy_tensors = original
+            weights.copy_tensors = original
             names = sorted(live)[:after]
             original({name: live[name] for name in names}, {name: source[name] for name in names})
             raise RuntimeError("injected: the copy stopped half way")
 
-        runtime.copy_tensors = copy_tensors
+        weights.copy_tensors = copy_tensors
 
     def tensorhub_test_fail_reload(self, step: str) -> None:
         """The next reload fails: while a loader runs, while a layer is packed, or while the last layers are."""
@@ -81,21 +81,21 @@ class FaultyExtension(TensorHubWorkerExtension):
 
     def tensorhub_test_forget(self, forgotten: str) -> None:
         """The next install leaves this tensor as it is, and does not know it."""
-        original = runtime.copy_tensors
+        original = weights.copy_tensors
 
         def copy_tensors(live, source):
-            runtime.copy_tensors = original
+            weights.copy_tensors = original
             names = sorted(live.keys() - {forgotten})
             original({name: live[name] for name in names}, {name: source[name] for name in names})
 
-        runtime.copy_tensors = copy_tensors
+        weights.copy_tensors = copy_tensors
 
 
 class StaleViewsExtension(TensorHubWorkerExtension):
     """Leaves the views that Mamba2 has of its weights as they were."""
 
     def __new__(cls, *args, **kwargs):
-        runtime._refresh_cpu_convolutions = lambda model: None
+        cpu.refresh_convolutions = lambda model: None
         return super().__new__(cls, *args, **kwargs)
 
 

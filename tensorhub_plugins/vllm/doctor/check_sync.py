@@ -43,10 +43,9 @@ from tensorhub_plugins.vllm.doctor.engines import (
     plain_options,
     short,
 )
-from tensorhub_plugins.vllm.worker import weights as runtime
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 from tensorhub_plugins.vllm.worker.hidden import walk
-from tensorhub_plugins.vllm.worker.weights import digest
+from tensorhub_plugins.vllm.worker.weights import digest, tensors
 
 RUN, MODEL = "doctor", "patient"
 NAMES_SHOWN_MAX = 5
@@ -69,7 +68,7 @@ class Patient(TensorHubWorkerExtension):
 
     def tensorhub_zero(self) -> None:
         """Zero every tensor that a copy from a peer brings."""
-        for tensor in runtime.tensors(self.model_runner.get_model()).values():
+        for tensor in tensors(self.model_runner.get_model()).values():
             tensor.zero_()
 
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
+from tensorhub_plugins.vllm.names import NAME
 from tensorhub_plugins.vllm.worker.updater import WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
@@ -48,8 +49,6 @@ LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call
 
 def attach(core: Any, vllm_config: Any) -> None:
     """Add what this engine's configuration asks for; UsageError if it cannot have it."""
-    from tensorhub_plugins.vllm.plugin import NAME
-
     missing = [name for name in NEEDED if not hasattr(core, name)]
     if missing:
         raise UsageError(

@@ -1,7 +1,7 @@
 """A checkpoint into a live model: by vLLM's layerwise reload, or by plain copies where those are shown to do the same.
 
 The engine stands still for it. The reload works through every layer in Python. For an unquantized dense model on one
-worker it comes down to writing each tensor where `runtime.checkpoint_view` says that it is. But a model may rename,
+worker it comes down to writing each tensor where `weights.checkpoint_view` says that it is. But a model may rename,
 permute and scale what it loads and derive more from it, and a reload may leave behind what it derived the first time.
 So the first conversion of a checkpoint is a trial
 
@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk
 
@@ -56,38 +56,38 @@ class Conversion:
         self._copies_are_right = False
         self.hidden: tuple[str, ...] = ()
 
-    def install(self, weights: Mapping[str, torch.Tensor]) -> Literal["copy", "reload"]:
+    def install(self, checkpoint: Mapping[str, torch.Tensor]) -> Literal["copy", "reload"]:
         """Replace all weights of the model by these, under their Hugging Face names. Says how.
 
         Raises whatever a loader raises, or UsageError for a model whose updates are shown to be wrong; its weights are
         mixed then.
         """
-        shapes = shapes_of(weights)
+        shapes = shapes_of(checkpoint)
         if self._tried != shapes:
-            self._try(shapes, weights)
+            self._try(shapes, checkpoint)
             self._tried = shapes
         else:
-            self._install(weights)
+            self._install(checkpoint)
         return "copy" if self._copies_are_right else "reload"
 
-    def _install(self, weights: Mapping[str, torch.Tensor]) -> None:
-        (self._copy if self._copies_are_right else self._reload)(weights.items())
+    def _install(self, checkpoint: Mapping[str, torch.Tensor]) -> None:
+        (self._copy if self._copies_are_right else self._reload)(checkpoint.items())
 
-    def _try(self, shapes: Shapes, weights: Mapping[str, torch.Tensor]) -> None:
+    def _try(self, shapes: Shapes, checkpoint: Mapping[str, torch.Tensor]) -> None:
         self._copies_are_right, self.hidden = False, ()
-        self._reload(weights.items())
+        self._reload(checkpoint.items())
         first, noisy = self._state(), None
         try:
             copied = None
             if self._can_copy(shapes):
-                self._copy(noise(shapes, weights))
+                self._copy(noise(shapes, checkpoint))
                 copied = self._state().weights
-            self._reload(noise(shapes, weights))
+            self._reload(noise(shapes, checkpoint))
             noisy = self._state()
             self._copies_are_right = copied == noisy.weights
         except Exception:
             logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
-        self._install(weights)
+        self._install(checkpoint)
         self._judge(first, noisy, self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
         logger.info("checkpoints become live weights by %s", how)
@@ -97,7 +97,7 @@ class Conversion:
         if noisy is None:
             self.hidden = ("what has not been put to the test",)
         else:
-            derived = runtime.derived(self._model)
+            derived = reload.derived(self._model)
             stale += [name for name in derived if noisy.weights.get(name) == first.weights.get(name)]
             # What follows returns with the checkpoint, or lags one install behind; counters and scratch do neither.
             self.hidden = tuple(
@@ -121,50 +121,50 @@ class Conversion:
             target.shape == shapes[name][1] and shapes[name][0].is_floating_point for name, target in targets.items()
         )
 
-    def _copy(self, weights: Weights) -> None:
+    def _copy(self, checkpoint: Weights) -> None:
         targets = self._targets()
         with torch.no_grad():
-            for name, tensor in weights:
+            for name, tensor in checkpoint:
                 if name in targets:
                     targets[name].copy_(tensor, non_blocking=True)
-        runtime.wait_for_devices(target.device for target in targets.values())
-        runtime.refresh_scalars(self._model)
+        weights.wait_for_devices(target.device for target in targets.values())
+        weights.refresh_scalars(self._model)
 
     def _targets(self) -> dict[str, torch.Tensor]:
         """Where the tensors of a checkpoint would go; {} if copies are out of the question."""
-        view = runtime.checkpoint_view(self._model, self._vllm_config) or {}
-        return runtime.without_aliases(view)  # a tied head comes under the name of the embedding, which is first
+        view = weights.checkpoint_view(self._model, self._vllm_config) or {}
+        return weights.without_aliases(view)  # a tied head comes under the name of the embedding, which is first
 
-    def _reload(self, weights: Weights) -> None:
-        runtime.reload_checkpoint(self._model, self._vllm_config, weights)
+    def _reload(self, checkpoint: Weights) -> None:
+        reload.reload_checkpoint(self._model, self._vllm_config, checkpoint)
 
     def _state(self) -> _State:
-        live = runtime.tensors(self._model)
+        live = weights.tensors(self._model)
         own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
         hidden: dict[str, object] = {}
         for name, value in walk(self._model):
             if isinstance(value, torch.Tensor):
                 if value.untyped_storage().data_ptr() not in own:
-                    hidden[name] = runtime.digest(value.contiguous())
-            elif not runtime.is_refreshed(name):
+                    hidden[name] = weights.digest(value.contiguous())
+            elif not weights.is_refreshed(name):
                 hidden[name] = repr(value)  # NaN is equal to itself there
-        return _State({name: runtime.digest(tensor) for name, tensor in live.items()}, hidden)
+        return _State({name: weights.digest(tensor) for name, tensor in live.items()}, hidden)
 
 
 def _differ(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     return [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
 
 
-def noise(shapes: Shapes, weights: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def noise(shapes: Shapes, checkpoint: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of these names, dtypes and shapes, the same every time, whose tensors are unlike each other.
 
-    Of `weights`, whole numbers stay as they are: they may be indices.
+    Of `checkpoint`, whole numbers stay as they are: they may be indices.
     """
     block = torch.randn(NOISE_LENGTH, generator=torch.Generator().manual_seed(0))
     endless = {dtype: torch.cat([block, block]).to(dtype) for dtype in {dtype for dtype, _ in shapes.values()}}
     for number, (name, (dtype, shape)) in enumerate(shapes.items()):
-        if weights is not None and not dtype.is_floating_point:
-            yield name, weights[name]
+        if checkpoint is not None and not dtype.is_floating_point:
+            yield name, checkpoint[name]
             continue
         first = number * NOISE_STEP % NOISE_LENGTH
         values = endless[dtype][first : first + min(NOISE_LENGTH, shape.numel())]

@@ -46,7 +46,8 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import VOTE_SIZE_BYTES, Gather, Place, Updater, WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
@@ -77,7 +78,7 @@ class TensorHubWorkerExtension:
         import vllm
 
         updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
-        size_bytes = sum(tensor.nbytes for tensor in runtime.tensors(self.model_runner.get_model()).values())
+        size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
             "layout": updater.place.layout,
             "shard": updater.place.shard,
@@ -139,12 +140,12 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
     """
     import vllm
 
-    runtime.check_version(vllm.__version__)
+    names.check_version(vllm.__version__)
     _check_supported(model, vllm_config)
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
-    prints = gather(runtime.fingerprint(model, vllm_config, ranks=runtime.parallel_ranks(vllm_config)))
-    place = Place(shard, len(prints), runtime.replica_layout(prints))
+    prints = gather(fingerprint.fingerprint(model, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
+    place = Place(shard, len(prints), fingerprint.replica_layout(prints))
     leave(model)
     updater = Updater(config, model, vllm_config, place, gather)
     vars(model)["tensorhub_updater"] = updater
@@ -217,7 +218,7 @@ def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 
 
 def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
-    with runtime.live_cpu_layers():
+    with cpu.live_layers():
         return type(worker).load_model(worker, *args, **kwargs)
 
 
@@ -320,7 +321,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "what encoders have computed leaves this engine and may come back under other weights: start without "
             "--ec-transfer-config"
         )
-    runtime.check_cpu_layers(model, vllm_config)
+    cpu.check_layers(model, vllm_config)
     _warn_of_drafts(vllm_config)
 
 
@@ -337,7 +338,7 @@ def _warn_of_drafts(vllm_config: Any) -> None:
 
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
     """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
-    ranks = runtime.parallel_ranks(vllm_config)
+    ranks = fingerprint.parallel_ranks(vllm_config)
     if ranks["tp_size"] * ranks["pp_size"] == 1:
         return lambda message: [message], 0
     from vllm.distributed import get_pp_group, get_tp_group

@@ -37,7 +37,7 @@ from tensorhub_plugins.core.types import (
     Location,
     ShardKey,
 )
-from tensorhub_plugins.vllm.worker import weights as runtime
+from tensorhub_plugins.vllm.worker import weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 
@@ -334,13 +334,13 @@ class Updater:
 
     def digests(self) -> dict[str, Any]:
         """Digests of every live tensor, by runtime name and by checkpoint name (None where that is not possible)."""
-        live = runtime.tensors(self._model)
-        view = runtime.checkpoint_view(self._model, self._vllm_config)
+        live = weights.tensors(self._model)
+        view = weights.checkpoint_view(self._model, self._vllm_config)
         return {
             "layout": self.place.layout,
             "version": self._version,
-            "runtime": {name: runtime.digest(tensor) for name, tensor in live.items()},
-            "checkpoint": None if view is None else {name: runtime.digest(tensor) for name, tensor in view.items()},
+            "runtime": {name: weights.digest(tensor) for name, tensor in live.items()},
+            "checkpoint": None if view is None else {name: weights.digest(tensor) for name, tensor in view.items()},
         }
 
     def close(self) -> None:
@@ -384,7 +384,7 @@ class Updater:
         assert staged.fetched is not None
         try:
             if staged.fetched.layout == self.place.layout:
-                runtime.check_same_tensors(runtime.tensors(self._model), staged.fetched.tensors())
+                weights.check_same_tensors(weights.tensors(self._model), staged.fetched.tensors())
             else:
                 self._contract.check(staged.fetched.tensors())
         except VersionRefused as error:
@@ -468,12 +468,12 @@ class Updater:
         if staged.fetched is None:
             staged = self._read_in_place(staged.version, deadline)
             if staged.fetched is None:
-                runtime.refresh_scalars(self._model)
+                weights.refresh_scalars(self._model)
                 return staged
         tensors = staged.fetched.tensors()
         if staged.fetched.layout == self.place.layout:
-            runtime.copy_tensors(runtime.tensors(self._model), tensors)
-            runtime.refresh_scalars(self._model)
+            weights.copy_tensors(weights.tensors(self._model), tensors)
+            weights.refresh_scalars(self._model)
         else:
             self._contract.rehearse(tensors)  # again only for what has been read in place of something else
             staged = replace(staged, converted_by=self._conversion.install(tensors))
@@ -481,7 +481,7 @@ class Updater:
 
     def _read_in_place(self, version: int, deadline: float) -> _Staged:
         """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""
-        live, in_host_memory = runtime.tensors(self._model), self.config.source == "host"
+        live, in_host_memory = weights.tensors(self._model), self.config.source == "host"
         try:
             # Half of the time: it may be over before the hub has noticed that a peer is dead.
             first = time.monotonic() + _left(deadline) / 2
@@ -563,7 +563,7 @@ class Updater:
         if self._conversion.hidden:
             return
         in_host_memory = self.config.source == "host"
-        live = runtime.tensors(self._model)
+        live = weights.tensors(self._model)
         # Staged bytes are offered since they arrived, live ones since they were read in place, and after a sleep a copy
         # may be, because it was the last.
         key = ShardKey(version, layout, self.place.shard, self.place.shard_count)
@@ -591,7 +591,7 @@ class Updater:
     def _verify(self, staged: _Staged) -> None:
         """Hash what the model really holds. Nothing writes it now: the next install waits for this thread."""
         version, layout = staged.version, self.place.layout
-        root = Slab.adopt(runtime.tensors(self._model)).manifest().root().hex()
+        root = Slab.adopt(weights.tensors(self._model)).manifest().root().hex()
         events.record("digests", worker=self._name, version=version, layout=layout, digests={"root": root})
         if staged.report is None:  # adopted: there is nothing to compare with
             return

@@ -1,0 +1,99 @@
+"""vLLM on a CPU, whose stock build hides weights from us; nothing here does anything on a GPU.
+
+Linear layers move their weights into a oneDNN handle and leave an empty parameter. Output heads keep the parameter but
+compute with a packed copy: a tied head then looks up new rows and scores with old ones, silently. Experts are packed
+only the first time they are loaded. `live_layers` keeps linears and heads on their parameters, and a reload makes
+experts pack again (`forget_expert_kernels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+
+
+@contextmanager
+def live_layers() -> Iterator[None]:
+    """Unquantized CPU layers that finish loading inside compute with their parameters from then on.
+
+    Open around load_model and around a reload. Does nothing on other platforms.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    classes = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    stock = [cls.process_weights_after_loading for cls in classes]
+    try:
+        for cls, original in zip(classes, stock, strict=True):
+            cls.process_weights_after_loading = _living(original)
+        yield
+    finally:
+        for cls, original in zip(classes, stock, strict=True):
+            cls.process_weights_after_loading = original
+
+
+def _living(original: Any) -> Any:
+    """A process_weights_after_loading that packs nothing, and stays with the quant method it once ran on."""
+
+    def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
+        if layer.weight.ndim != 2:  # convolutions pack within their own, visible, parameter
+            original(method, layer)
+            return
+        layer.cpu_linear = torch.nn.functional.linear
+        method.process_weights_after_loading = partial(process_weights_after_loading, method)
+
+    return process_weights_after_loading
+
+
+def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Raise UsageError when this CPU engine computes with copies of its weights that nobody can update."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    if vllm_config.model_config.quantization is not None:
+        raise UsageError("on the CPU build of vLLM tensorhub updates unquantized models only")
+    if vllm_config.compilation_config.inductor_compile_config.get("max_autotune"):
+        raise UsageError("inductor's max_autotune compiles CPU weights in as constants: switch it off")
+    linear = torch.nn.functional.linear
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", linear) is not linear:
+            raise UsageError(
+                f"{name} computes with a packed copy of its weights: start this engine with --load-format tensorhub or "
+                "worker_extension_cls=tensorhub_plugins.vllm.TensorHubWorkerExtension (or a subclass), which keep them "
+                "live"
+            )
+        if getattr(module, "w13_bias", None) is not None:
+            raise UsageError(f"{name}: experts with a bias cannot be updated on the CPU build of vLLM")
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Make unquantized experts pack again: they do so only while they have no kernel."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod":
+            method.moe_kernel = None
+
+
+def refresh_convolutions(model: torch.nn.Module) -> None:
+    """Mamba2 computes with a view of its convolution's weight, which the CPU build packs into other memory."""
+    for mixer in model.modules():
+        view = mixer._buffers.get("conv_weights")
+        unpacked = getattr(getattr(mixer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if view is not None and unpacked is not None:
+            view.copy_(unpacked.view(view.shape))

@@ -1,0 +1,112 @@
+"""Which workers may copy raw weights from each other.
+
+Equal names, dtypes, shapes and strides are not enough: kernels permute weights within the same shape. The fingerprint
+therefore covers everything that decides what the bytes mean: vLLM's version, the processor, the model's configuration,
+quantization, the kernel every layer chose, and each worker's place in the parallel groups. It is one string for the
+whole replica; worker k of one replica trades with worker k of another.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.vllm.worker import weights
+
+
+def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str, int]) -> bytes:
+    """32 bytes that are equal for two workers exactly when their runtime tensors may be copied raw.
+
+    `ranks` says where this worker stands in its parallel groups (see `parallel_ranks`).
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    hf_config = {
+        key: value
+        for key, value in model_config.hf_config.to_dict().items()
+        if not key.startswith("_") and key != "transformers_version"  # where it came from, not what it is
+    }
+    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    description = {
+        "vllm": vllm.__version__,
+        "platform": [current_platform.device_type, platform.machine(), str(capability), _cpu_isa()],
+        "model": hf_config,
+        "class": type(model).__qualname__,
+        "dtype": str(model_config.dtype),
+        "quantization": str(model_config.quantization),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "expert_placement": str(getattr(parallel, "expert_placement_strategy", None)),
+        "ranks": dict(ranks),
+        "kernels": dict(_kernels(model)),
+        "tensors": {name: _meaning(tensor) for name, tensor in weights.all_tensors(model)},
+        "copied": {name: _meaning(tensor) for name, tensor in weights.tensors(model).items()},
+    }
+    return hashlib.sha256(json.dumps(description, sort_keys=True, default=str).encode()).digest()
+
+
+def replica_layout(fingerprints: Iterable[bytes]) -> str:
+    """The layout string of a replica, from the fingerprints of its workers in shard order.
+
+    All workers of a replica publish under this one string; tensors are compared one by one on top of it.
+    """
+    return "runtime:" + hashlib.sha256(b"".join(fingerprints)).hexdigest()[:32]
+
+
+def parallel_ranks(vllm_config: Any) -> dict[str, int]:
+    """Rank and size of this worker in the groups that decide which part of the weights it holds."""
+    from vllm.distributed import get_pp_group, get_tp_group
+
+    tp, pp = get_tp_group(), get_pp_group()
+    ranks = {
+        "tp": tp.rank_in_group,
+        "tp_size": tp.world_size,
+        "pp": pp.rank_in_group,
+        "pp_size": pp.world_size,
+    }
+    if vllm_config.parallel_config.enable_expert_parallel:
+        from vllm.distributed import get_ep_group
+
+        ranks.update(ep=get_ep_group().rank_in_group, ep_size=get_ep_group().world_size)
+    return ranks
+
+
+def _kernels(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """What every layer chose to compute with, because that decides how its weights are packed.
+
+    Names of classes, enums and flags only: nothing that may differ between two equal engines, such as
+    addresses.
+    """
+    for name, module in model.named_modules():
+        choices: list[str] = []
+        for role in ("quant_method", "scheme", "impl"):
+            chosen = getattr(module, role, None)
+            if chosen is None or isinstance(chosen, (torch.Tensor, torch.nn.Module)):
+                continue
+            choices.append(f"{role}={type(chosen).__qualname__}")
+            for key, value in sorted(getattr(chosen, "__dict__", {}).items()):
+                if isinstance(value, (bool, enum.Enum)):
+                    choices.append(f"{role}.{key}={value}")
+                elif isinstance(value, type):
+                    choices.append(f"{role}.{key}={value.__qualname__}")
+                elif key in ("kernel", "moe_kernel", "fp8_linear") and value is not None:
+                    choices.append(f"{role}.{key}={type(value).__qualname__}")
+        if choices:
+            yield name, choices
+
+
+def _cpu_isa() -> str:
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)()
+    return f"{torch.backends.cpu.get_cpu_capability()}{'+AMX' if amx else ''}"
+
+
+def _meaning(tensor: torch.Tensor) -> tuple[str, str, list[int], list[int]]:
+    stride = [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return str(tensor.dtype), tensor.device.type, list(tensor.shape), stride

@@ -1,0 +1,71 @@
+"""A checkpoint into a live model by vLLM's layerwise reload, and what such a reload derives from the weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.vllm.worker import cpu, weights
+from tensorhub_plugins.vllm.worker.contract import preserved
+from tensorhub_plugins.vllm.worker.references import rebound_references
+
+# Of these, the ones that are computed from weights (a scale may be a constant).
+DERIVED_ATTRIBUTES = tuple(name for name in weights.PLAIN_ATTRIBUTES if not name.endswith("_scale"))
+
+
+def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
+
+    The checkpoint is one that fills the model (see contract.py). When anything raises, the model has its live tensors
+    back and can be reloaded again; their bytes are mixed. The caller sees to it that nothing is computed meanwhile.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
+        cpu.forget_expert_kernels(model)
+        with _defined_paddings(), rebound_references(model):
+            initialize_layerwise_reload(model)
+            model.load_weights(checkpoint)
+            finalize_layerwise_reload(model, vllm_config.model_config)
+        cpu.refresh_convolutions(model)
+    weights.wait_for_devices(p.device for p in model.parameters())
+
+
+@contextmanager
+def _defined_paddings() -> Iterator[None]:
+    """What a checkpoint does not fill, such as the padding of a kernel, is zero and not what the memory held before."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    original = meta.materialize_meta_tensor
+    meta.materialize_meta_tensor = lambda tensor: original(tensor).zero_()
+    try:
+        yield
+    finally:
+        meta.materialize_meta_tensor = original
+
+
+def derived(model: torch.nn.Module) -> list[str]:
+    """Of `weights.tensors`, those that are made from other weights, so that they must change when all weights do."""
+    live = weights.tensors(model)
+    names = [name for name in live if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
+    # A model of vLLM has this module; a stand-in in a test need not.
+    layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    if layerwise is None:
+        return names
+    recorded = {name: layerwise.LAYERWISE_INFO.get(layer) for name, layer in model.named_modules()}
+    if any(info is not None and any(info.restore_metadata) for info in recorded.values()):
+        from vllm.model_executor.model_loader.reload.meta import SKIP_MODULES, SKIP_TENSORS
+
+        # Buffers that were views of a parameter when the model was made: vLLM's record of it leaves them out.
+        for prefix, layer in model.named_modules():
+            if type(layer).__name__ in SKIP_MODULES:
+                continue
+            info = recorded[prefix]
+            views = layer._non_persistent_buffers_set - set(info.restore_metadata[1] if info else ()) - SKIP_TENSORS
+            names += [f"{prefix}.{view}" if prefix else view for view in views]
+    return [name for name in names if name in live]
