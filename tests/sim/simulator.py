@@ -298,9 +298,9 @@ class World:
     def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
         frame, sent = m.encode(message), self.now
         if isinstance(message, m.Unpublish):
-            self.unpublishing[worker.session, message.request] = message.keys
+            self.unpublishing[worker.session, message.request_id] = message.keys
         elif isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw):
-            self.asked[worker.session, message.request] = message
+            self.asked[worker.session, message.request_id] = message
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
                 self.at(delay, lambda: self._hub_receives(worker, frame, sent))
@@ -366,7 +366,7 @@ class World:
         """What the hub decides agrees with what operators have decided."""
         if not isinstance(reply, m.Done | m.Granted | m.Visible):
             return
-        asked, old = self.asked.get((session, reply.request)), self.directive
+        asked, old = self.asked.get((session, reply.request_id)), self.directive
         match reply, asked:
             case m.Done(), m.Pin(_, version):
                 self.ever_pinned.add(version)
@@ -387,17 +387,17 @@ class World:
                     raise Violation("backwards", self, f"{asked} is answered with version {version}")
 
     def _check_reply(self, effect: hub_machine.Send) -> None:
-        answer = (self.lives, effect.session, getattr(effect.message, "request", 0))
+        answer = (self.lives, effect.session, getattr(effect.message, "request_id", 0))
         repeated = answer in self.answered  # what it says again was decided before
         self.answered.add(answer)
         if not repeated:
             self._check_directed(effect.session, effect.message)
-        if not isinstance(effect.message, m.Unpublished) or effect.message.keep:
+        if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:
             return
-        for key in self.unpublishing.get((effect.session, effect.message.request), ()):
+        for key in self.unpublishing.get((effect.session, effect.message.request_id), ()):
             self.cut_off.setdefault((effect.session, key), set()).update(effect.message.cut_off)
         source = self.workers.get(effect.session)
-        asked = source.machine.asked.get(effect.message.request) if source else None
+        asked = source.machine.asked.get(effect.message.request_id) if source else None
         if asked is None or not isinstance(asked.message, m.Unpublish):
             return
         for key in asked.message.keys:
@@ -759,8 +759,8 @@ class Worker:
         if len(held) == key.shard_count:
             self.world.ever_whole.add(key.version)
 
-    def holding(self, offer: Offer, was_read: bool) -> m.Holding:
-        return m.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, offer.complete, was_read)
+    def holding(self, offer: Offer, origin: m.Origin) -> m.Holding:
+        return m.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, offer.complete, origin)
 
     def withdraw(self, key: ShardKey) -> None:
         """Cut readers off, then the memory is used for something else."""
@@ -825,11 +825,11 @@ class Link:
             self._again(self._open)
         else:
             offer = source.offers.get(self.key)
-            if offer is None and source.expects(self.key, self.grant.sequence):
+            if offer is None and source.expects(self.key, self.grant.as_of):
                 self.world.counts["waited_for_offer"] += 1
                 self._again(self._open)
                 return
-            if offer is None or offer.birth > self.grant.sequence:
+            if offer is None or offer.birth > self.grant.as_of:
                 self.break_("not offered")
                 return
             self.source, self.offer = source, offer
@@ -1004,7 +1004,7 @@ class Transfer:
             self.feed(r.Answer(request, reply, bool(acquire.beside)))
 
         request = self.worker.ask(
-            lambda number: msgspec.structs.replace(acquire, request=number),
+            lambda number: msgspec.structs.replace(acquire, request_id=number),
             self.machine.deadline,
             answered,
         )
@@ -1024,7 +1024,7 @@ class Transfer:
         self._publish(offer)
 
     def _publish(self, offer: Offer) -> None:
-        holding = self.worker.holding(offer, was_read=True)
+        holding = self.worker.holding(offer, origin="replicated")
         self.worker.ask(lambda number: m.Publish(number, holding), self.world.now + 30.0, lambda reply: None)
 
     def _complete(self) -> None:
@@ -1082,7 +1082,7 @@ def trainer(worker: Worker) -> Program:
         key = ShardKey(version, CHECKPOINT, worker.shard, worker.group.shard_count)
         offer = worker.offer(key, content, manifest_of(content), complete=True)
         reply = yield Request(
-            lambda number, offer=offer: m.Publish(number, worker.holding(offer, was_read=False)), 30.0
+            lambda number, offer=offer: m.Publish(number, worker.holding(offer, origin="published")), 30.0
         )
         if not isinstance(reply, m.Done):
             worker.withdraw(key)
@@ -1176,7 +1176,7 @@ def convert_and_publish(worker: Worker, got: Got) -> Program:
         return
     content = convert([got.shards[i] for i in sorted(got.shards)], worker.shard)
     offer = worker.offer(key, content, manifest_of(content), complete=True)
-    reply = yield Request(lambda number: m.Publish(number, worker.holding(offer, was_read=True)), 30.0)
+    reply = yield Request(lambda number: m.Publish(number, worker.holding(offer, origin="replicated")), 30.0)
     if not isinstance(reply, m.Done):  # also when it was withdrawn meanwhile
         worker.withdraw(key)
     checkpoint = tuple(k for k in worker.offers if k.layout == CHECKPOINT)
@@ -1189,7 +1189,9 @@ def unpublish(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
     timeout_s = world.rng.choice([0.5, 3.0, 10.0])
     offers = {key: worker.offers.get(key) for key in keys}
     reply = yield Request(lambda number: m.Unpublish(number, keys, timeout_s), timeout_s)
-    if reply is None or (isinstance(reply, m.Unpublished) and reply.keep):  # then from memory that nobody overwrites
+    if reply is None or (
+        isinstance(reply, m.Unpublished) and reply.must_retain
+    ):  # then from memory that nobody overwrites
         world.counts["kept" if reply is not None else "kept_without_hub"] += 1
         return
     world.counts["unpublished"] += 1

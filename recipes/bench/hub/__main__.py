@@ -317,9 +317,9 @@ def _hello(replica: str, shard: int, shards: int, host: int) -> m.Hello:
     return m.Hello("run", "actor", replica, shard, shards, location, {"tcp": f"tcp://10.0.{host >> 8}.{host & 255}:1"})
 
 
-def _holding(shard: int, shards: int, complete: bool, was_read: bool) -> m.Holding:
+def _holding(shard: int, shards: int, complete: bool, origin: m.Origin) -> m.Holding:
     root = b"%016d" % shard
-    return m.Holding(ShardKey(VERSION, LAYOUT, shard, shards), root, SIZE_BYTES, complete, was_read)
+    return m.Holding(ShardKey(VERSION, LAYOUT, shard, shards), root, SIZE_BYTES, complete, origin)
 
 
 class _Trainer:
@@ -337,15 +337,15 @@ class _Trainer:
 
     def publish(self) -> None:
         for shard in range(self.shards):
-            self.wire.say(shard, m.Publish(1, _holding(shard, self.shards, True, False)))
+            self.wire.say(shard, m.Publish(1, _holding(shard, self.shards, True, "published")))
 
     def beat(self) -> None:
         if time.monotonic() > self.beaten_at + 1.0:
             self.beaten_at = time.monotonic()
             for shard in range(self.shards):
                 self.wire.hear(shard)
-                held = m.mark([(ShardKey(VERSION, LAYOUT, shard, self.shards), True)])
-                self.wire.say(shard, m.Heartbeat(self.hub, 1, held=held))
+                held = m.holdings_checksum([(ShardKey(VERSION, LAYOUT, shard, self.shards), True)])
+                self.wire.say(shard, m.Heartbeat(self.hub, 1, holdings_checksum=held))
 
 
 def _play(
@@ -367,7 +367,7 @@ def _play(
 
 def _play_limit(line: Connection, wire: _Wire) -> None:
     count = len(wire.sockets)
-    message = m.Publish(1, _holding(0, 8, True, True))
+    message = m.Publish(1, _holding(0, 8, True, "replicated"))
     left = [1] * count
     for index in range(count):
         wire.say(index, message)
@@ -410,7 +410,7 @@ def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heart
             if step[index] in ("arriving", "complete"):
                 continue  # what it holds is changing: an honest heartbeat would need all of Session here
             key = ShardKey(VERSION, LAYOUT, span[index] % shards, shards)
-            held = m.mark([(key, True)]) if holds[index] else m.mark([])
+            held = m.holdings_checksum([(key, True)]) if holds[index] else m.holdings_checksum([])
             pending = {"visible": (1,), "granted": (2,)}.get(step[index], ())
             wire.say(index, m.Heartbeat(hub, 0, pending, {2: 1} if leased[index] else {}, held))
 
@@ -442,10 +442,10 @@ def _play_workers(line: Connection, wire: _Wire, span: range, shards: int, heart
                 wire.say(index, m.Acquire(2, VERSION, 0, (LAYOUT,), 3600.0, **SERVES))
             case m.Granted():
                 step[index], leased[index] = "arriving", True
-                wire.say(index, m.Publish(3, _holding(shard, shards, False, True)))
+                wire.say(index, m.Publish(3, _holding(shard, shards, False, "replicated")))
             case m.Done(3):
                 step[index] = "complete"
-                wire.say(index, m.Publish(4, _holding(shard, shards, True, True)))
+                wire.say(index, m.Publish(4, _holding(shard, shards, True, "replicated")))
             case m.Done(4):
                 step[index], leased[index], holds[index] = "done", False, True
                 wire.say(index, m.Release(2, 0))

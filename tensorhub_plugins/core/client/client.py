@@ -295,7 +295,9 @@ class Client:
             if version == newest and last is not None and manifest.root() != last.root():
                 raise UsageError(f"version {newest} of layout {layout} was published here before with other bytes")
             digested = time.monotonic()
-            self._offer(key, manifest, slab, was_read=slab in self._fetched, timeout_s=timeout_s)
+            self._offer(
+                key, manifest, slab, origin="replicated" if slab in self._fetched else "published", timeout_s=timeout_s
+            )
         except BaseException:
             if slab is not tensors:
                 self._recycle(slab)
@@ -551,7 +553,9 @@ class Client:
             log.warning("%s/%d: version %d: lost %s", self.replica, self.shard, outcome.version, loss)
         return outcome
 
-    def _offer(self, key: ShardKey, manifest: Manifest, slab: Slab, *, was_read: bool, timeout_s: float) -> None:
+    def _offer(
+        self, key: ShardKey, manifest: Manifest, slab: Slab, *, origin: messages.Origin, timeout_s: float
+    ) -> None:
         """Put a shard on the shelf and tell the hub."""
         offer = Offer(key, manifest, slab, birth=self._hub.sequence + 1)
         offer.mark_all_ready()
@@ -559,7 +563,7 @@ class Client:
             if key in self._offers:
                 raise UsageError("this version is published here already: unpublish it first", version=key.version)
             self._put(offer)
-        holding = messages.Holding(key, manifest.root(), manifest.size_bytes, True, was_read)
+        holding = messages.Holding(key, manifest.root(), manifest.size_bytes, True, origin)
         try:
             self._ask(lambda number: messages.Publish(number, holding), timeout_s)
         except BaseException:
@@ -577,7 +581,7 @@ class Client:
 
     def _announce(self, offer: Offer, *, complete: bool) -> Future[messages.Reply]:
         """Tell the hub of what was read, whenever it listens."""
-        holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, True)
+        holding = messages.Holding(offer.key, offer.manifest.root(), offer.manifest.size_bytes, complete, "replicated")
         return self._hub.ask(lambda number: messages.Publish(number, holding), FOR_EVER)
 
     def _unpublish(self, keys: list[ShardKey], version: int, began: float, timeout_s: float) -> UnpublishReport:
@@ -588,16 +592,16 @@ class Client:
             assert isinstance(reply, messages.Unpublished)
         except HubUnreachable:  # it may be the last copy; the hub says when it is back
             log.warning("%s/%d: version %d is kept, the hub does not answer", self.replica, self.shard, version)
-            reply = messages.Unpublished(0, keep=True)
+            reply = messages.Unpublished(0, must_retain=True)
         with self._lock:  # two threads may give up the same, and one of them read it again before the other hears
             keys = [key for key in keys if self._offered.get(key) == offered[key]]
-        if reply.keep:
+        if reply.must_retain:
             for key in keys:
                 self._keep(key, began + _in_bounds(timeout_s))
         else:
             for key in keys:
                 self._withdraw(key)
-        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.keep)
+        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.must_retain)
 
     def _put(self, offer: Offer) -> None:
         """On the shelf. Called with the lock."""

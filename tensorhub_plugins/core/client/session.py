@@ -6,7 +6,7 @@ operators have decided. The truth is here, in the workers; the hub only has a co
 
 What a deadline that passes without the hub's answer means
     Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
-    Unpublish: the copy is kept, as if the hub had said so, because it may be the last one (rule 4); MayDrop follows
+    Unpublish: the copy is kept, as if the hub had said so, because it may be the last one (rule 4); MayRelease follows
     when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
 """
 
@@ -184,7 +184,7 @@ class Session:
         if isinstance(message, m.Publish):
             announced = message.holding.key in self.holdings
             self.holdings[message.holding.key] = message.holding
-            self.offered[message.holding.key] = message.request
+            self.offered[message.holding.key] = message.request_id
         elif isinstance(message, m.Unpublish) and message.gone:
             deadline = float("inf")
             for key in message.keys:
@@ -194,8 +194,8 @@ class Session:
                 self._effects.append(Answered(overtaken, m.Done(overtaken)))
         elif isinstance(message, m.Retain):
             self.retain_newest = message.newest
-        self.asked[message.request] = _Asked(message, deadline, announced)
-        self._send_asked(message.request, now)
+        self.asked[message.request_id] = _Asked(message, deadline, announced)
+        self._send_asked(message.request_id, now)
 
     def _send_asked(self, request: int, now: float) -> None:
         """Unless no hub listens, or it has to hear of something else first."""
@@ -211,7 +211,7 @@ class Session:
             for request, asked in self.asked.items()
             if isinstance(asked.message, m.Publish)
             and asked.message.holding.key in message.keys
-            and request < message.request
+            and request < message.request_id
         ]
 
     def _dated(self, request: int, now: float) -> Request:
@@ -236,9 +236,9 @@ class Session:
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self._heard_at = now
         match message:
-            case m.Welcome(hub, heartbeat_s, _, sequence, directive):
+            case m.Welcome(hub, heartbeat_s, _, request_id, directive):
                 self._direct(directive)
-                if self._welcomed or sequence < self._hello_first:
+                if self._welcomed or request_id < self._hello_first:
                     return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
                 restarted = self.hub is not None and hub != self.hub
                 if self._away or restarted:
@@ -266,7 +266,7 @@ class Session:
                         self._effects.append(MayDrop(tuple(sorted(self.kept))))
             case m.SourceGone(session):
                 self._effects.append(SourceGone(session))
-            case m.MayDrop(keys):
+            case m.MayRelease(keys):
                 wanted = tuple(key for key in keys if key in self.kept)
                 if wanted:
                     self._effects.append(MayDrop(wanted))
@@ -274,7 +274,7 @@ class Session:
                 # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
                 # what was said before would change what the hub has been told.
                 late = isinstance(message, m.Granted) and message.hub not in (b"", self.hub)  # of a hub before this one
-                if (self._welcomed and not late) or message.request == 0:
+                if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
 
     def _greet_again(self, now: float) -> None:
@@ -293,14 +293,14 @@ class Session:
         return merged == directive
 
     def _answered(self, reply: m.Reply, now: float) -> None:
-        asked = self.asked.pop(reply.request, None)
+        asked = self.asked.pop(reply.request_id, None)
         if asked is None:
-            if isinstance(reply, m.Granted) and reply.request not in self.leases:  # nobody waits for it any more
-                self._send(m.Release(reply.request))
+            if isinstance(reply, m.Granted) and reply.request_id not in self.leases:  # nobody waits for it any more
+                self._send(m.Release(reply.request_id))
                 if reply.claim is not None and reply.claim not in self.claims:
                     request = self.number()
                     self._ask(m.Abandon(request, reply.claim), now + ANSWER_MARGIN_S, now)
-            elif reply.request == 0:  # a refused Hello answers no request
+            elif reply.request_id == 0:  # a refused Hello answers no request
                 self._effects.append(Answered(0, reply))
             return
         match asked.message, reply:
@@ -308,10 +308,10 @@ class Session:
                 self._drop(holding.key)
             case m.Publish(_, holding), _:
                 self.claims.pop(holding.key, None)
-            case m.Unpublish(request, keys, _), m.Unpublished(_, _, keep):
+            case m.Unpublish(request, keys, _), m.Unpublished(_, _, must_retain):
                 # A shard that was unpublished twice at the same time may have been read again after the first answer.
                 for key in (key for key in keys if self.offered.get(key, 0) < request):
-                    if keep and key in self.holdings:
+                    if must_retain and key in self.holdings:
                         self.kept.add(key)
                     else:
                         self._drop(key)
@@ -319,19 +319,19 @@ class Session:
                 self.claims.pop(key, None)
             case m.Acquire(), m.Granted():
                 sources = {grant.shard: grant.session for grant in reply.grants}
-                self.leases[reply.request] = _Lease(
+                self.leases[reply.request_id] = _Lease(
                     reply.version, reply.layout, sources, asked.deadline, reply.shard_count
                 )
                 self.seen = max(self.seen, reply.version)
-                if reply.round:
-                    self.resolved, self.round = reply.version, reply.round
+                if reply.generation:
+                    self.resolved, self.round = reply.version, reply.generation
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
             case m.Wait() | m.Target(), m.Visible(_, version):
                 self.seen = max(self.seen, version)
             case _:
                 pass
-        self._effects.append(Answered(reply.request, reply))
+        self._effects.append(Answered(reply.request_id, reply))
         self._send_unblocked(asked.message, now)
 
     def _drop(self, key: ShardKey) -> None:
@@ -378,9 +378,9 @@ class Session:
             leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
             assert self.hub is not None
             changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
-            held = 0 if changing else m.mark((key, h.complete) for key, h in self.holdings.items())
-            directive = m.mark_of(self.directive)
-            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, held, directive))
+            checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
+            directive = m.directive_checksum(self.directive)
+            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, checksum, directive))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
@@ -401,11 +401,11 @@ class Session:
                 ),
                 claims=tuple(self.claims),
                 retain_newest=self.retain_newest,
-                sequence=self.number(),
+                request_id=self.number(),
                 pending=tuple(self.asked),
                 seen=self.seen,
                 resolved=self.resolved,
-                round=self.round,
+                generation=self.round,
                 directive=self.directive,
             )
         )

@@ -165,7 +165,7 @@ class Hub(Books):
 
     def _receive(self, session: bytes, message: m.ClientMessage, now: float) -> None:
         if isinstance(message, m.AskStatus):  # for people, who have no session
-            self._send(session, m.Status(message.request, report(self, now)))
+            self._send(session, m.Status(message.request_id, report(self, now)))
             return
         worker = self.workers.get(session)
         if isinstance(message, m.Hello):
@@ -183,20 +183,22 @@ class Hub(Books):
             case m.Bye():
                 self._forget(worker, "left", now)
                 return
-            case m.Release(request, shard, lost):
-                self._release(worker, request, shard, lost)
+            case m.Release(request_id, shard, lost):
+                self._release(worker, request_id, shard, lost)
                 return
             case _:
                 pass
-        if message.request <= worker.hello.sequence and message.request not in worker.hello.pending:
+        if message.request_id <= worker.hello.request_id and message.request_id not in worker.hello.pending:
             return  # from before its last Hello, and over
-        worker.sequence = max(worker.sequence, message.request)
-        if self._answer_again(worker, message.request):  # the first answer was lost
+        worker.sequence = max(worker.sequence, message.request_id)
+        if self._answer_again(worker, message.request_id):  # the first answer was lost
             return
-        if message.request in worker.pending:
+        if message.request_id in worker.pending:
             return
         if len(worker.pending) >= PENDING_PER_SESSION_MAX:
-            self._refuse(worker, message.request, "UsageError", f"more than {PENDING_PER_SESSION_MAX} requests pending")
+            self._refuse(
+                worker, message.request_id, "UsageError", f"more than {PENDING_PER_SESSION_MAX} requests pending"
+            )
             return
         match message:
             case m.Publish(request, holding):
@@ -219,32 +221,35 @@ class Hub(Books):
         if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
             self._send(worker.session, m.Unknown())
             return
-        if heartbeat.sequence >= worker.sequence and not self._agrees(worker, heartbeat):
+        if heartbeat.last_request_id >= worker.sequence and not self._agrees(worker, heartbeat):
             self._send(worker.session, m.Unknown())  # its Hello will say
-        worker.sequence = max(worker.sequence, heartbeat.sequence)
+        worker.sequence = max(worker.sequence, heartbeat.last_request_id)
         unseen = []
         for request in heartbeat.pending:
             if not self._answer_again(worker, request) and request not in worker.pending:
                 unseen.append(request)
         for lease in list(worker.leases.values()):
-            if lease.request <= heartbeat.sequence and lease.request not in (*heartbeat.pending, *heartbeat.leases):
+            if lease.request_id <= heartbeat.last_request_id and lease.request_id not in (
+                *heartbeat.pending,
+                *heartbeat.leases,
+            ):
                 self._end_lease(lease)
         history = worker.history
-        knows = heartbeat.directive in (0, history.directive_mark)
+        knows = heartbeat.directive_checksum in (0, history.directive_checksum)
         self._send(worker.session, m.Alive(tuple(unseen), None if knows else history.directive))
         if not self.recovering(now):
-            kept = [h for h in worker.holdings.values() if h.kept]
+            kept = [h for h in worker.holdings.values() if h.must_retain]
             spare = tuple(h.key for h in kept if not self._is_last_copy(worker.history, h, [h]))
             if spare:
-                self._send(worker.session, m.MayDrop(spare))
+                self._send(worker.session, m.MayRelease(spare))
 
     @staticmethod
     def _agrees(worker: Worker, heartbeat: m.Heartbeat) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
         leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
-        if heartbeat.held and not worker.mark:
-            worker.mark = m.mark((key, h.complete) for key, h in worker.holdings.items())
-        return leases == heartbeat.leases and heartbeat.held in (0, worker.mark)
+        if heartbeat.holdings_checksum and not worker.holdings_checksum:
+            worker.holdings_checksum = m.holdings_checksum((key, h.complete) for key, h in worker.holdings.items())
+        return leases == heartbeat.leases and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
 
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
         if hello.shard >= hello.shard_count:
@@ -254,7 +259,7 @@ class Hub(Books):
         history = self.histories.setdefault(key, History(hello.run, hello.model))
         if known is not None and known.history is history:
             known.last_heard, known.suspect = now, False
-            if hello.sequence <= known.sequence:  # delayed or doubled on the way: we know better
+            if hello.request_id <= known.sequence:  # delayed or doubled on the way: we know better
                 return
             known.hello = hello
             worker = known
@@ -265,7 +270,7 @@ class Hub(Books):
             worker = Worker(session, hello, history, now)
             self._join(worker)
             self._recall_group(worker)
-        worker.sequence = hello.sequence
+        worker.sequence = hello.request_id
         worker.seen_version = max(worker.seen_version, hello.seen)
         if hello.retain_newest is not None:
             history.retain_newest = hello.retain_newest
@@ -273,14 +278,14 @@ class Hub(Books):
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in hello.pending:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
-            problem = self._hold(worker, announced, hello.sequence)
+            problem = self._hold(worker, announced, hello.request_id)
             if problem:
                 self._effects.append(Log(f"{worker.name}: {problem}"))
         for held in hello.leases:
             if held.sources:
                 lease = Lease(
                     worker,
-                    held.request,
+                    held.request_id,
                     held.version,
                     held.layout,
                     held.shard_count,
@@ -295,7 +300,7 @@ class Hub(Books):
         for each in history.replicas[hello.replica].values():  # its group may be complete now
             for pending in each.pending.values():
                 self._look_at(pending)
-        welcome = m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.sequence, history.directive)
+        welcome = m.Welcome(self.session, HEARTBEAT_S, SESSION_TIMEOUT_S, hello.request_id, history.directive)
         self._send(session, welcome)
 
     def _join(self, worker: Worker) -> None:
@@ -318,7 +323,7 @@ class Hub(Books):
         for holding in [h for key, h in worker.holdings.items() if key not in announced]:
             self._drop(holding)
         for lease in list(worker.leases.values()):
-            if lease.request not in hello.pending:
+            if lease.request_id not in hello.pending:
                 self._end_lease(lease)
         for pending in [p for request, p in worker.pending.items() if request not in hello.pending]:
             self._forget_pending(pending)  # it has had its answer, from a hub before us
@@ -326,9 +331,9 @@ class Hub(Books):
     def _recall_group(self, worker: Worker) -> None:
         """What was agreed on before a hub's restart is agreed on after it."""
         hello, latest = worker.hello, worker.history.latest[worker.hello.replica]
-        if hello.round > latest.round:
-            latest.round, latest.version, latest.told = hello.round, hello.resolved, {hello.shard}
-        elif hello.round == latest.round:
+        if hello.generation > latest.generation:
+            latest.generation, latest.version, latest.told = hello.generation, hello.resolved, {hello.shard}
+        elif hello.generation == latest.generation:
             latest.told.add(hello.shard)
         else:
             latest.told.discard(hello.shard)  # it never heard the answer, and asks again
@@ -348,7 +353,7 @@ class Hub(Books):
     def _cannot_be_new(worker: Worker, holding: m.Holding) -> str | None:
         """A worker that has just read a withdrawn version holds it, and says so; but nobody begins to offer one."""
         number = holding.key.version
-        if number not in worker.history.withdrawn or holding.was_read or holding.key in worker.holdings:
+        if number not in worker.history.withdrawn or holding.origin == "replicated" or holding.key in worker.holdings:
             return None
         return (
             f"version {number} was withdrawn and cannot be published again: publish under a higher number, or under "
@@ -363,13 +368,13 @@ class Hub(Books):
     ) -> None:
         self._arrivals += 1
         pending = Pending(worker, message, now + message.timeout_s, self._arrivals)
-        worker.pending[message.request] = pending
-        worker.history.waiting[worker.session, message.request] = pending
+        worker.pending[message.request_id] = pending
+        worker.history.waiting[worker.session, message.request_id] = pending
         self._at(pending.deadline, pending)
         self._look_at(pending)
         if isinstance(message, m.Unpublish):
             for held in self._given_up(worker, message):
-                held.unpublishing, held.kept = message.request, False
+                held.unpublishing, held.must_retain = message.request_id, False
                 worker.history.versions[held.key.version].may_be_lost = True
                 self._reconsider(worker, held.key)
 
@@ -393,10 +398,10 @@ class Hub(Books):
                 "another run name when a run starts again"
             )
         mine = worker.holdings.get(key)
-        worker.mark = 0
+        worker.holdings_checksum = 0
         if mine is None:
             size_bytes, complete = announced.size_bytes, announced.complete
-            mine = Holding(worker, key, root, size_bytes, complete, announced.was_read, sequence, offered)
+            mine = Holding(worker, key, root, size_bytes, complete, announced.origin, sequence, offered)
             worker.holdings[key] = mine
             by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
             by_shard.setdefault(key.shard, {})[worker.session] = mine
@@ -408,7 +413,7 @@ class Hub(Books):
         self._reconsider(worker, key)
         if not mine.complete or version.visible or key.version in history.withdrawn:
             return None
-        if mine.was_read or self._replica_is_whole(version, worker, key):
+        if mine.origin == "replicated" or self._replica_is_whole(version, worker, key):
             version.visible = True
             history.newest_visible = max(history.newest_visible, key.version)
             self._change(history, ANY, room=False)
@@ -495,7 +500,7 @@ class Hub(Books):
         # Unpublish first: it may keep the last copy of a version that would otherwise be declared lost.
         for pending in _in_order(history.due):
             if isinstance(pending.message, m.Unpublish):
-                history.due.pop((pending.worker.session, pending.message.request), None)
+                history.due.pop((pending.worker.session, pending.message.request_id), None)
                 self._answer(pending, self._try_unpublish(pending, pending.message, now))
         while history.changed or history.due:
             changed, history.changed = history.changed, {}
@@ -524,7 +529,7 @@ class Hub(Books):
 
     def _try(self, pending: Pending, now: float) -> bool:
         """Answer a request if that can be done now."""
-        key = (pending.worker.session, pending.message.request)
+        key = (pending.worker.session, pending.message.request_id)
         if pending.worker.history.waiting.get(key) is not pending:
             return True
         match pending.message:
@@ -575,13 +580,13 @@ class Hub(Books):
             version = history.versions.get(wait.version)
             number = wait.version if version is not None and version.visible else None
             if number is None and (wait.version in history.withdrawn or self._is_gone(history, wait.version, now)):
-                return self._gone(wait.request, history, wait.version)
+                return self._gone(wait.request_id, history, wait.version)
         if number is not None:
             pending.worker.seen_version = max(pending.worker.seen_version, number)
-            return m.Visible(wait.request, number)
+            return m.Visible(wait.request_id, number)
         if pending.deadline <= now:
             what = f"version {wait.version}" if wait.version else f"a version newer than {wait.newer_than}"
-            return m.Refused(wait.request, "NotPublished", f"{what} was not published before the deadline")
+            return m.Refused(wait.request_id, "NotPublished", f"{what} was not published before the deadline")
         return None
 
     def _try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
@@ -597,19 +602,19 @@ class Hub(Books):
                 number = None  # somebody who has not said Hello yet may hold a newer one
         if number is not None and number != installed:
             pending.worker.seen_version = max(pending.worker.seen_version, number)
-            return m.Visible(target.request, number)
+            return m.Visible(target.request_id, number)
         if pending.deadline > now:
             return None
         text = f"no other version than {installed or 'none'} was to be run before the deadline"
         if self.recovering(now):  # others may still say what they hold
-            return m.Refused(target.request, "NotPublished", text)
+            return m.Refused(target.request_id, "NotPublished", text)
         if pin and not history.is_visible(pin):
             text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {_listed(history)}"
-            return m.Refused(target.request, "VersionGone", text)
+            return m.Refused(target.request_id, "VersionGone", text)
         if installed in history.withdrawn:
             text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
-            return m.Refused(target.request, "VersionGone", text)
-        return m.Refused(target.request, "NotPublished", text)
+            return m.Refused(target.request_id, "VersionGone", text)
+        return m.Refused(target.request_id, "NotPublished", text)
 
     def _try_direct(self, pending: Pending, message: m.Pin | m.Withdraw, now: float) -> m.Reply | None:
         """An operator's decision, once it is known what is held and what was decided before."""
@@ -618,7 +623,7 @@ class Hub(Books):
             if pending.deadline > now:
                 return None
             text = "the hub has just been started and does not know yet what is held: ask again in a few seconds"
-            return m.Refused(message.request, "DeadlineExceeded", text)
+            return m.Refused(message.request_id, "DeadlineExceeded", text)
         old = history.directive
         if isinstance(message, m.Pin):
             problem = self._cannot_pin(history, number) if number else None
@@ -633,9 +638,9 @@ class Hub(Books):
             problem = f"{m.SERIAL_MAX} directives were given in {history.run}/{history.model}: use another run name"
         if problem is not None:
             self._effects.append(Log(f"{pending.worker.name}: refused: {problem}"))
-            return m.Refused(message.request, "UsageError", problem)
+            return m.Refused(message.request_id, "UsageError", problem)
         self._direct(history, new)
-        return m.Done(message.request)
+        return m.Done(message.request_id)
 
     @staticmethod
     def _cannot_pin(history: History, number: int) -> str | None:
@@ -685,9 +690,9 @@ class Hub(Books):
                 return None
             if any(h.complete and (recovering or self._is_last_copy(history, h, holdings)) for h in holdings):
                 for h in holdings:
-                    h.unpublishing, h.kept = None, True
+                    h.unpublishing, h.must_retain = None, True
                     self._reconsider(worker, h.key)
-                return m.Unpublished(unpublish.request, keep=True)
+                return m.Unpublished(unpublish.request_id, must_retain=True)
             if leases and now < pending.deadline:
                 return None
         cut_off = tuple(sorted({lease.reader.name for lease in leases}))
@@ -695,16 +700,16 @@ class Hub(Books):
             self._drop(h)
         for key in unpublish.keys:
             worker.withdrawn.pop(key, None)
-            worker.withdrawn[key] = unpublish.request
+            worker.withdrawn[key] = unpublish.request_id
         while len(worker.withdrawn) > WITHDRAWN_KEPT_MAX:
             del worker.withdrawn[next(iter(worker.withdrawn))]
-        return m.Unpublished(unpublish.request, cut_off)
+        return m.Unpublished(unpublish.request_id, cut_off)
 
     @staticmethod
     def _given_up(worker: Worker, unpublish: m.Unpublish) -> list[Holding]:
         """Not what it has begun to offer since, under the same name."""
         held = (worker.holdings.get(key) for key in unpublish.keys)
-        return [h for h in held if h is not None and h.offered < unpublish.request]
+        return [h for h in held if h is not None and h.offered < unpublish.request_id]
 
     def _is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
         """Rule 4: whether giving these up would lose a retained version, or its universal checkpoint layout."""
@@ -722,7 +727,7 @@ class Hub(Books):
         if isinstance(number, m.Refused):
             return number
         if number in history.withdrawn:
-            return self._gone(acquire.request, history, number)
+            return self._gone(acquire.request_id, history, number)
         version = history.versions.get(number) if number else None
         if version is not None and version.visible:
             for layout in acquire.layouts:
@@ -733,15 +738,15 @@ class Hub(Books):
                     if latest.version != number:
                         return granted
                     latest.told.add(worker.hello.shard)  # also if it missed the round, and names what came of it
-                    return msgspec.structs.replace(granted, round=latest.round)
+                    return msgspec.structs.replace(granted, generation=latest.generation)
                 if acquire.claim and self._somebody_converts(version, worker, layout):
                     break  # wait for it instead of reading the next layout and doing the same work
         elif number and self._is_gone(history, number, now):
-            return self._gone(acquire.request, history, number)
+            return self._gone(acquire.request_id, history, number)
         if pending.deadline <= now:
             if version is not None and version.visible:
                 return m.Refused(
-                    acquire.request,
+                    acquire.request_id,
                     "DeadlineExceeded",
                     f"version {version.number} is visible but no source had room or a readable layout "
                     f"({', '.join(acquire.layouts)}) before the deadline; held: {version.held_text()}",
@@ -749,7 +754,7 @@ class Hub(Books):
             what = f"version {number}" if number else f"a version from {acquire.at_least} on"
             if not number and history.directive.pin:
                 what = f"version {history.directive.pin}, which is pinned,"
-            return m.Refused(acquire.request, "NotPublished", f"{what} was not published before the deadline")
+            return m.Refused(acquire.request_id, "NotPublished", f"{what} was not published before the deadline")
         return None
 
     def _resolve_latest(self, pending: Pending, acquire: m.Acquire, now: float) -> int | m.Refused:
@@ -773,12 +778,12 @@ class Hub(Books):
                     "let all of them read again, naming one version"
                 )
                 latest.version = 0
-                return m.Refused(acquire.request, "VersionGone", text)
+                return m.Refused(acquire.request_id, "VersionGone", text)
         else:
             newest = self._latest(history, at_least)
             if newest is None:
                 return 0
-            latest.round, latest.version, latest.told = latest.round + 1, newest, set()
+            latest.generation, latest.version, latest.told = latest.generation + 1, newest, set()
         latest.told.add(shard)
         pending.version = latest.version
         return latest.version
@@ -804,7 +809,7 @@ class Hub(Books):
                     break
                 root, size_bytes = version.contents[layout, shard_count, shard]
                 held = source.holdings.get(ShardKey(version.number, layout, shard, shard_count))
-                promised = [lease.request for lease in source.leases.values() if lease.serves]
+                promised = [lease.request_id for lease in source.leases.values() if lease.serves]
                 hello = source.hello
                 grants.append(
                     m.Grant(
@@ -829,7 +834,7 @@ class Hub(Books):
                 self._lease(
                     Lease(
                         worker,
-                        acquire.request,
+                        acquire.request_id,
                         version.number,
                         layout,
                         shard_count,
@@ -840,7 +845,7 @@ class Hub(Books):
                     )
                 )
                 return m.Granted(
-                    acquire.request, version.number, layout, shard_count, tuple(grants), claim, hub=self.session
+                    acquire.request_id, version.number, layout, shard_count, tuple(grants), claim, hub=self.session
                 )
         return None
 
@@ -933,7 +938,7 @@ class Hub(Books):
         self._send(worker.session, message)
 
     def _remember(self, worker: Worker, message: m.Reply) -> None:
-        worker.replies[message.request] = message
+        worker.replies[message.request_id] = message
         while len(worker.replies) > REPLIES_KEPT_MAX:
             del worker.replies[next(iter(worker.replies))]
 

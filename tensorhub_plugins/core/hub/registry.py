@@ -61,9 +61,9 @@ class Books:
             case Worker():
                 return self.workers.get(thing.session) is thing
             case Lease():
-                return thing.reader.leases.get(thing.request) is thing
+                return thing.reader.leases.get(thing.request_id) is thing
             case Pending():
-                return thing.worker.pending.get(thing.message.request) is thing
+                return thing.worker.pending.get(thing.message.request_id) is thing
             case Claim():
                 return thing.version.claims.get(thing.key) is thing
             case None:
@@ -77,7 +77,7 @@ class Books:
         """Forget a holding and end the leases on it."""
         worker, key = holding.worker, holding.key
         worker.holdings.pop(key, None)
-        worker.mark = 0
+        worker.holdings_checksum = 0
         version = worker.history.versions[key.version]
         version.may_be_lost = True
         by_shard = version.holdings[key.layout, key.shard_count]
@@ -99,9 +99,9 @@ class Books:
         held = worker.holdings.get(key)
         arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
         lives = self.workers.get(worker.session) is worker
-        if lives and (arriving or (held is not None and (held.unpublishing is None or held.kept))):
+        if lives and (arriving or (held is not None and (held.unpublishing is None or held.must_retain))):
             depth = 0 if held is not None and held.complete else worker.depth.get(key, 1)
-            first_hand = held is not None and not held.was_read
+            first_hand = held is not None and held.origin == "published"
             candidate = Candidate(worker.hello.location, depth, worker.network_readers, first_hand)
             version.sources.setdefault(key, Sources()).put(worker.session, candidate)
         elif key in version.sources:
@@ -123,10 +123,10 @@ class Books:
 
     def _lease(self, lease: Lease) -> None:
         reader = lease.reader
-        before = reader.leases.get(lease.request)
+        before = reader.leases.get(lease.request_id)
         if before is not None:  # a Hello that names a number twice
             self._end_lease(before)
-        reader.leases[lease.request] = lease
+        reader.leases[lease.request_id] = lease
         self._at(lease.deadline, lease)
         for session in set(lease.sources.values()):
             source = reader.history.workers.get(session)
@@ -134,7 +134,7 @@ class Books:
                 self._count_reader(source, lease, 1)
             else:
                 strangers = reader.history.leases_on_strangers.setdefault(session, {})
-                strangers[reader.session, lease.request] = lease
+                strangers[reader.session, lease.request_id] = lease
         for key in lease.shard_keys():
             source = reader.history.workers.get(lease.sources[key.shard])
             known = source.depth.get(key, 0) if source is not None else 0
@@ -146,9 +146,9 @@ class Books:
         """A reader begins (1) or ends (-1) to read from this source."""
         reader, history = lease.reader, lease.reader.history
         if change > 0:
-            source.readers[reader.session, lease.request] = lease
+            source.readers[reader.session, lease.request_id] = lease
         else:
-            source.readers.pop((reader.session, lease.request), None)
+            source.readers.pop((reader.session, lease.request_id), None)
         far = distance(source.hello.location, reader.hello.location)
         if far > HOST:
             source.network_readers += change
@@ -176,15 +176,15 @@ class Books:
         session = lease.sources.pop(shard, None)
         if session is not None and session not in lease.sources.values():
             source = reader.history.workers.get(session)
-            if source is not None and (reader.session, lease.request) in source.readers:
+            if source is not None and (reader.session, lease.request_id) in source.readers:
                 self._count_reader(source, lease, -1)
             strangers = reader.history.leases_on_strangers
             if session in strangers:
-                strangers[session].pop((reader.session, lease.request), None)
+                strangers[session].pop((reader.session, lease.request_id), None)
                 if not strangers[session]:
                     del strangers[session]
         if not lease.sources:
-            reader.leases.pop(lease.request, None)
+            reader.leases.pop(lease.request_id, None)
         if not any(key in other.shard_keys() for other in reader.leases.values()):
             held = reader.holdings.get(key)
             if held is None or held.complete:
@@ -226,8 +226,8 @@ class Books:
             self._change(worker.history, key.version, room=True)
 
     def _forget_pending(self, pending: Pending) -> None:
-        history, key = pending.worker.history, (pending.worker.session, pending.message.request)
-        pending.worker.pending.pop(pending.message.request, None)
+        history, key = pending.worker.history, (pending.worker.session, pending.message.request_id)
+        pending.worker.pending.pop(pending.message.request_id, None)
         for queue in (history.waiting, history.due):
             queue.pop(key, None)
         self._leave_line(pending)
@@ -243,16 +243,16 @@ class Books:
             self._leave_line(pending)
             pending.line = number, need
             line = history.lines.setdefault(number, {}).setdefault(need, {})
-            line[worker.session, message.request] = pending
+            line[worker.session, message.request_id] = pending
 
     @staticmethod
     def _need(worker: Worker, acquire: m.Acquire, number: int) -> object:
         """Equal for those who can be served by the same sources."""
         hello = worker.hello
         if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
-            return worker.session, acquire.request
+            return worker.session, acquire.request_id
         if any(held.version == number for held in worker.holdings):
-            return worker.session, acquire.request
+            return worker.session, acquire.request_id
         claim = hello.replica if acquire.claim else None
         place = hello.location.data_center
         return acquire.layouts, acquire.serve, claim, hello.shard, hello.shard_count, place
@@ -264,7 +264,7 @@ class Books:
         (number, need), pending.line = pending.line, None
         lines = pending.worker.history.lines
         line = lines[number][need]
-        del line[pending.worker.session, pending.message.request]
+        del line[pending.worker.session, pending.message.request_id]
         if not line:
             del lines[number][need]
         if not lines[number]:
@@ -289,7 +289,7 @@ class Books:
     def _look_at(self, pending: Pending) -> None:
         """It may be possible to answer this request now."""
         history = pending.worker.history
-        history.due[pending.worker.session, pending.message.request] = pending
+        history.due[pending.worker.session, pending.message.request_id] = pending
         self._touch(history)
 
     def _change(self, history: History, number: int, *, room: bool) -> None:

@@ -74,9 +74,12 @@ def validate(hub: Books) -> None:
             version = worker.history.versions[key.version]
             assert version.holders(key)[session] is h
             assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
-        assert worker.mark in (0, m.mark((key, h.complete) for key, h in worker.holdings.items()))
+        assert worker.holdings_checksum in (
+            0,
+            m.holdings_checksum((key, h.complete) for key, h in worker.holdings.items()),
+        )
         for request, lease in worker.leases.items():
-            assert lease.request == request and lease.reader is worker and lease.sources
+            assert lease.request_id == request and lease.reader is worker and lease.sources
             for source_session in lease.sources.values():
                 source = worker.history.workers.get(source_session)
                 assert source is None or source.readers[session, request] is lease

@@ -154,8 +154,9 @@ class Server:
             log.exception("the hub has failed over %.1000r and starts afresh: please report this", event)
             self._hub = hub.Hub(new_session(), now)
             if isinstance(event, hub.Received):  # or it would ask again, and again
-                request = getattr(event.message, "request", 0)
-                refusal = messages.Refused(request, "ProtocolError", "the hub failed over this: its log says why")
+                hello = isinstance(event.message, messages.Hello)  # a refused Hello answers no request
+                request_id = 0 if hello else getattr(event.message, "request_id", 0)
+                refusal = messages.Refused(request_id, "ProtocolError", "the hub failed over this: its log says why")
                 self._send(event.session, refusal)
             return
         self._carry_out(effects)

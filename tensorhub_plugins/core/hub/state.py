@@ -25,17 +25,17 @@ class Holding:
     root: bytes
     size_bytes: int
     complete: bool
-    was_read: bool
+    origin: m.Origin
     sequence: int  # the number under which the worker has last spoken of it
     offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
     unpublishing: int | None = None  # the request that withdraws it
-    kept: bool = False  # the holder wanted to give it up and was told to keep it
+    must_retain: bool = False  # the holder wanted to give it up and was told to keep it
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
     reader: Worker
-    request: int
+    request_id: int
     version: int
     layout: str
     shard_count: int
@@ -86,7 +86,7 @@ class Worker:
     pending: dict[int, Pending] = field(default_factory=dict)
     replies: dict[int, m.Reply] = field(default_factory=dict)
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
-    mark: int = 0  # `messages.mark` of its holdings; 0: to be counted again
+    holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class Version:
         by_shard = self.holdings.get((layout, shard_count), {})
         return all(
             any(
-                h.complete and (h.unpublishing is None or h.kept) and id(h) not in without
+                h.complete and (h.unpublishing is None or h.must_retain) and id(h) not in without
                 for h in by_shard.get(shard, {}).values()
             )
             for shard in shards
@@ -138,9 +138,9 @@ class Version:
 
 @dataclass
 class Latest:
-    """What the shards of a replica agree on. A shard that asks again begins the next round, with a newer version."""
+    """What the shards of a replica agree on. A shard that asks again begins the next generation, newer if it can be."""
 
-    round: int = 0
+    generation: int = 0
     version: int = 0  # 0: they agree on nothing
     told: set[int] = field(default_factory=set)  # shards
 
@@ -155,7 +155,7 @@ class History:
     newest_visible: int = 0  # ever
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
-    directive_mark: int = field(default_factory=lambda: m.mark_of(m.NO_DIRECTIVE))
+    directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
     latest: dict[str, Latest] = field(default_factory=dict)  # by replica
@@ -184,7 +184,7 @@ class History:
 
     def direct(self, directive: m.Directive) -> None:
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
-        self.directive_mark = m.mark_of(directive)
+        self.directive_checksum = m.directive_checksum(directive)
 
     def floor(self, seen: int) -> int:
         """The version below which whoever has seen this one does not go: none, if it was withdrawn."""

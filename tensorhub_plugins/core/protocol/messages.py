@@ -4,7 +4,7 @@ Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magi
 one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the
 limits below bound what one message may hold. Nothing is ever unpickled.
 
-Requests carry `request`, a number that is unique within the session. A request may be sent again with the same
+Requests carry `request_id`, a number that is unique within the session. A request may be sent again with the same
 number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
 the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -45,6 +45,7 @@ Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+Origin: TypeAlias = Literal["published", "replicated"]  # by a trainer, or read from another worker
 Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
 Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
 
@@ -63,13 +64,13 @@ class Holding(_Message, frozen=True):
     root: Root
     size_bytes: Count
     complete: bool = True
-    was_read: bool = False  # it came from a visible version, which is evidence after a hub's restart
+    origin: Origin = "published"  # replicated: from a visible version, which is evidence after a hub's restart
 
 
 class HeldLease(_Message, frozen=True):
     """This worker reads these shards from these sources, under a lease the hub may have forgotten."""
 
-    request: Count
+    request_id: Count
     version: Count
     layout: Name
     sources: Annotated[dict[int, Session], msgspec.Meta(max_length=65536)]
@@ -80,8 +81,8 @@ class HeldLease(_Message, frozen=True):
 class Grant(_Message, frozen=True):
     """The right to read one shard from one source until the lease ends.
 
-    sequence: the number under which the source has last spoken of the shard, or asked for it itself. What it offers
-    under a later one is not what was granted, even if it has the same name: it gave that up, and began again.
+    as_of: `request_id` of the source's latest message about this shard when the grant was issued. The reader rejects an
+    offer created after it: the source has since withdrawn the shard and published it again.
     """
 
     shard: Count
@@ -91,7 +92,7 @@ class Grant(_Message, frozen=True):
     location: Location
     root: Root
     size_bytes: Count
-    sequence: Count = 0
+    as_of: Count = 0
 
 
 class Directive(_Message, frozen=True):
@@ -129,10 +130,10 @@ def merge(one: Directive, other: Directive) -> Directive:
 class Hello(_Message, frozen=True):
     """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it.
 
-    It says all there is: what is not in it is over. sequence: a fresh number, so that the hub can tell it from one
+    It says all there is: what is not in it is over. request_id: a fresh number, so that the hub can tell it from one
     that was delayed or doubled on the way; of the requests up to it only `pending` are still wanted. seen: the newest
-    version this worker was told of. round, resolved: the last round of "latest" of its replica in which it was
-    answered, and with which version, for the replica's other shards.
+    version this worker was told of. generation, resolved: the last generation of "latest" of its replica in which it
+    was answered, and with which version, for the replica's other shards.
     """
 
     run: Name
@@ -146,27 +147,27 @@ class Hello(_Message, frozen=True):
     leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
     claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
     retain_newest: Count | None = None
-    sequence: Count = 0
+    request_id: Count = 0
     pending: Requests = ()
     seen: Count = 0
     resolved: Count = 0
-    round: Count = 0
+    generation: Count = 0
     directive: Directive = NO_DIRECTIVE
 
 
 class Heartbeat(_Message, frozen=True):
-    """I live. Of my requests up to `sequence` I wait for `pending`, and read under `leases` (-> shards), no others.
+    """I live. Of my requests up to `last_request_id` I wait for `pending`, and read under `leases` (-> shards), only.
 
-    hub: the life of the hub that has welcomed me last. held: `mark` of what I hold; 0: just now it changes.
-    directive: `mark_of` the one that I know; 0: I am older than directives.
+    hub: the session of the hub that has welcomed me last. holdings_checksum: of what I hold; 0: it changes just now.
+    directive_checksum: of the one that I know; 0: I am older than directives.
     """
 
     hub: Session
-    sequence: Count = 0
+    last_request_id: Count = 0
     pending: Requests = ()
     leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
-    held: Count = 0
-    directive: Count = 0
+    holdings_checksum: Count = 0
+    directive_checksum: Count = 0
 
 
 class Bye(_Message, frozen=True):
@@ -174,14 +175,14 @@ class Bye(_Message, frozen=True):
 
 
 class Publish(_Message, frozen=True):
-    request: Count
+    request_id: Count
     holding: Holding
 
 
 class Unpublish(_Message, frozen=True):
     """Stop leasing these shards; answer when no reader is left, or at the deadline. gone: they are no more already."""
 
-    request: Count
+    request_id: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
     timeout_s: Seconds
     gone: bool = False
@@ -198,7 +199,7 @@ class Acquire(_Message, frozen=True):
     else only one that has nothing to do is wanted.
     """
 
-    request: Count
+    request_id: Count
     version: Count
     at_least: Count
     layouts: Layouts
@@ -217,7 +218,7 @@ class Acquire(_Message, frozen=True):
 class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source failed me."""
 
-    request: Count
+    request_id: Count
     shard: Count | None = None
     lost: bool = False
 
@@ -225,14 +226,14 @@ class Release(_Message, frozen=True):
 class Abandon(_Message, frozen=True):
     """I shall not publish what I claimed to convert."""
 
-    request: Count
+    request_id: Count
     key: ShardKey
 
 
 class Wait(_Message, frozen=True):
     """Tell me when `version` (0: any) that is newer than `newer_than` is visible."""
 
-    request: Count
+    request_id: Count
     version: Count
     newer_than: Count
     timeout_s: Seconds
@@ -246,7 +247,7 @@ class Target(_Message, frozen=True):
     that. pins: else as if nothing were pinned.
     """
 
-    request: Count
+    request_id: Count
     installed: Count
     timeout_s: Seconds
     refused: Annotated[tuple[Number, ...], msgspec.Meta(max_length=REFUSED_MAX)] = ()
@@ -257,7 +258,7 @@ class Target(_Message, frozen=True):
 class Pin(_Message, frozen=True):
     """All followers of this history are to run this version; 0: the newest one again."""
 
-    request: Count
+    request_id: Count
     version: Count
     timeout_s: Seconds
 
@@ -265,24 +266,24 @@ class Pin(_Message, frozen=True):
 class Withdraw(_Message, frozen=True):
     """This version is bad: nobody is to read or run it any more."""
 
-    request: Count
+    request_id: Count
     version: Number
     timeout_s: Seconds
 
 
 class Retain(_Message, frozen=True):
-    request: Count
+    request_id: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
 
 
 class AskVersions(_Message, frozen=True):
-    request: Count
+    request_id: Count
 
 
 class AskStatus(_Message, frozen=True):
     """The whole hub's state for people. Needs no session."""
 
-    request: Count
+    request_id: Count
 
 
 ClientMessage: TypeAlias = (
@@ -310,7 +311,7 @@ class Welcome(_Message, frozen=True):
     hub: Session  # this hub's life
     heartbeat_s: Seconds
     session_timeout_s: Seconds
-    sequence: Count = 0  # of the Hello that it answers
+    request_id: Count = 0  # of the Hello that it answers
     directive: Directive = NO_DIRECTIVE
 
 
@@ -332,51 +333,51 @@ class Alive(_Message, frozen=True):
 class Done(_Message, frozen=True):
     """The request was carried out (Publish, Retain, Abandon, Pin, Withdraw)."""
 
-    request: Count
+    request_id: Count
 
 
 class Unpublished(_Message, frozen=True):
     """No lease is left on these shards. cut_off: readers whose lease ended at the deadline only.
 
-    keep: this is the last copy of a retained version: move it to host memory and go on serving it from there.
+    must_retain: this is the last copy of a retained version: move it to host memory and serve it from there.
     """
 
-    request: Count
+    request_id: Count
     cut_off: Annotated[tuple[Name, ...], msgspec.Meta(max_length=65536)] = ()
-    keep: bool = False
+    must_retain: bool = False
 
 
 class Granted(_Message, frozen=True):
-    request: Count
+    request_id: Count
     version: Count
     layout: Name
     shard_count: Count
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
-    round: Count = 0  # which of its replica's rounds of "latest" came to this version; 0: none
+    generation: Count = 0  # of its replica's agreements on "latest": the one on this version; 0: none
     hub: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # the life of the hub that knows of it
 
 
 class Visible(_Message, frozen=True):
-    request: Count
+    request_id: Count
     version: Count
 
 
 class Refused(_Message, frozen=True):
     """The request failed; `error` is the name of a class in errors.py."""
 
-    request: Count
+    request_id: Count
     error: Name
     message: Text
 
 
 class Versions(_Message, frozen=True):
-    request: Count
+    request_id: Count
     versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
 
 
 class Status(_Message, frozen=True):
-    request: Count
+    request_id: Count
     report: dict[str, object]
 
 
@@ -386,22 +387,22 @@ class SourceGone(_Message, frozen=True):
     session: Session
 
 
-class MayDrop(_Message, frozen=True):
-    """Copies that were kept for retention and are not needed any more."""
+class MayRelease(_Message, frozen=True):
+    """Copies that had to be retained and are not needed any more."""
 
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
 
 
 Reply: TypeAlias = Done | Unpublished | Granted | Visible | Refused | Versions | Status  # each names its request
-HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayDrop | Reply
+HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayRelease | Reply
 
 
-def mark(held: Iterable[tuple[ShardKey, bool]]) -> int:
+def holdings_checksum(held: Iterable[tuple[ShardKey, bool]]) -> int:
     """A number that two sides compare to see that they mean the same shards, and the same of them complete."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
 
 
-def mark_of(directive: Directive) -> int:
+def directive_checksum(directive: Directive) -> int:
     """The same for directives."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
 

@@ -387,7 +387,7 @@ class Replication:
         urgent: bool = False,
     ) -> m.Acquire:
         return m.Acquire(
-            request=0,
+            request_id=0,
             version=self.version,
             at_least=self.at_least,
             layouts=layouts,

@@ -246,7 +246,7 @@ class Transfer:
         def make(number: int) -> messages.Acquire:
             numbers.append(number)
             self._leases.add(number)
-            return msgspec.structs.replace(acquire, request=number)
+            return msgspec.structs.replace(acquire, request_id=number)
 
         future = self._hub.ask(make, self._machine.deadline)
 
@@ -424,7 +424,7 @@ class _Reader:
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
                     self._link = link
                 link.digests = self._verify
-                manifest = link.open(self.key, self.grant.sequence, deadline=deadline)
+                manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
                 self.transport = name
                 return link, manifest
             except VersionGone as error:

@@ -107,7 +107,7 @@ class Link(Protocol):
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport.
 
-        lease: the grant's `sequence`; an offer that is younger is another one."""
+        lease: the grant's `as_of`; an offer that is younger is another one."""
         ...
 
     def read(

@@ -40,7 +40,7 @@ class Story:
             assert self.hear(self.welcome(hello)) == []
 
     def welcome(self, hello: m.Hello, hub: bytes = HUB) -> m.Welcome:
-        return m.Welcome(hub, 1.0, 15.0, hello.sequence)
+        return m.Welcome(hub, 1.0, 15.0, hello.request_id)
 
     def _plain(self, effects: list[s.Effect]) -> list[object]:
         return [effect.message if isinstance(effect, s.Send) else effect for effect in effects]
@@ -70,7 +70,7 @@ class Story:
         """A lease on shard 0, 1, ... of version 1."""
         number = self.ask(m.Acquire, version, 0, (CHECKPOINT,), deadline, deadline=deadline)
         grants = tuple(grant(shard, session) for shard, session in enumerate(sources))
-        reply = m.Granted(number, 1, CHECKPOINT, len(grants), grants, round=round_)
+        reply = m.Granted(number, 1, CHECKPOINT, len(grants), grants, generation=round_)
         assert self.hear(reply) == [s.Answered(number, reply)]
         return number
 
@@ -91,10 +91,10 @@ class Story:
 def test_it_says_hello_until_it_is_welcome_and_beats_from_then_on():
     story = Story(welcome=False)
     (first,) = story.tick(0.0)
-    assert first == msgspec.structs.replace(IDENTITY, sequence=first.sequence) and first.sequence > 0
+    assert first == msgspec.structs.replace(IDENTITY, request_id=first.request_id) and first.request_id > 0
     assert story.tick(0.1) == [] and story.machine.next_deadline() == s.HELLO_EVERY_S
     (second,) = story.tick(s.HELLO_EVERY_S)
-    assert second.sequence > first.sequence  # so that the hub can tell it from one that is late
+    assert second.request_id > first.request_id  # so that the hub can tell it from one that is late
     story.hear(story.welcome(first))
     (beat,) = story.tick(1.6)
     assert isinstance(beat, m.Heartbeat) and beat.hub == HUB and story.machine.next_deadline() == pytest.approx(2.6)
@@ -139,7 +139,7 @@ def test_the_hub_is_told_what_is_open_and_asks_for_what_it_never_saw():
     story = Story()
     lost, lease = story.ask(m.AskVersions), story.acquire(SOURCE, OTHER_SOURCE)
     (beat,) = story.tick(1.0)
-    assert (beat.pending, beat.leases, beat.sequence) == ((lost,), {lease: 2}, story.machine.sequence)
+    assert (beat.pending, beat.leases, beat.last_request_id) == ((lost,), {lease: 2}, story.machine.sequence)
     assert story.hear(m.Alive((lost, 999))) == [m.AskVersions(lost)]
 
 
@@ -206,11 +206,11 @@ def test_a_new_hub_is_told_all_there_is():
         leases=(m.HeldLease(lease, 1, CHECKPOINT, {0: SOURCE}, 40.0),),
         claims=(RUNTIME_KEY,),
         retain_newest=3,
-        sequence=hello.sequence,
+        request_id=hello.request_id,
         pending=(waiting,),
         seen=1,
         resolved=1,
-        round=4,
+        generation=4,
         directive=DIRECTIVE,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
@@ -306,7 +306,7 @@ def test_latest_is_remembered_for_the_other_shards_of_the_replica():
     number = story.ask(m.Wait, 0, 0, 5.0)
     story.hear(m.Visible(number, 7))
     hello = story.restart_hub()
-    assert (hello.seen, hello.resolved, hello.round) == (7, 1, 2)
+    assert (hello.seen, hello.resolved, hello.generation) == (7, 1, 2)
 
 
 # --- publish and unpublish ---
@@ -326,8 +326,8 @@ def test_a_publish_that_is_not_answered_in_time_is_taken_back_until_the_hub_has_
     assert isinstance(taken_back, m.Unpublish) and taken_back.gone and taken_back.keys == (KEY,)
     assert s.Expired(number, True) in rest
     hello = story.restart_hub()
-    assert hello.holdings == () and hello.pending == (taken_back.request,)
-    assert story.tick(1e6) != [] and taken_back.request in story.machine.asked  # it is never given up
+    assert hello.holdings == () and hello.pending == (taken_back.request_id,)
+    assert story.tick(1e6) != [] and taken_back.request_id in story.machine.asked  # it is never given up
 
 
 def test_what_was_read_stays_announced_however_long_the_hub_is_away():
@@ -379,13 +379,13 @@ def test_a_kept_copy_stays_announced_until_it_may_be_dropped():
     assert story.restart_hub().holdings == (holding(KEY),)
     story = Story()
     story.publish(KEY)
-    assert story.hear(m.MayDrop((KEY,))) == []  # it is not kept: nobody asked to give it up
+    assert story.hear(m.MayRelease((KEY,))) == []  # it is not kept: nobody asked to give it up
     number = story.ask(m.Unpublish, (KEY,), 5.0)
     story.hear(m.Unpublished(number, (), True))
-    assert story.hear(m.MayDrop((KEY, NEXT))) == [s.MayDrop((KEY,))]
+    assert story.hear(m.MayRelease((KEY, NEXT))) == [s.MayDrop((KEY,))]
     number = story.ask(m.Unpublish, (KEY,), 5.0)
     story.hear(m.Unpublished(number))
-    assert story.hear(m.MayDrop((KEY,))) == [] and story.machine.holdings == {}
+    assert story.hear(m.MayRelease((KEY,))) == [] and story.machine.holdings == {}
 
 
 def test_an_unpublish_without_an_answer_keeps_the_copy_and_is_tried_again():
@@ -419,7 +419,7 @@ def test_a_directive_is_told_once_and_kept():
     story = Story()
     story.hear(m.Alive((), DIRECTIVE))
     (beat,) = story.tick(1.0)
-    assert isinstance(beat, m.Heartbeat) and beat.directive == m.mark_of(DIRECTIVE)
+    assert isinstance(beat, m.Heartbeat) and beat.directive_checksum == m.directive_checksum(DIRECTIVE)
 
 
 def test_a_directive_comes_with_the_welcome():

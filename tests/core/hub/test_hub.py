@@ -39,7 +39,7 @@ class Stage:
 
     def say(self, worker: str, message: type, **fields: object) -> int:
         number = self.requests[worker] = self.requests.get(worker, 0) + 1
-        self._deliver(Received(self.sessions[worker], message(request=number, **fields)))
+        self._deliver(Received(self.sessions[worker], message(request_id=number, **fields)))
         return number
 
     def tell(self, worker: str, message: m.ClientMessage) -> None:
@@ -91,16 +91,16 @@ def _text(message: m.HubMessage) -> str:
         case m.Granted(_, version, layout, _, grants, claim):
             sources = " ".join(f"{g.shard}<-{g.worker}" for g in grants)
             return f"read {version} {layout} {sources}" + (" and convert" if claim else "")
-        case m.Unpublished(_, cut_off, keep):
-            return "keep it" if keep else f"unpublished{' cut off ' + ' '.join(cut_off) if cut_off else ''}"
+        case m.Unpublished(_, cut_off, must_retain):
+            return "keep it" if must_retain else f"unpublished{' cut off ' + ' '.join(cut_off) if cut_off else ''}"
         case m.Visible(_, version):
             return f"visible {version}"
         case m.Refused(_, error, _):
             return f"refused {error}"
         case m.SourceGone(session):
             return f"gone {session.rstrip(b'.').decode()}"
-        case m.MayDrop(keys):
-            return f"may drop {' '.join(str(k.version) for k in keys)}"
+        case m.MayRelease(keys):
+            return f"may release {' '.join(str(k.version) for k in keys)}"
         case _:
             return type(message).__name__
 
@@ -260,11 +260,13 @@ def test_a_heartbeat_that_does_not_name_a_lease_ends_it(stage: Stage) -> None:
     stage.join("rollout/0")
     stage.publish("trainer/0", 1)
     lease = stage.acquire("rollout/0", version=1)
-    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease, leases={lease: 1}))
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, last_request_id=lease, leases={lease: 1}))
     assert report(stage.hub, stage.now)["models"][0]["leases"]
-    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease - 1))  # sent before: says nothing of it
+    stage.tell(
+        "rollout/0", m.Heartbeat(stage.hub.session, last_request_id=lease - 1)
+    )  # sent before: says nothing of it
     assert report(stage.hub, stage.now)["models"][0]["leases"]
-    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, sequence=lease))  # its Release was lost
+    stage.tell("rollout/0", m.Heartbeat(stage.hub.session, last_request_id=lease))  # its Release was lost
     assert not report(stage.hub, stage.now)["models"][0]["leases"]
 
 
@@ -278,7 +280,7 @@ def test_readers_become_sources_and_are_preferred_to_the_publisher(stage: Stage)
         stage.join(name)
     stage.acquire("a/0")
     assert stage.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
-    stage.publish("a/0", 1, was_read=True)
+    stage.publish("a/0", 1, origin="replicated")
     stage.acquire("b/0")
     assert stage.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
 
@@ -302,10 +304,10 @@ def test_a_shard_that_still_arrives_is_a_source_but_never_in_a_circle(stage: Sta
         stage.join(name)
     stage.publish("trainer/0", 1)
     stage.acquire("a/0", version=1)
-    stage.publish("a/0", 1, complete=False, was_read=True)
+    stage.publish("a/0", 1, complete=False, origin="replicated")
     stage.acquire("b/0", version=1)
     assert stage.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
-    stage.publish("b/0", 1, complete=False, was_read=True)
+    stage.publish("b/0", 1, complete=False, origin="replicated")
     stage.heard("a/0")
     stage.tell("a/0", m.Release(stage.requests["a/0"] - 1, lost=True))
     trainer = stage.sessions["trainer/0"]
@@ -458,7 +460,7 @@ def test_a_slow_source_in_reach_is_no_reason_to_cross_a_long_way(stage: Stage) -
     stage.join("peer/0", location=Location("far", "", "p"))
     stage.join("x/0", location=Location("far", "", "x"))
     stage.publish("trainer/0", 1)
-    stage.publish("peer/0", 1, was_read=True)
+    stage.publish("peer/0", 1, origin="replicated")
     stage.acquire("x/0", version=1)
     assert source_of(stage, "x/0") == "peer/0"
     beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (stage.sessions["peer/0"],)}
@@ -588,7 +590,7 @@ def test_the_last_copy_of_the_newest_version_is_kept_until_a_newer_one_is_visibl
     assert stage.heard("trainer/0") == ["Alive"]
     stage.publish("trainer/0", 2)
     stage.tell("trainer/0", m.Heartbeat(stage.hub.session))
-    assert stage.heard("trainer/0") == ["Alive", "may drop 1"]
+    assert stage.heard("trainer/0") == ["Alive", "may release 1"]
 
 
 def test_the_last_checkpoint_copy_is_kept_even_when_a_runtime_copy_is_left(stage: Stage) -> None:
@@ -711,7 +713,7 @@ def test_the_last_copy_of_a_pinned_version_is_kept(stage: Stage) -> None:
     assert stage.heard("trainer/0")[-1] == "keep it"
     direct(stage, m.Pin, 0)
     stage.tell("trainer/0", m.Heartbeat(stage.hub.session))
-    assert "may drop 1" in stage.heard("trainer/0")  # the control: it was the pin that kept it
+    assert "may release 1" in stage.heard("trainer/0")  # the control: it was the pin that kept it
 
 
 def test_a_pinned_version_that_is_lost_moves_nobody_and_says_so(stage: Stage) -> None:
@@ -765,7 +767,7 @@ def test_a_withdrawn_version_is_not_published_again(stage: Stage) -> None:
     stage.join("twin/0")
     stage.publish("twin/0", 2)
     assert stage.heard("twin/0") == ["refused UsageError"] and "publish under a higher number" in stage.logged[-1]
-    stage.publish("twin/0", 2, was_read=True)  # it has just finished reading it: the truth, and no more
+    stage.publish("twin/0", 2, origin="replicated")  # it has just finished reading it: the truth, and no more
     assert stage.heard("twin/0") == [] and not stage.hub.histories["run", "actor"].versions[2].visible
     stage.unpublish("trainer/0", 2)
     stage.unpublish("twin/0", 2)
@@ -884,12 +886,12 @@ def test_a_heartbeat_makes_up_for_a_directive_that_was_lost(stage: Stage) -> Non
     operators_scene(stage, 1, 2)
     direct(stage, m.Pin, 1)
     for mark, told in (
-        (m.mark_of(m.NO_DIRECTIVE), directive(stage)),
-        (m.mark_of(directive(stage)), None),
+        (m.directive_checksum(m.NO_DIRECTIVE), directive(stage)),
+        (m.directive_checksum(directive(stage)), None),
         (0, None),  # a worker that is older than directives
     ):
         stage.inbox.clear()
-        stage.tell("rollout/0", m.Heartbeat(stage.hub.session, directive=mark))
+        stage.tell("rollout/0", m.Heartbeat(stage.hub.session, directive_checksum=mark))
         (alive,) = stage.inbox["rollout/0"]
         assert isinstance(alive, m.Alive) and alive.directive == told
 
@@ -913,8 +915,8 @@ def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> No
     stage.unpublish("trainer/0", 7)
     assert stage.heard("trainer/0") == []  # a reader may still have to say that it reads
     lease = m.HeldLease(3, 7, CHECKPOINT, {0: stage.sessions["trainer/0"]}, 60.0)
-    stage.join("rollout/0", leases=(lease,), sequence=3)
-    stage.join("peer/0", holdings=(m.Holding(key, b"7" * 16, 100, True, True),))
+    stage.join("rollout/0", leases=(lease,), request_id=3)
+    stage.join("peer/0", holdings=(m.Holding(key, b"7" * 16, 100, True, "replicated"),))
     stage.wait(GRACE_S + 1)
     assert stage.heard("trainer/0") == []
     stage.requests["rollout/0"] = 3
@@ -930,13 +932,18 @@ def test_a_restarted_hub_does_not_lend_what_hangs_on_somebody_it_has_not_heard_o
     for shard in ("middle/0", "reader/0"):
         lease = m.HeldLease(3, 2, CHECKPOINT, {0: b"stranger/0......"}, 60.0)
         stage.join(
-            shard, holdings=(m.Holding(key, root, 100, False, True),), sequence=3, leases=(lease,) * (shard[0] == "m")
+            shard,
+            holdings=(m.Holding(key, root, 100, False, "replicated"),),
+            request_id=3,
+            leases=(lease,) * (shard[0] == "m"),
         )
         stage.requests[shard] = 3
     stage.acquire("reader/0", version=2, avoid=(stage.sessions["trainer/0"],))
     assert source_of(stage, "reader/0") == "trainer/0"
     stage.tell("reader/0", m.Release(stage.requests["reader/0"]))
-    stage.join("stranger/0", holdings=(m.Holding(key, root, 100, False, True),))  # it reads from nobody any more
+    stage.join(
+        "stranger/0", holdings=(m.Holding(key, root, 100, False, "replicated"),)
+    )  # it reads from nobody any more
     stage.acquire("reader/0", version=2, avoid=(stage.sessions["trainer/0"],))
     assert source_of(stage, "reader/0") in ("middle/0", "stranger/0")
 
@@ -959,8 +966,8 @@ def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_ot
     for version in (3, 4):
         stage.join(f"trainer-{version}/0", 2, holdings=(_half(version, 0),))
         stage.join(f"trainer-{version}/1", 2, holdings=(_half(version, 1),))
-    stage.join("rollout/0", 2, resolved=3, round=7)
-    stage.join("rollout/1", 2, resolved=3, round=round_of_the_other)
+    stage.join("rollout/0", 2, resolved=3, generation=7)
+    stage.join("rollout/1", 2, resolved=3, generation=round_of_the_other)
     stage.acquire("rollout/1", layouts=(RUNTIME,))
     assert stage.heard("rollout/1")[0].startswith(text)
     stage.acquire("rollout/0", layouts=(RUNTIME,))
@@ -979,7 +986,7 @@ def test_an_unknown_worker_is_asked_who_it_is(stage: Stage) -> None:
 
 def test_old_words_that_arrive_late_do_not_bring_back_what_is_over() -> None:
     stage = Stage()
-    stage.join("trainer/0", sequence=5)
+    stage.join("trainer/0", request_id=5)
     stage.requests["trainer/0"] = 2
     stage.publish("trainer/0", 1)  # request 3, from before the Hello that knows of 5 requests and waits for none
     assert stage.hub.histories["run", "actor"].versions == {}

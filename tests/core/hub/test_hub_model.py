@@ -71,8 +71,8 @@ class HubBesideModel(RuleBasedStateMachine):
 
     def feed(self, event: Received | Tick) -> None:
         for effect in self.hub.handle(event, self.now):
-            if isinstance(effect, Send) and hasattr(effect.message, "request"):
-                self.answers[effect.session.decode()[0], effect.message.request] = effect.message
+            if isinstance(effect, Send) and hasattr(effect.message, "request_id"):
+                self.answers[effect.session.decode()[0], effect.message.request_id] = effect.message
 
     def request(self) -> int:
         self.number += 1
@@ -92,7 +92,7 @@ class HubBesideModel(RuleBasedStateMachine):
             if retained and not self.staying(version):
                 del self.leaving[name, version]
                 self.kept.add((name, version))
-                self.expect(name, request, m.Unpublished(request, keep=True))
+                self.expect(name, request, m.Unpublished(request, must_retain=True))
             elif (version, name) not in self.leases.values():
                 del self.leaving[name, version]
                 self.drop(name, version)
@@ -138,8 +138,8 @@ class HubBesideModel(RuleBasedStateMachine):
     def join(self, name: str) -> None:
         self.here.add(name)
         self.seen[name] = 0
-        replica, sequence = f"replica-{name}", self.request()
-        self.tell(name, m.Hello("r", "m", replica, 0, 1, Location(), {}, retain_newest=self.retain, sequence=sequence))
+        replica, request = f"replica-{name}", self.request()
+        self.tell(name, m.Hello("r", "m", replica, 0, 1, Location(), {}, retain_newest=self.retain, request_id=request))
 
     @rule(data=st.data(), step=st.integers(1, 2))
     def publish(self, data: st.DataObject, step: int) -> None:
@@ -181,7 +181,7 @@ class HubBesideModel(RuleBasedStateMachine):
         version, _ = self.leases[name, request]
         if became_source and name not in self.holders[version]:
             publish = self.request()
-            self.tell(name, m.Publish(publish, m.Holding(key(version), b"%016d" % version, 1, was_read=True)))
+            self.tell(name, m.Publish(publish, m.Holding(key(version), b"%016d" % version, 1, origin="replicated")))
             self.holders[version].append(name)
             self.visible |= {version} - self.withdrawn
             self.settle()
@@ -281,7 +281,7 @@ class HubBesideModel(RuleBasedStateMachine):
             leases = {request: 1 for reader, request in self.leases if reader == name}
             pending = [request for worker, request in (*self.waiting, *self.following) if worker == name]
             pending += [request for (worker, _), request in self.leaving.items() if worker == name]
-            held = m.mark((key(v), True) for v, names in self.holders.items() if name in names)
+            held = m.holdings_checksum((key(v), True) for v, names in self.holders.items() if name in names)
             self.tell(name, m.Heartbeat(self.hub.session, self.number, tuple(sorted(pending)), leases, held))
         self.feed(Tick())
 
@@ -304,7 +304,7 @@ class HubBesideModel(RuleBasedStateMachine):
         }
         assert leases == self.leases
         holdings = (h for worker in self.hub.workers.values() for h in worker.holdings.values())
-        kept = {(h.worker.session.decode()[0], h.key.version) for h in holdings if h.kept}
+        kept = {(h.worker.session.decode()[0], h.key.version) for h in holdings if h.must_retain}
         assert kept == self.kept
 
 
@@ -343,7 +343,7 @@ class ShowsWhatIsWithdrawn(Hub):
 class LetsFollowersGoBackByThemselves(Hub):
     def _try_target(self, pending: Any, target: m.Target, now: float) -> m.Reply | None:
         newest = self._newest(pending.worker.history, 0, target.refused)
-        return None if newest in (None, target.installed) else m.Visible(target.request, newest)
+        return None if newest in (None, target.installed) else m.Visible(target.request_id, newest)
 
 
 class TakesAWithdrawnVersionAgain(Hub):

@@ -103,7 +103,7 @@ def test_garbage_gets_a_typed_refusal_and_a_line_in_the_log(server, caplog, fram
     with stranger(server, new_session()) as connection:
         connection.send_multipart(frames)
         refused = messages.decode_from_hub(connection.recv())
-    assert isinstance(refused, messages.Refused) and (refused.request, refused.error) == (0, "ProtocolError")
+    assert isinstance(refused, messages.Refused) and (refused.request_id, refused.error) == (0, "ProtocolError")
     assert refused.message
     lines = [r for r in caplog.records if r.name == "tensorhub.hub" and r.levelno == logging.WARNING]
     assert len(lines) == 1 and "refused a message from" in lines[0].getMessage()

@@ -144,7 +144,7 @@ def test_errors_are_also_what_python_calls_them():
 
 KEY = ShardKey(5, CHECKPOINT, 1, 2)
 SESSION, ROOT = b"s" * 16, b"r" * 16
-HOLDING = m.Holding(KEY, ROOT, 100, False, True)
+HOLDING = m.Holding(KEY, ROOT, 100, False, "replicated")
 GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host", "gpu"), ROOT, 100)
 
 DIRECTIVE = m.Directive(2, 5, (3, 4))
@@ -162,7 +162,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
         leases=(m.HeldLease(3, 5, CHECKPOINT, {0: SESSION}, 1.5),),
         claims=(ShardKey(5, "runtime:f", 1, 2),),
         retain_newest=2,
-        sequence=9,
+        request_id=9,
         pending=(3,),
         directive=DIRECTIVE,
     ),
@@ -195,7 +195,7 @@ FROM_HUB: list[m.HubMessage] = [
     m.Versions(7, (VersionInfo(5, True, {CHECKPOINT: ("a/0",)}),)),
     m.Status(8, {"models": [{"run": "r"}]}),
     m.SourceGone(SESSION),
-    m.MayDrop((KEY,)),
+    m.MayRelease((KEY,)),
 ]
 
 
@@ -316,7 +316,8 @@ seconds = st.sampled_from([0.0, 0.5, 100.0, 31_536_000.0])
 positive = numbers.map(lambda n: max(1, n))
 serials = st.sampled_from([0, 1, 2, m.SERIAL_MAX])
 keys = st.builds(ShardKey, positive, layouts, shards, counts)
-holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), st.booleans())
+origins = st.sampled_from(["published", "replicated"])
+holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), origins)
 held = st.builds(
     m.HeldLease, numbers, numbers, layouts, st.dictionaries(st.integers(-1, 3), sessions, max_size=3), seconds
 )
