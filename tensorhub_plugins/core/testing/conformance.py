@@ -47,7 +47,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.slab import Slab, spec_of
-from tensorhub_plugins.core.transports import Link, NotServable, Offer, Transport
+from tensorhub_plugins.core.transports import Link, LinkProgress, NotServable, Offer, Transport
 from tensorhub_plugins.core.types import (
     ShardKey,
 )
@@ -80,14 +80,31 @@ class SimpleShelf:
 
     def __init__(self, *offers: Offer) -> None:
         self._offers = {offer.key: offer for offer in offers}
+        self._changed = threading.Condition()
+        self._expected: set[ShardKey] = set()
+        self.waiting = 0  # threads that wait in `expect`
 
     def put(self, offer: Offer) -> Offer:
-        self._offers[offer.key] = offer
+        with self._changed:
+            self._offers[offer.key] = offer
+            self._expected.discard(offer.key)
+            self._changed.notify_all()
         return offer
+
+    def announce(self, key: ShardKey) -> None:
+        """An offer of this shard is about to be `put`."""
+        self._expected.add(key)
 
     def find(self, key: ShardKey) -> Offer | None:
         offer = self._offers.get(key)
         return None if offer is None or offer.withdrawn else offer
+
+    def expect(self, key: ShardKey, lease: int, deadline: float) -> Offer | None:
+        with self._changed:
+            self.waiting += 1
+            self._changed.wait_for(lambda: key not in self._expected, deadline - time.monotonic())
+            self.waiting -= 1
+            return self.find(key)
 
 
 @dataclass(frozen=True)
@@ -363,6 +380,66 @@ class TransportSuite:
                 got: list[int] = []
                 self._lost_by(deadline, lambda: got.extend(reading), "wait for a segment that never comes")
             self._no_readers(offer, "a read that ended at its deadline")
+
+    def _check_waiting_source_says_so(self) -> None:
+        """A source that waits for bytes itself is heard of, again and again, and names the segments it waited for."""
+        tensors = {"a": _tensor("uint8", (4 * SEGMENT_SIZE_BYTES,), seed=27)}
+        with self._source() as source:
+            offer = source.offer(tensors, ready=False)
+            offer.mark_ready(0)
+            with self._link(source) as link:
+                self._open(link, offer.key)
+                progress = link.progress
+                reading = link.read(range(4), Slab.adopt(blank_like(tensors)), [0], deadline=_far())
+                _require(next(reading) == 0, "segment 0 was the only one ready")
+                _require(not progress.delayed_segments, f"segment 0 was ready, {progress.delayed_segments} are delayed")
+                got: list[int] = []
+
+                def read_on() -> None:
+                    with contextlib.suppress(SourceLost):  # what this leaves out is missed below
+                        got.extend(reading)
+
+                reader = threading.Thread(target=read_on, daemon=True)
+                reader.start()
+                for _ in range(2):
+                    before = time.monotonic()
+                    self._until(partial(_waits_since, progress, before), lambda: "a source that waits did not say so")
+                    _require(progress.heard_at >= before, "a source that says that it waits was heard of")
+                offer.mark_all_ready()
+                reader.join(self._patience_s)
+                _require(sorted(got) == [1, 2, 3], f"segments 1, 2 and 3 were due, {got} were yielded")
+                late = progress.delayed_segments
+                _require(1 in late, f"segment 1 was waited for, delayed_segments are {late}")
+                list(link.read([0], Slab.adopt(blank_like(tensors)), [0], deadline=_far()))
+                _require(not progress.delayed_segments, "delayed_segments are those of this read")
+
+    def _check_expected_offer(self) -> None:
+        """A reader that asks for an offer which is about to be made waits for it; of any other it hears at once."""
+        tensors = {"a": _tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=28)}
+        with self._source() as source, self._link(source) as link:
+            key = ShardKey(1, "checkpoint")
+            source.shelf.announce(key)
+            opened: list[Manifest | BaseException] = []
+
+            def open_it() -> None:
+                try:
+                    opened.append(self._open(link, key))
+                except BaseException as error:
+                    opened.append(error)
+
+            opening = threading.Thread(target=open_it, daemon=True)
+            opening.start()
+            self._until(
+                lambda: bool(source.shelf.waiting or opened), lambda: "nobody waits for an offer that is expected"
+            )
+            offer = source.offer(tensors, key=key)
+            opening.join(self._patience_s)
+            _require(opened == [offer.manifest], f"an offer was about to be made, open() answered {opened}")
+            target = blank_like(tensors)
+            self._read_all(link, offer.manifest, Slab.adopt(target), [0])
+            _require_equal(target, tensors)
+            with _raises(VersionGone, "opening what is not offered"):
+                self._soon(lambda: self._open(link, ShardKey(2, "checkpoint")), "say that it is not offered")
 
     # --- withdrawal ---
 
@@ -950,6 +1027,10 @@ def _traced_memory() -> Iterator[Callable[[], int]]:
         grown = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
+
+
+def _waits_since(progress: LinkProgress, instant: float) -> bool:
+    return progress.waiting_at > instant
 
 
 def _longer_than(items: Sequence[object], count: int) -> bool:

@@ -317,7 +317,7 @@ class _Reader:
         self._closed = False
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + OPEN_S + STALL_S
-        self._told_alive_at = 0.0
+        self._told_waiting_at = 0.0
         self._thread: threading.Thread | None = None
 
     @property
@@ -325,13 +325,14 @@ class _Reader:
         """When this link is given up; a source that waits for bytes itself says so, and is not."""
         if self._link is not None and self._into is not None and not self._busy and not self._to_check:
             return float("inf")  # it has nothing to do
-        return max(self._expected_at, getattr(self._link, "heard_at", 0.0) + STALL_S)
+        heard_at = self._link.progress.heard_at if self._link is not None else 0.0
+        return max(self._expected_at, heard_at + STALL_S)
 
     def waits(self) -> bool:
         """Whether the source has said, since the last time, that it waits for bytes itself."""
-        alive_at: float = getattr(self._link, "alive_at", 0.0)
-        before, self._told_alive_at = self._told_alive_at, max(alive_at, self._told_alive_at)
-        return alive_at > before
+        waiting_at = self._link.progress.waiting_at if self._link is not None else 0.0
+        before, self._told_waiting_at = self._told_waiting_at, max(waiting_at, self._told_waiting_at)
+        return waiting_at > before
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=f"tensorhub-read-{self.grant.worker}", daemon=True)
@@ -448,7 +449,7 @@ class _Reader:
             self._expected_at = time.monotonic() + STALL_S
             with self._changed:  # the machine's thread adds to it
                 self._busy -= 1
-            waited = segment in getattr(link, "late", ())
+            waited = segment in link.progress.delayed_segments
             self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact, waited))
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")

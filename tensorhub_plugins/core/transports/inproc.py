@@ -14,7 +14,8 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.slab import Slab, copy_views
-from tensorhub_plugins.core.transports import More, Offer, Shelf
+from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.read_plan import Placement, ReadPlan, check_segments
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -85,16 +86,21 @@ class MemoryLink:
         self._copying = False
         self._closed = False
         self.digests = True
-        self.heard_at = time.monotonic()  # the source's last sign of life
-        self.alive_at = 0.0  # when it last waited itself
-        self.late: set[int] = set()  # segments of this read that it had to wait for
+        self.progress = LinkProgress()
 
     def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
         self._check_open("open")
         self._release()
-        offer = self._shelf.find(key)
-        if offer is None or offer.birth > lease:
-            raise VersionGone("the source does not offer it", version=key.version, peer=self._endpoint, phase="open")
+
+        def check() -> None:
+            self._check_open("open")
+            if time.monotonic() >= deadline:
+                raise SourceLost("the deadline passed", version=key.version, peer=self._endpoint, phase="open")
+
+        try:
+            offer = find_offer(self._shelf, key, lease, check)
+        except VersionGone as error:
+            raise VersionGone(error.message, version=key.version, peer=self._endpoint, phase="open") from error
         self._reader = offer.attach(self._cut)
         self._offer = offer
         return offer.manifest
@@ -113,7 +119,7 @@ class MemoryLink:
             raise UsageError("open a version before reading it")
         check_segments(self._offer.manifest, segments)
         self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
-        self.late.clear()
+        self.progress.begin_read()
         return self._read(self._offer, self._plan, deque(segments), deadline, more)
 
     def _read(self, offer: Offer, plan: ReadPlan, due: deque[int], deadline: float, more: More | None) -> Iterator[int]:
@@ -142,8 +148,8 @@ class MemoryLink:
     def _await(self, offer: Offer, segment: int, deadline: float) -> None:
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
             self._check_open("read")
-            self.heard_at = self.alive_at = time.monotonic()  # it shares this process
-            self.late.add(segment)
+            self.progress.waiting()  # the source shares this process
+            self.progress.delayed(segment)
             if time.monotonic() >= deadline:
                 break
         if time.monotonic() >= deadline:

@@ -25,7 +25,8 @@ from tensorhub_plugins.core.manifest import (
     SHARD_SIZE_BYTES_MAX,
     Manifest,
 )
-from tensorhub_plugins.core.transports import More, Offer, Shelf
+from tensorhub_plugins.core.transports.interface import More, Shelf
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.link import (
     BACKLOG,

@@ -14,8 +14,8 @@ import torch
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab, spec_of
-from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.transports import NotServable, Offer, create
+from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
+from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, create
 from tensorhub_plugins.core.transports.rdma import transport as rdma
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
 from tensorhub_plugins.core.transports.rdma.rails import Port
@@ -59,6 +59,16 @@ def test_conformance(case: str) -> None:
         if reason := suite.skip_reason(case):
             pytest.skip(reason)
         suite.run(case)
+
+
+def test_a_link_that_does_not_hear_that_its_source_waits_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was once: the reader took a source that waits for bytes itself for slow, and then for dead."""
+    monkeypatch.setattr(LinkProgress, "waiting", lambda self: None)
+    with (
+        TransportSuite(rdma.RdmaTransport, processes=False, patience_s=2.0) as suite,
+        pytest.raises(ConformanceError, match="a source that waits did not say so"),
+    ):
+        suite.run("waiting_source_says_so")
 
 
 def far() -> float:

@@ -24,7 +24,7 @@ import torch
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab, digest_of, spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.transports import NotServable, Offer, choices, create, tcp
+from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, choices, create, inproc, tcp
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports.inproc import MemoryLink, MemoryTransport
 from tensorhub_plugins.core.transports.shm import (
@@ -197,6 +197,27 @@ def always_content(self, *, deadline):
     return True
 
 
+class Deaf(LinkProgress):
+    """Knows that something came, and not that the source waits."""
+
+    def waiting(self):
+        self.heard()
+
+
+class Forgetful(LinkProgress):
+    def delayed(self, segment):
+        pass
+
+
+def told_to(progress_class):
+    def open(self, key, lease, *, deadline):
+        self.progress = progress_class()
+        return TcpLink.open(self, key, lease, deadline=deadline)
+
+    open.__name__ = progress_class.__name__
+    return open
+
+
 def never_closes(self):
     self._closed = True
 
@@ -219,6 +240,8 @@ def closes_once(self):
         ("nothing_wanted", {"read": reads_nothing_unwanted}),
         ("changed_bytes_show", {"digest": lies_about_digests, "open": remembers_the_manifest}),
         ("pipelined", {"read": collects_first}),
+        ("waiting_source_says_so", {"open": told_to(Deaf)}),
+        ("waiting_source_says_so", {"open": told_to(Forgetful)}),
         ("late_segment", {"read": ignores_the_deadline}),
         ("frozen_source", {"read": ignores_the_deadline}),
         ("published_anew", {"check": always_content}),
@@ -264,13 +287,23 @@ def keeping_links(make, keep):
     return Keeping
 
 
+def waits_for_no_offer(monkeypatch):
+    def find_offer(shelf, key, lease, check):
+        if (offer := shelf.find(key)) is None:
+            raise VersionGone("the source does not offer it")
+        return offer
+
+    monkeypatch.setattr(inproc, "find_offer", find_offer)
+    monkeypatch.setattr(_wire, "find_offer", find_offer)
+
+
 def serves_what_is_not_ready(monkeypatch):
     monkeypatch.setattr(_wire._Conversation, "_await", lambda *_: None)
 
 
 def cannot_be_cut_off(monkeypatch):
     attach = Offer.attach
-    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.5)
+    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.5)
     monkeypatch.setattr(Offer, "attach", lambda self, cut: attach(self, lambda: None))
 
 
@@ -280,7 +313,7 @@ def counts_no_readers(monkeypatch):
 
 def never_notices_that_readers_left(monkeypatch):
     monkeypatch.setattr(_wire._Conversation, "_release", lambda self, **_: None)
-    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.5)
+    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.5)
 
 
 def listens_to_anybody(monkeypatch):
@@ -304,6 +337,13 @@ def believes_lengths(monkeypatch):
         raise ProtocolError("too late")
 
     monkeypatch.setattr(_wire.Channel, "receive_body", receive_body)
+
+
+@pytest.mark.parametrize("make", [MemoryTransport, TcpTransport])
+def test_a_source_that_waits_for_no_expected_offer_fails(make, monkeypatch):
+    waits_for_no_offer(monkeypatch)
+    with TransportSuite(make) as suite, pytest.raises(ConformanceError, match="an offer was about to be made"):
+        suite.run("expected_offer")
 
 
 @pytest.mark.parametrize(
@@ -1183,6 +1223,9 @@ def test_a_fault_of_the_shelf_costs_one_connection(caplog):
         def find(self, key):
             raise ZeroDivisionError
 
+        def expect(self, key, lease, deadline):
+            raise ZeroDivisionError
+
     with contextlib.closing(TcpTransport()) as source, contextlib.closing(TcpTransport()) as reader:
         endpoint = source.serve(Shelf())
         for _ in range(2):
@@ -1258,7 +1301,7 @@ def test_offer_withdrawal_cuts_once_refuses_newcomers_and_raises_the_epoch():
 
 def test_offer_says_when_a_reader_cannot_be_stopped(monkeypatch):
     """Returning would let the owner write into memory that is being read."""
-    monkeypatch.setattr("tensorhub_plugins.core.transports.CUT_S_MAX", 0.01)
+    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.01)
     offer = offer_of()
     offer.attach(lambda: None)
     with pytest.raises(RuntimeError, match="did not end"):

@@ -56,7 +56,8 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.slab import Slab, copy_views
-from tensorhub_plugins.core.transports import More, NotServable, Offer, Shelf
+from tensorhub_plugins.core.transports.interface import More, NotServable, Shelf
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.rdma.rails import (
     RAILS_MAX,
     Extent,
@@ -635,13 +636,17 @@ class RdmaLink(SocketLink):
     def _next_is_ready(self, channel: Channel, segment: int, deadline: float) -> int | None:
         """Take one frame: the header of this segment, or a sign of life. The segment's place in the source's ring."""
         kind, got, length = channel.receive_header(deadline)
+        self.progress.heard()
         if kind == ALIVE:
+            self.progress.waiting()
             return None
         if kind == CONTROL:
             self._reply_body(channel, length, Opened, deadline)  # a refusal, which it raises
         expected_length = 0 if self._ring is None else PLACE.size
         if (kind, got, length) != (SEGMENT, segment, expected_length):
             raise ProtocolError(f"segment {segment} was due, there came kind {kind}, {got}, {length} bytes")
+        if channel.waited:
+            self.progress.delayed(segment)
         if not length:
             return 0
         place = int(PLACE.unpack(channel.receive_body(length, PLACE.size, deadline))[0])

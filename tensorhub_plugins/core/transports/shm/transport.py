@@ -36,7 +36,8 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.slab import Slab, copy_views
-from tensorhub_plugins.core.transports import Offer, Shelf
+from tensorhub_plugins.core.transports.interface import Shelf
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import Mappings, MemoryFile

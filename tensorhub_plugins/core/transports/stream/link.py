@@ -40,7 +40,8 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.transports import More, NotServable, Offer, Shelf
+from tensorhub_plugins.core.transports.interface import LinkProgress, More, NotServable, Shelf, find_offer
+from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.read_plan import Placement, ReadPlan, check_segments, runs_of
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -66,7 +67,6 @@ READ_S_MAX = 3600.0  # whatever a reader asks for
 SEND_STALL_S_MAX = 60.0  # a reader that takes nothing for so long has lost the connection, not only its turn
 ALIVE_S = 0.25  # how often a waiting source says that it lives; below what a reader takes for slow
 VANISHED_S = 0.25  # how soon a waiting source notices that its reader has gone
-EXPECT_S_MAX = 5.0  # for a source to begin to read what its own reader wants: below what that one waits for an answer
 STALL_S = 10.0  # default: a source that says nothing for so long is frozen or unreachable
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
 
@@ -505,11 +505,7 @@ class _Conversation:
     def _begin(self, request: Open) -> tuple[Offer, bytes | None]:
         """Attach to the offer; its addresses if it is read by them. VersionGone, NotServable."""
         key, lease = request.key, request.lease
-        offer = self._shelf.find(key)
-        if offer is None and hasattr(self._shelf, "expect"):  # it may be about to: the hub lends what is on its way
-            offer = self._shelf.expect(key, lease, time.monotonic() + EXPECT_S_MAX)
-        if offer is None or offer.birth > lease:
-            raise VersionGone("the source does not offer it")
+        offer = find_offer(self._shelf, key, lease, self._check_reader)
         slab = offer.slab
         addresses = self._dialect.addresses(offer) if request.by_address else None
         reason = self._dialect.refusal(offer) if addresses is None else None
@@ -520,6 +516,10 @@ class _Conversation:
         if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
             addresses = self._dialect.addresses(offer)
         return offer, addresses
+
+    def _check_reader(self) -> None:
+        if self._channel.is_cut():
+            raise Disconnected("went away while it waited")
 
     def _read(self, request: Read) -> None:
         offer = self._offer
@@ -558,8 +558,7 @@ class _Conversation:
         alive_at = time.monotonic() + ALIVE_S
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + VANISHED_S)):
             now = time.monotonic()
-            if self._channel.is_cut():
-                raise Disconnected("went away while it waited")
+            self._check_reader()
             if now >= deadline:
                 message = f"segment {segment} has not reached its source itself"
                 self._channel.send_message(Refused("late", message), now + VANISHED_S)
@@ -632,12 +631,10 @@ class SocketLink:
         self._version: int | None = None
         self._manifest: Manifest | None = None
         self._plan: ReadPlan | None = None
-        self.heard_at = time.monotonic()  # the source's last sign of life
-        self.alive_at = 0.0  # when it last said that it waits itself
+        self.progress = LinkProgress()
         self.digests = True
         self._by_address = False
         self._more: More | None = None
-        self.late: set[int] = set()  # segments of this read that it had to wait for
         self._guard = threading.Lock()
         self._in_use = False
         self._closed = False
@@ -692,7 +689,7 @@ class SocketLink:
             raise UsageError("open a version before reading it")
         check_segments(self._manifest, segments)
         self._plan = ReadPlan(self._manifest, target, placement, digests=self.digests)
-        self.late.clear()
+        self.progress.begin_read()
         self._more = more
         return self._read(self._manifest, self._plan, list(segments), deadline)
 
@@ -791,16 +788,16 @@ class SocketLink:
         """Wait for the header of this kind that begins with this segment; the length it tells."""
         while True:
             got_kind, got, length = channel.receive_header(deadline)
-            self.heard_at = time.monotonic()
+            self.progress.heard()
             if got_kind == ALIVE:
-                self.alive_at = self.heard_at
+                self.progress.waiting()
                 continue
             if got_kind == CONTROL:
                 self._reply_body(channel, length, Opened, deadline)  # a refusal, which it raises
             if (got_kind, got) != (kind, segment):
                 raise ProtocolError(f"segment {segment} was due, there came kind {got_kind}, segment {got}")
             if channel.waited:
-                self.late.add(segment)
+                self.progress.delayed(segment)
             return length
 
     def _reply(self, channel: Channel, kind: type[_Expected], deadline: float) -> _Expected:
