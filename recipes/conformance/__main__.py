@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ORDER = ("WRONG", "REFUSED", "ok", "not run")  # what a reader should see first
+ORDER = ("WRONG", "REFUSED", "ok", "not run", "not made")  # what a reader should see first
 WHY_LENGTH_MAX = 140
 
 
@@ -25,14 +25,18 @@ def main(files: list[str]) -> int:
 
 
 def table(runs: list[dict[str, Any]]) -> str:
-    """Markdown: how many of each, what was examined, and what could not be run, by its reason."""
+    """Markdown: how many of each, what was examined, and what could not be run, by its reason.
+
+    What was not made is counted only.
+    """
     rows = [{family["architecture"]: family for family in run["families"]} for run in runs]
-    names = sorted({name for run in rows for name in run})
     titles = [f"vLLM {run['vllm']}" for run in runs]
     lines = _head("result", titles)
     for result in ORDER:
         counts = [sum(family["result"] == result for family in run.values()) for run in rows]
         lines.append(_line(result, map(str, counts)))
+    rows = [{name: family for name, family in run.items() if family["result"] != "not made"} for run in rows]
+    names = sorted({name for run in rows for name in run})
     examined = [name for name in names if any(_result(run, name) not in ("not run", "") for run in rows)]
     lines += ["", *_head("architecture", titles)]
     lines += [_line(name, (_cell(run.get(name)) for run in rows)) for name in _wrong_first(examined, rows)]

@@ -17,7 +17,11 @@ def family(name: str, result: str, why: str = "", refusals: str = "") -> dict[st
 
 def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = [family("A", "ok", refusals="all"), family("B", "not run", "no | kernel"), family("C", "WRONG", "x differs")]
-    two = [family("A", "ok", refusals="1 x it was installed"), family("D", "REFUSED", "a bias")]
+    two = [
+        family("A", "ok", refusals="1 x it was installed"),
+        family("D", "REFUSED", "a bias"),
+        family("E", "not made"),
+    ]
     for name, rows in (("0.1", one), ("0.2", two)):
         (tmp_path / name).write_text(json.dumps({"vllm": name, "families": rows}))
     assert main([str(tmp_path / "0.1"), str(tmp_path / "0.2")]) == 0
@@ -28,6 +32,7 @@ def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixtu
         "| REFUSED | 0 | 1 |",
         "| ok | 1 | 1 |",
         "| not run | 1 | 0 |",
+        "| not made | 0 | 1 |",
         "",
         "| architecture | vLLM 0.1 | vLLM 0.2 |",
         "| --- | --- | --- |",

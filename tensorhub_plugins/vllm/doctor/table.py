@@ -4,7 +4,8 @@ One row each, made, examined and thrown away one after the other; one that crash
     ok       weights through the store equal weights from disk
     REFUSED  the store says that it cannot sync this model, and why
     WRONG    it synced it, and it is not the same
-    not run  vLLM alone cannot run it here either, or nothing here makes such a model; the reason is given
+    not run  vLLM alone cannot run it here either; the reason is given
+    not made nothing here makes such a model: draft models, remote code
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call
 from tensorhub_plugins.vllm.doctor.families import family
 from tensorhub_plugins.vllm.doctor.make import make
 
+RESULTS = ("ok", "REFUSED", "WRONG", "not run", "not made")
 FAMILY_TIMEOUT_S = 180.0
 ENGINE_OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20}
 
@@ -51,7 +53,7 @@ def run(only: Sequence[str], options: Mapping[str, Any], *, report: Path | None 
             print(f"{'':8} malformed versions: {row.refusals}", flush=True)
         if report is not None:
             report.write_text(json.dumps({**_versions(), "families": [asdict(row) for row in rows]}, indent=1))
-    counts = {result: sum(row.result == result for row in rows) for result in ("ok", "REFUSED", "WRONG", "not run")}
+    counts = {result: sum(row.result == result for row in rows) for result in RESULTS}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return int(counts["WRONG"] > 0 or any(row.result == "ok" and row.refusals != "all" for row in rows))
 
@@ -68,6 +70,7 @@ def examine(names: Sequence[str], options: Mapping[str, Any]) -> Iterator[Row]:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             result, why, refusals = _examine(name, Path(folder), options, began + FAMILY_TIMEOUT_S)
+        why = why.replace(folder, "...")  # says where the model lay, and nothing about it
         yield Row(name, result, why, refusals, round(time.monotonic() - began, 1))
 
 
@@ -75,7 +78,7 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     log = folder / "log"
     made = family(name)
     if made is None:
-        return "not run", _why_nothing_makes_it(name), ""
+        return "not made", _why_nothing_makes_it(name), ""
     model = folder / "model"
     try:
         call_apart(_prepare, name, model, deadline=deadline, log=log)
