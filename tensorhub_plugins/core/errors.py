@@ -51,6 +51,18 @@ class TensorHubError(Exception):
         ]
         super().__init__(f"{message} [{', '.join(context)}]" if context else message)
 
+    def within(
+        self,
+        message: str,
+        *,
+        version: int | None = None,
+        peer: str | None = None,
+        phase: str | None = None,
+        timeout_s: float | None = None,
+    ) -> TensorHubError:
+        """The same error, told by an operation that knows more: same class, same remedy, this message and context."""
+        return type(self)(message, version=version, peer=peer, phase=phase, timeout_s=timeout_s)
+
 
 class SourceLost(TensorHubError):
     """A source died, froze, withdrew or was cut off while it was read: read from another."""
@@ -86,3 +98,17 @@ class DeadlineExceeded(TensorHubError, TimeoutError):
 
 class HubUnreachable(TensorHubError, ConnectionError):
     """No hub answers at the address."""
+
+
+# What a hub may refuse a request with, by its name on the wire. A name that is not here is no hub of this protocol.
+REFUSALS: dict[str, type[TensorHubError]] = {
+    "NotPublished": NotPublished,
+    "VersionGone": VersionGone,
+    "UsageError": UsageError,
+    "DeadlineExceeded": DeadlineExceeded,
+}
+
+
+def refusal(name: str, message: str, *, phase: str | None = None) -> TensorHubError:
+    """A refusal on the wire as the error that it names: the only place where one becomes the other."""
+    return REFUSALS.get(name, ProtocolError)(message, phase=phase)

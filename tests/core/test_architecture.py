@@ -15,7 +15,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
     {"errors"},
-    {"types", "options", "run_log"},
+    {"types", "options", "run_log", "deadline"},
     {"manifest"},
     {"protocol", "memory"},
     {"hub", "transports"},
@@ -36,7 +36,9 @@ PURE = {
     "hub.report",
     "hub.selection",
     "memory.moves",
+    "transfer.limits",
     "transfer.replication",
+    "transfer.sharing",
     "client.session",
 }
 CLOCKS_AND_CHANCE = {"time", "random", "os"}

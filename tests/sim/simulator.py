@@ -34,12 +34,12 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import msgspec
 import xxhash
 
 from tensorhub_plugins.core.client import session as s
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, refusal
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.manifest import (
@@ -48,6 +48,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     Location,
@@ -59,13 +60,13 @@ SEGMENTS = 5
 RUNTIME = "runtime:5eed"
 FAILED = -1
 # A transfer of five segments is to share, to ask for more and to take over like one of 256.
-SMALL = {
-    "WINDOW_FIRST_SEGMENTS": 2,
-    "WINDOW_SEGMENTS_MIN": 1,
-    "FURTHER_SEGMENTS_MIN": 2,
-    "FURTHER_AFTER_S": 0.05,
-    "SLOW_FAR_S": 0.6,
-}
+SMALL = TransferLimits(
+    window_first_segments=2,
+    window_min_segments=1,
+    additional_min_segments=2,
+    additional_after_s=0.05,
+    slow_far_s=0.6,
+)
 
 FAULTS_S = 40.0
 CALM_S_MAX = 150.0
@@ -215,10 +216,6 @@ class World:
         return False
 
     def run(self) -> Counter[str]:
-        with mock.patch.multiple(r, **SMALL):
-            return self._run()
-
-    def _run(self) -> Counter[str]:
         self.start_hub()
         for group in self.groups:
             self.at(self.rng.uniform(0, 1), group.start)
@@ -865,7 +862,7 @@ class Link:
         if self.world.now < self.source.frozen_until:
             self._again(self._check)
             return
-        event = r.ReadEnded(self.key.shard, self.grant.session, not self.offer.withdrawn)
+        event = r.EpochChecked(self.key.shard, self.grant.session, not self.offer.withdrawn)
         self.reader.later(self._latency(), lambda: self._tell(event))
 
     def _read(self) -> None:
@@ -883,7 +880,7 @@ class Link:
             if self.offer.complete is False:
                 self.world.counts["waited_for_pipeline"] += 1
             self._late.add(segment)
-            waits = r.Waits(self.key.shard, self.grant.session)
+            waits = r.SourceWaiting(self.key.shard, self.grant.session)
             self.reader.later(self._latency(), lambda: self._tell(waits))
             self._again(self._read)
             return
@@ -941,7 +938,15 @@ class Transfer:
         world = self.world
         deadline = self.world.now + asked.timeout_s
         self.machine = r.Replication(
-            asked.version, asked.at_least, asked.layouts, asked.claim, deadline, asked.timeout_s, world.verify, True
+            asked.version,
+            asked.at_least,
+            asked.layouts,
+            asked.claim,
+            deadline,
+            asked.timeout_s,
+            world.verify,
+            True,
+            limits=SMALL,
         )
         self.asking = True
         self.birth = worker.machine.sequence + 1
@@ -955,8 +960,6 @@ class Transfer:
 
     def feed(self, event: r.Event) -> None:
         worker = self.worker
-        if isinstance(event, r.Opened) and event.shard in self.buffers and event.shard not in self.offers:
-            self._serve_on(event.shard, event.manifest)
         for effect in self.machine.handle(event, self.world.now):
             match effect:
                 case r.AskSources(acquire):
@@ -969,14 +972,17 @@ class Transfer:
                     self.links[key.shard, grant.session] = Link(self, key, grant, request)
                 case r.Read(shard, session, segments):
                     self.links[shard, session].read(segments)
-                case r.Check(shard, session):
+                case r.ConfirmEpoch(shard, session):
                     self.links[shard, session].check()
                 case r.Close(shard, session):
                     self.links.pop((shard, session)).close()
                 case r.EndLease(request, shard, lost):
                     worker.waiting.pop(request, None)
                     worker.feed(s.EndLease(request, shard, lost))
-                case r.Verified(shard, segment):
+                case r.Prepare(key, manifest):
+                    self._serve_on(key.shard, manifest)
+                    self.feed(r.Prepared(key.shard, tuple(range(SEGMENTS))))
+                case r.Verified(shard, _, segment):
                     if shard in self.offers:
                         self.offers[shard].ready.add(segment)
                 case r.Complete():
@@ -997,7 +1003,11 @@ class Transfer:
         request = 0
 
         def answered(reply: m.Reply | None) -> None:
-            assert reply is None or isinstance(reply, m.Granted | m.Refused)
+            if reply is None:
+                reply = HubUnreachable("no answer")
+            elif isinstance(reply, m.Refused):
+                reply = refusal(reply.error, reply.message)
+            assert isinstance(reply, m.Granted | TensorHubError)
             self.asking = False
             if acquire.beside and isinstance(reply, m.Granted):
                 self.world.counts["further_urgent" if acquire.urgent else "further_idle"] += 1
@@ -1013,8 +1023,6 @@ class Transfer:
     def _serve_on(self, shard: int, manifest: Manifest) -> None:
         """Rule 3: what arrives is offered while the rest is on its way."""
         machine, worker = self.machine, self.worker
-        if machine.shards[shard].root != manifest.root():
-            return
         key = ShardKey(machine.version, machine.layout, shard, machine.shard_count)
         if key in worker.offers:
             return  # kept for retention, and complete

@@ -48,6 +48,7 @@ from tensorhub_plugins.core.protocol.address import (
     address_towards,
 )
 from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
 from tensorhub_plugins.core.types import (
@@ -163,6 +164,8 @@ class Client:
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
 
+    limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits.
+
     Raise HubUnreachable when no hub answers within connect_timeout_s (seconds), UsageError for what cannot work.
     """
 
@@ -180,6 +183,7 @@ class Client:
         advertise_host: str | None = None,
         connect_timeout_s: float = 10.0,
         verify: bool = True,
+        limits: TransferLimits | None = None,
     ) -> None:
         for what, name in (("run", run), ("model", model), ("replica", replica)):
             check_name(what, name)
@@ -199,6 +203,7 @@ class Client:
         self._serving: set[_Targets] = set()  # transfers that pass on what arrives, from the moment that they ask
         self._shelved = threading.Condition(self._lock)  # an offer came, or one that was expected will not
         self._verify = verify
+        self._limits = TransferLimits() if limits is None else limits
         self._location = here() if location is None else location
         self._seen = 0
         self._published: dict[str, tuple[int, Manifest | None]] = {}  # layout -> newest version published here
@@ -529,6 +534,7 @@ class Client:
             verify=self._verify,
             serve=targets.serves,
             location=self._location,
+            limits=self._limits,
         )
         transfer = Transfer(machine, self._hub, self._transports, targets)
         with self._lock:

@@ -21,14 +21,11 @@ import zmq
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import session
-from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
+from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError, refusal
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     check_address,
     new_session,
-)
-from tensorhub_plugins.core.protocol.messages import (
-    refusal,
 )
 
 log = logging.getLogger("tensorhub.client")
@@ -225,13 +222,13 @@ class HubLink:
             if self._welcomed.done():
                 log.error("%s: the hub refuses this worker: %s", self._name, reply.message)
             else:
-                self._welcomed.set_exception(refusal(reply, phase="connect"))
+                self._welcomed.set_exception(refusal(reply.error, reply.message, phase="connect"))
             return
         future = self._futures.pop(request, None)
         if future is None:
             return
         if isinstance(reply, messages.Refused):
-            future.set_exception(refusal(reply))
+            future.set_exception(refusal(reply.error, reply.message))
         else:
             future.set_result(reply)
 

@@ -17,7 +17,6 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.types import (
     Location,
@@ -405,23 +404,6 @@ def holdings_checksum(held: Iterable[tuple[ShardKey, bool]]) -> int:
 def directive_checksum(directive: Directive) -> int:
     """The same for directives."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
-
-
-def refusal(
-    refused: Refused,
-    *,
-    version: int | None = None,
-    peer: str | None = None,
-    phase: str | None = None,
-    timeout_s: float | None = None,
-) -> errors.TensorHubError:
-    """The hub's refusal as the error class it names."""
-    known = {
-        cls.__name__: cls
-        for cls in (errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded)
-    }
-    cls = known.get(refused.error, errors.ProtocolError)
-    return cls(refused.message, version=version, peer=peer, phase=phase, timeout_s=timeout_s)
 
 
 # --- frames ---

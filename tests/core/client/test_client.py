@@ -65,8 +65,7 @@ from tensorhub_plugins.core.client import client as client_module
 from tensorhub_plugins.core.hub import hub as hub_module
 from tensorhub_plugins.core.memory import moves as reads
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.transfer import replication
-from tensorhub_plugins.core.transfer import runner as transfer
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import inproc as memory
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.shm import process_memory as _process
@@ -851,14 +850,14 @@ def test_serving_can_be_switched_off(stage):
 
 
 def test_a_source_that_waits_itself_is_not_given_up(stage, progress, monkeypatch):
-    monkeypatch.setattr(transfer, "STALL_S", 3.0)  # on a busy machine the source may be late by a second
     monkeypatch.setattr(_wire, "ALIVE_S", 0.2)
-    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    limits = TransferLimits(stall_s=3.0)  # on a busy machine the source may be late by a second
+    trainer, rollout = stage.client("trainer"), stage.client("rollout", limits=limits)
     trainer.publish(1, tensors_of(1))
     hold_back(trainer, 1, HELD)
     reading = stage.begin(rollout.fetch)
     progress.wait("rollout", HELD)
-    time.sleep(2 * transfer.STALL_S)  # nothing may happen, so there is nothing to wait for
+    time.sleep(2 * limits.stall_s)  # nothing may happen, so there is nothing to wait for
     let_go(trainer, 1)
     assert reading.result(SOON_S).report.losses == ()
 
@@ -926,9 +925,9 @@ def reset(sock: socket.socket) -> None:
     assert not libc.connect(sock.fileno(), nowhere, len(nowhere)), os.strerror(ctypes.get_errno())
 
 
-def test_a_frozen_source_is_left_after_a_while(stage, progress, monkeypatch):
-    monkeypatch.setattr(transfer, "STALL_S", 1.0)
-    near, far, rollout = stage.worker("near"), stage.client("far", location=FAR), stage.client("rollout")
+def test_a_frozen_source_is_left_after_a_while(stage, progress):
+    near, far = stage.worker("near"), stage.client("far", location=FAR)
+    rollout = stage.client("rollout", limits=TransferLimits(stall_s=1.0))
     near.call("publish", 1, 1, hold_from=HELD)
     far.publish(1, tensors_of(1))
     reading = stage.begin(rollout.fetch)
@@ -1050,15 +1049,9 @@ def test_bytes_that_change_while_published_are_never_handed_over(stage, progress
     assert same_bytes(mine, tensors_of(1)) and report.sources["good/0"] >= SEGMENT
 
 
-def test_without_the_digests_torn_bytes_would_be_handed_over(stage, monkeypatch):
+def test_without_the_digests_torn_bytes_would_be_handed_over(stage):
     """The control of the test above."""
-
-    def trusting(*arguments: Any, **options: Any) -> replication.Replication:
-        return true_replication(*arguments, **{**options, "verify": False})
-
-    true_replication = replication.Replication
-    monkeypatch.setattr(replication, "Replication", trusting)
-    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer, rollout = stage.client("trainer"), stage.client("rollout", verify=False)
     live = tensors_of(1)
     trainer.publish(1, live, copy=False)
     break_the_contract(live)
@@ -1069,9 +1062,9 @@ def test_without_the_digests_torn_bytes_would_be_handed_over(stage, monkeypatch)
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_withdrawal_after_the_last_byte_matters_only_without_digests(stage, monkeypatch, verify):
-    true_replication, true_check = replication.Replication, memory.MemoryLink.check
-    monkeypatch.setattr(replication, "Replication", lambda **options: true_replication(**{**options, "verify": verify}))
-    trainer, rollout = stage.client("trainer", transports=("memory",)), stage.client("r", transports=("memory",))
+    true_check = memory.MemoryLink.check
+    trainer = stage.client("trainer", transports=("memory",))
+    rollout = stage.client("r", transports=("memory",), verify=verify)
     trainer.publish(1, tensors_of(1))
 
     def withdrawn_before(link, *, deadline):

@@ -7,11 +7,13 @@ import pytest
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.manifest import (
+    NO_DIGESTS,
     Manifest,
     TensorSpec,
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
@@ -23,6 +25,7 @@ A, B, C = (letter.encode() * 16 for letter in "abc")
 NAMES = {A: "a/0", B: "b/0", C: "c/0"}
 RUNTIME = "runtime:f"
 TIMEOUT_S = 60.0
+LIMITS = TransferLimits()
 
 
 def manifest(segments: int, tag: str = "") -> Manifest:
@@ -47,11 +50,16 @@ class Story:
         self.machine = r.Replication(number, 3, layouts, False, TIMEOUT_S, TIMEOUT_S, **options)
 
     def at(self, now: float, event: r.Event) -> list[r.Effect]:
+        """What it does, once there is memory for what it wants to prepare."""
         self.now = now
-        return self.machine.handle(event, now)
+        effects = self.machine.handle(event, now)
+        if effects and isinstance(effects[-1], r.Prepare):
+            key, of = effects[-1].key, effects[-1].manifest
+            effects[-1:] = self.machine.handle(r.Prepared(key.shard, tuple(range(of.segment_count))), now)
+        return effects
 
     def then(self, event: r.Event) -> list[r.Effect]:
-        return self.machine.handle(event, self.now)
+        return self.at(self.now, event)
 
     def asks(self, effects: list[r.Effect]) -> m.Acquire:
         """The only effect is a question; return it."""
@@ -69,14 +77,14 @@ class Story:
         self.then(granted(request, *grants, count=len(pairs)))
         for shard, (session, of) in enumerate(pairs):
             effects = self.then(r.Opened(shard, session, of))
-            assert effects == [r.Read(shard, session, tuple(range(of.segment_count))[: r.WINDOW_FIRST_SEGMENTS])]
+            assert effects == [r.Read(shard, session, tuple(range(of.segment_count))[: LIMITS.window_first_segments])]
 
     def arrive(self, shard: int, session: bytes, *segments: int) -> None:
         for segment in segments:
             effects = self.then(r.Arrived(shard, session, segment, True))
             state = self.machine.shards[shard]
-            done = [] if state.missing else [r.Check(shard, session)]
-            assert effects == [r.Verified(shard, segment), *done]
+            done = [] if state.missing else [r.ConfirmEpoch(shard, session)]
+            assert effects == [r.Verified(shard, session, segment), *done]
 
 
 def gives_up(effects: list[r.Effect]) -> errors.TensorHubError:
@@ -93,9 +101,9 @@ def test_ask_open_read_verify_complete():
     key = ShardKey(7, CHECKPOINT, 0, 1)
     assert story.then(granted(1, grant(0, A, of))) == [r.Open(key, grant(0, A, of), 1)]
     assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (0, 1))]
-    assert story.then(r.Arrived(0, A, 1, True)) == [r.Verified(0, 1)]
-    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, 0), r.Check(0, A)]
-    assert story.then(r.ReadEnded(0, A, True)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
+    assert story.then(r.Arrived(0, A, 1, True)) == [r.Verified(0, A, 1)]
+    assert story.then(r.Arrived(0, A, 0, True)) == [r.Verified(0, A, 0), r.ConfirmEpoch(0, A)]
+    assert story.then(r.EpochChecked(0, A, True)) == [r.Close(0, A), r.EndLease(1, 0, False), r.Complete()]
     assert story.machine.finished and story.machine.losses == []
 
 
@@ -110,9 +118,9 @@ def test_it_is_complete_only_when_every_shard_is():
     story, one, two = Story(), manifest(1), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(1, B, 0)
-    assert story.then(r.ReadEnded(1, B, True)) == [r.Close(1, B), r.EndLease(1, 1, False)]
+    assert story.then(r.EpochChecked(1, B, True)) == [r.Close(1, B), r.EndLease(1, 1, False)]
     story.arrive(0, A, 0)
-    assert story.then(r.ReadEnded(0, A, True))[-1] == r.Complete()
+    assert story.then(r.EpochChecked(0, A, True))[-1] == r.Complete()
 
 
 def test_latest_stays_what_it_was_resolved_to():
@@ -126,19 +134,40 @@ def test_after_the_end_nothing_is_done_and_a_late_grant_is_given_back():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    story.then(r.ReadEnded(0, A, True))
+    story.then(r.EpochChecked(0, A, True))
     for late in (
         r.Arrived(0, A, 0, True),
         r.Arrived(0, A, 0, False),
         r.Lost(0, A, "late"),
-        r.ReadEnded(0, A, False),
+        r.EpochChecked(0, A, False),
         r.Opened(0, A, of),
         r.SourceGone(A),
         r.Tick(),
-        r.Answer(5, None),
+        r.Answer(5, errors.HubUnreachable("away")),
     ):
         assert story.then(late) == []
     assert story.then(granted(5, grant(0, B, of))) == [r.EndLease(5, None, False)]
+
+
+def test_memory_is_prepared_once_and_every_source_that_is_open_by_then_is_used():
+    story, of = Story(), manifest(3)
+    story.begin()
+    story.then(granted(1, grant(0, A, of)))
+    key, handle = ShardKey(7, CHECKPOINT, 0, 1), story.machine.handle
+    assert handle(r.Opened(0, A, of), 0.0) == [r.Prepare(key, of)]
+    assert handle(r.Opened(0, A, of), 0.0) == []  # doubled
+    assert handle(r.Prepared(0, (0, 2)), 5.0) == [r.Read(0, A, (0, 2))]  # only what is wanted
+    assert handle(r.Tick(), 5.1) == []  # the time that memory took is not the source's
+
+
+def test_what_was_published_without_digests_is_not_read_by_who_compares_them():
+    story, of = Story(), msgspec.structs.replace(manifest(1), digests=b"1" * 16, digest_algorithm=NO_DIGESTS)
+    story.begin()
+    story.then(granted(1, grant(0, A, of)))
+    effects = story.then(r.Opened(0, A, of))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, False)]
+    error = gives_up(effects)
+    assert type(error) is errors.UsageError and "published without digests" in str(error) and error.peer == "a/0"
 
 
 # --- an operator withdraws the version ---
@@ -180,7 +209,7 @@ def test_a_lost_source_costs_what_was_in_flight_and_nothing_verified():
     story.then(granted(2, grant(0, B, of)))
     assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (1, 3))]
     story.arrive(0, B, 1, 3)
-    assert story.then(r.ReadEnded(0, B, True)) == [r.Close(0, B), r.EndLease(2, 0, False), r.Complete()]
+    assert story.then(r.EpochChecked(0, B, True)) == [r.Close(0, B), r.EndLease(2, 0, False), r.Complete()]
     assert story.machine.losses == ["shard 0 from a/0: died"]
 
 
@@ -188,10 +217,10 @@ def test_words_of_a_source_that_was_left_mean_nothing():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.then(r.Lost(0, A, "died"))
-    for late in (r.Arrived(0, A, 0, True), r.ReadEnded(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+    for late in (r.Arrived(0, A, 0, True), r.EpochChecked(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
         assert story.then(late) == []
     story.then(granted(2, grant(0, B, of)))
-    for late in (r.Arrived(0, A, 0, True), r.ReadEnded(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
+    for late in (r.Arrived(0, A, 0, True), r.EpochChecked(0, A, True), r.Lost(0, A, "again"), r.Opened(0, A, of)):
         assert story.then(late) == []
     assert story.then(r.Opened(0, B, of)) == [r.Read(0, B, (0, 1))]
     assert story.then(r.Opened(0, B, of)) == []  # doubled
@@ -204,7 +233,7 @@ def test_a_reading_that_ends_early_is_a_loss():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    assert story.then(r.ReadEnded(0, A, True))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.then(r.EpochChecked(0, A, True))[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
     assert story.machine.losses == ["shard 0 from a/0: 1 segments did not arrive"]
 
 
@@ -221,7 +250,7 @@ def test_one_source_that_takes_several_shards_with_it_costs_one_question_and_no_
     parts = [manifest(1, str(shard)) for shard in range(4)]
     story.open(1, *[(A, of) for of in parts])
     story.arrive(2, A, 0)
-    story.then(r.ReadEnded(2, A, True))
+    story.then(r.EpochChecked(2, A, True))
     effects = story.then(r.SourceGone(A))
     assert effects[:6] == [x for shard in (0, 1, 3) for x in (r.Close(shard, A), r.EndLease(1, shard, True))]
     assert story.asks(effects[6:]).shards == (0, 1, 3)
@@ -265,7 +294,7 @@ def test_it_backs_off_while_nothing_moves_and_starts_afresh_with_progress():
 
 
 def test_backing_off_for_hours_does_not_overflow():
-    assert r.backoff_s(10**6) == r.BACKOFF_MAX_S
+    assert r.backoff_s(10**6, LIMITS) == LIMITS.backoff_max_s
 
 
 def test_two_sources_that_fail_in_turn_do_not_keep_the_hub_busy():
@@ -304,7 +333,7 @@ def test_a_corrupt_segment_is_read_again_and_never_verified():
 def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
     story, of = Story(), manifest(2)
     story.open(1, (A, of))
-    for request in range(2, 2 + r.CORRUPT_SEGMENTS_MAX):
+    for request in range(2, 2 + LIMITS.corrupt_segments_max):
         effects = story.then(r.Arrived(0, A, 1, False))
         if len(effects) == 2:
             effects += story.at(story.machine.next_deadline(), r.Tick())
@@ -312,7 +341,7 @@ def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
         story.then(granted(request, grant(0, A, of)))
         story.then(r.Opened(0, A, of))
     assert acquire.exclude == (A,)
-    assert story.machine.losses == ["shard 0 from a/0: segment 1 arrived corrupt"] * r.CORRUPT_SEGMENTS_MAX
+    assert story.machine.losses == ["shard 0 from a/0: segment 1 arrived corrupt"] * LIMITS.corrupt_segments_max
 
 
 def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
@@ -325,11 +354,11 @@ def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
 
 
 def test_the_epoch_decides_when_digests_are_off():
-    for verify, same_epoch, completes in ((True, False, True), (False, True, True), (False, False, False)):
+    for verify, unchanged, completes in ((True, False, True), (False, True, True), (False, False, False)):
         story, of = Story(verify=verify), manifest(1)
         story.open(1, (A, of))
         story.arrive(0, A, 0)
-        last = story.then(r.ReadEnded(0, A, same_epoch))[-1]
+        last = story.then(r.EpochChecked(0, A, unchanged))[-1]
         if completes:
             assert last == r.Complete()
         else:
@@ -395,8 +424,8 @@ def test_at_the_deadline_it_names_the_sources_that_were_lost():
     story.open(1, (A, of))
     story.then(r.Lost(0, A, "connection refused"))  # asks at once; the hub knows nobody else
     assert story.at(TIMEOUT_S, r.Tick()) == []  # its answer says more
-    assert story.machine.next_deadline() == TIMEOUT_S + r.HUB_ANSWER_S
-    error = gives_up(story.at(TIMEOUT_S + r.HUB_ANSWER_S, r.Tick()))
+    assert story.machine.next_deadline() == TIMEOUT_S + LIMITS.hub_answer_s
+    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, r.Tick()))
     assert isinstance(error, errors.DeadlineExceeded)
     assert (error.version, error.peer, error.phase) == (7, "a/0", "read")
     assert "lost on the way: shard 0 from a/0: connection refused" in str(error)
@@ -415,11 +444,11 @@ def test_no_answer_at_all_means_that_the_hub_is_away():
     story = Story()
     story.begin()
     assert story.at(TIMEOUT_S, r.Tick()) == []
-    error = gives_up(story.at(TIMEOUT_S + r.HUB_ANSWER_S, r.Tick()))
+    error = gives_up(story.at(TIMEOUT_S + LIMITS.hub_answer_s, r.Tick()))
     assert isinstance(error, errors.HubUnreachable) and error.phase == "find sources"
     story = Story()
     story.begin()
-    assert isinstance(gives_up(story.then(r.Answer(1, None))), errors.HubUnreachable)
+    assert isinstance(gives_up(story.then(r.Answer(1, errors.HubUnreachable("away")))), errors.HubUnreachable)
 
 
 @pytest.mark.parametrize("kind", [errors.NotPublished, errors.VersionGone, errors.UsageError, errors.DeadlineExceeded])
@@ -427,7 +456,7 @@ def test_the_hubs_refusal_becomes_the_error_it_names_with_what_was_lost_before(k
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     story.then(r.Lost(0, A, "died"))
-    error = gives_up(story.then(r.Answer(2, m.Refused(2, kind.__name__, "because"))))
+    error = gives_up(story.then(r.Answer(2, errors.refusal(kind.__name__, "because"))))
     assert type(error) is kind and (error.version, error.peer) == (7, "a/0")
     assert "because" in str(error) and "shard 0 from a/0: died" in str(error)
 
@@ -435,7 +464,7 @@ def test_the_hubs_refusal_becomes_the_error_it_names_with_what_was_lost_before(k
 def test_a_refusal_of_an_unknown_kind_is_a_broken_peer():
     story = Story()
     story.begin()
-    error = gives_up(story.then(r.Answer(1, m.Refused(1, "SystemExit", "ha"))))
+    error = gives_up(story.then(r.Answer(1, errors.refusal("SystemExit", "ha"))))
     assert type(error) is errors.ProtocolError
 
 
@@ -466,7 +495,7 @@ def two_sources(segments: int = 400) -> Story:
     """A is read from, and B has just been opened beside it."""
     story, of = Story(), manifest(segments)
     story.open(1, (A, of))
-    further = msgspec.structs.replace(granted(2, grant(0, B, of)), further=True)
+    further = msgspec.structs.replace(granted(2, grant(0, B, of)), additional=True)
     assert story.then(further) == [r.Open(ShardKey(7, CHECKPOINT, 0, 1), grant(0, B, of), 2)]
     return story
 
@@ -514,7 +543,7 @@ def test_who_is_done_takes_over_from_who_hangs():
         story.then(r.Arrived(0, B, segment, True))
     story.now += 1.0
     effects = story.then(r.Arrived(0, B, 31, True))
-    assert effects[0] == r.Verified(0, 31)
+    assert effects[0] == r.Verified(0, B, 31)
     assert effects[1:3] == [r.Close(0, A), r.EndLease(1, 0, False)]
     assert isinstance(effects[3], r.Read) and effects[3].segments == tuple(range(len(effects[3].segments)))
     assert "slow" in story.machine.losses[0]
@@ -545,7 +574,7 @@ def test_a_source_that_waits_itself_is_not_slow_and_one_that_hangs_is():
         for _ in range(8):
             story.now += 0.2
             if waits:
-                story.then(r.Waits(0, A))
+                story.then(r.SourceWaiting(0, A))
             asked += [e for e in story.then(r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
         assert bool(asked) is not waits
         if asked:
@@ -557,7 +586,7 @@ def test_a_source_in_another_data_centre_is_given_more_time():
     story, of = Story(location=Location("here")), manifest(100)
     story.open(1, (A, of))
     assert not [e for e in story.at(1.9, r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
-    story.then(r.Answer(9, m.Refused(9, "DeadlineExceeded", "nobody is idle"), further=True))
+    story.then(r.Answer(9, errors.DeadlineExceeded("nobody is idle"), additional=True))
     assert [e for e in story.at(2.1, r.Tick()) if isinstance(e, r.AskSources) and e.acquire.urgent]
 
 
@@ -572,7 +601,7 @@ def test_a_transfer_that_lasts_asks_more_and_more_rarely_for_an_idle_source():
         asked = [e.acquire for e in effects if isinstance(e, r.AskSources)]
         asks.extend((now, acquire) for acquire in asked)
         if asked:
-            then(r.Answer(9, m.Refused(9, "DeadlineExceeded", "there is none"), further=True), now)
+            then(r.Answer(9, errors.DeadlineExceeded("there is none"), additional=True), now)
         return effects
 
     story.machine.handle = noting
@@ -595,5 +624,5 @@ def test_a_further_grant_for_what_is_done_is_given_back():
     story, of = Story(), manifest(1)
     story.open(1, (A, of))
     story.arrive(0, A, 0)
-    further = msgspec.structs.replace(granted(2, grant(0, B, of)), further=True)
+    further = msgspec.structs.replace(granted(2, grant(0, B, of)), additional=True)
     assert story.then(further) == [r.EndLease(2, 0, False)]

@@ -1,0 +1,226 @@
+"""One source of one shard: a thread that opens a link, reads what it is asked for and compares digests.
+
+It decides nothing: whatever happens becomes an event of the `Replication`, in the queue of the transfer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.errors import SourceLost, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.moves import Move
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transports import Link, Transport, choices
+from tensorhub_plugins.core.types import FAR, ShardKey, distance
+
+
+@dataclass
+class Target:
+    """Where the bytes of one source shard go."""
+
+    manifest: Manifest
+    slab: Slab
+    moves: list[Move]
+
+
+@dataclass
+class _Batch:
+    """Segments to read. after: readers that may have been asked for some of them before: they must have ended."""
+
+    segments: tuple[int, ...]
+    after: list[SourceReader]
+
+
+class SourceReader:
+    """Reads one shard from the source of `grant`; `machine` says until when, and whether digests are compared."""
+
+    def __init__(
+        self,
+        key: ShardKey,
+        grant: messages.Grant,
+        transports: Mapping[str, Transport],
+        machine: replication.Replication,
+        events: Events,
+    ) -> None:
+        self.key = key
+        self.shard = key.shard
+        self.grant = grant
+        self.transport = ""
+        self._transports = transports
+        self._deadline = machine.deadline
+        self._limits = machine.limits
+        self._verify = machine.verify
+        self._far = distance(machine.location, grant.location) == FAR
+        self._events = events
+        self._changed = threading.Condition()
+        self._batches: deque[_Batch] = deque()
+        self._target: Target | None = None
+        self._to_confirm = False
+        self._link: Link | None = None
+        self._closed = False
+        self._busy = 0  # segments that were asked for and have not arrived
+        self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
+        self._told_waiting_at = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"tensorhub-read-{grant.worker}", daemon=True)
+
+    @property
+    def stalls_at(self) -> float:
+        """The instant at which to drop this source. A source that waits for bytes itself says so, and moves it."""
+        if self._link is not None and self._target is not None and not self._busy and not self._to_confirm:
+            return float("inf")  # it has nothing to do
+        heard_at = self._link.progress.heard_at if self._link is not None else 0.0
+        return max(self._expected_at, heard_at + self._limits.stall_s)
+
+    def source_waits(self) -> bool:
+        """Whether the source has said, since the last call, that it waits for bytes itself."""
+        waiting_at = self._link.progress.waiting_at if self._link is not None else 0.0
+        before, self._told_waiting_at = self._told_waiting_at, max(waiting_at, self._told_waiting_at)
+        return waiting_at > before
+
+    @property
+    def lives(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def writes(self) -> bool:
+        """Whether it was ever asked for bytes; if not, it may still be connecting, and there is nothing to wait for."""
+        return self._target is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def read(self, segments: tuple[int, ...], target: Target, after: list[SourceReader]) -> None:
+        """Read these after what was asked for before, and not before the readers `after` have ended."""
+        with self._changed:
+            if not self._busy:
+                self._expected_at = time.monotonic() + self._limits.stall_s
+            self._busy += len(segments)
+            self._target = target
+            self._batches.append(_Batch(segments, after))
+            self._changed.notify()
+
+    def confirm_epoch(self) -> None:
+        """Ask the source, when all is read, whether it has withdrawn its offer meanwhile."""
+        with self._changed:
+            self._expected_at = time.monotonic() + self._limits.stall_s
+            self._to_confirm = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Make the thread end soon; does not wait for it."""
+        with self._changed:
+            self._closed = True
+            link = self._link
+            self._changed.notify()
+        if link is not None:
+            link.close()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            link, manifest = self._open()
+            self._tell(replication.Opened(self.shard, self.grant.session, manifest))
+            while self._wait():
+                if self._batches:
+                    self._read(link)
+                else:
+                    unchanged = link.check(deadline=self._soon())
+                    self._tell(replication.EpochChecked(self.shard, self.grant.session, unchanged))
+                    return
+        except TensorHubError as error:
+            self._lost(str(error))
+        except OSError as error:
+            self._lost(repr(error))
+        except Exception as error:  # a fault of ours: the caller must see it, not a retry
+            self._tell(error)
+        finally:
+            if self._link is not None:
+                self._link.close()
+
+    def _soon(self) -> float:
+        return min(self._deadline, Deadline.after(self._limits.open_s))
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False: it is over."""
+        with self._changed:
+            while not (self._batches or self._to_confirm or self._closed):
+                self._changed.wait()
+            return not self._closed
+
+    def _more(self) -> list[int]:
+        """What else is to be read by now."""
+        segments: list[int] = []
+        while self._batches:
+            batch = self._batches.popleft()
+            for reader in batch.after:
+                reader.join()
+            segments += batch.segments
+        return segments
+
+    def _open(self) -> tuple[Link, Manifest]:
+        """The best transport that both ends have and that reaches the source."""
+        problems = []
+        for name, endpoint in choices(tuple(self._transports), self.grant.endpoints):
+            deadline = self._soon()
+            try:
+                link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
+                with self._changed:
+                    if self._closed:
+                        link.close()
+                        raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
+                    self._link = link
+                link.digests = self._verify
+                manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
+                self.transport = name
+                return link, manifest
+            except VersionGone as error:
+                raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
+            except (SourceLost, UsageError, OSError) as error:
+                problems.append(f"{name}: {error}")
+                if self._link is not None:
+                    self._link.close()
+        raise SourceLost(
+            "; ".join(problems) or f"no common transport: it has {sorted(self.grant.endpoints)}",
+            peer=self.grant.worker,
+            phase="open",
+        )
+
+    def _read(self, link: Link) -> None:
+        segments = self._more()
+        assert self._target is not None
+        manifest, slab, moves = self._target.manifest, self._target.slab, self._target.moves
+        for segment in link.read(segments, slab, moves, deadline=self._deadline, more=self._more):
+            intact = not self._verify or link.digest(segment) == manifest.digest(segment)
+            self._expected_at = time.monotonic() + self._limits.stall_s
+            with self._changed:  # the caller's thread adds to it
+                self._busy -= 1
+            waited = segment in link.progress.delayed_segments
+            self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact, waited))
+            if not intact:
+                raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
+
+    def _lost(self, why: str) -> None:
+        if not self._closed:
+            self._tell(replication.Lost(self.shard, self.grant.session, why))
+
+    def _tell(self, event: replication.Event | Exception) -> None:
+        self._events.put((self, event))
+
+
+# With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
+Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, replication.Event | Exception]]"
