@@ -109,6 +109,24 @@ def test_whose_fault_a_failure_is(failure: Exception, row: str, monkeypatch: pyt
     assert (seen.architecture, seen.result) == ("LlamaForCausalLM", row)
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("OSError: Can't load image processor for '.../model'. If", "no image processor is made for it here"),
+        ("KeyError: 'x'", "vLLM alone cannot run it: KeyError: 'x'"),
+    ],
+)
+def test_why_a_family_does_not_run(error: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> list[doctor.Finding]:
+        raise EngineFailed("as seen through the store")
+
+    monkeypatch.setattr(doctor_table, "call_apart", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "check_sync", fails)
+    monkeypatch.setattr(doctor, "runs_without_us", lambda *_, **__: error)
+    [seen] = doctor_table.examine(["LlamaForCausalLM"], {})
+    assert (seen.result, seen.why) == ("not run", why)
+
+
 def test_a_traceback_is_told_by_its_last_error() -> None:
     text = "Traceback (most recent call last):\n  File x\nValueError: it is so\n\nEngine core failed\nmore"
     assert short(text) == "ValueError: it is so"

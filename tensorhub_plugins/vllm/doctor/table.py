@@ -11,6 +11,7 @@ One row each, made, examined and thrown away one after the other; one that crash
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     except EngineFailed as error:
         failure = doctor.runs_without_us(model, settings, deadline=deadline, log=log)
         if failure:
-            return "not run", f"vLLM alone cannot run it: {short(failure)}", ""
+            return "not run", _why_vllm_cannot(short(failure)), ""
         return "WRONG", f"vLLM alone runs it, with the store it fails: {short(error)}", ""
     except TensorHubError as error:
         return "REFUSED", short(error), ""
@@ -112,6 +113,11 @@ def _why_nothing_makes_it(name: str) -> str:
     if name.startswith("Transformers"):
         return "what vLLM calls its Transformers back end, through which other rows go"
     return "transformers has no class for it, and there is no recipe here"
+
+
+def _why_vllm_cannot(error: str) -> str:
+    missing = re.search(r"Can't load (image processor|video processor|feature extractor)", error)
+    return f"no {missing[1]} is made for it here" if missing else f"vLLM alone cannot run it: {error}"
 
 
 def _prepare(architecture: str, model: Path) -> None:
