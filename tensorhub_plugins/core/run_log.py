@@ -38,6 +38,7 @@ import os
 import socket
 import threading
 import time
+from typing import Any
 
 VARIABLE = "TENSORHUB_EVENTS"
 
@@ -66,6 +67,20 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
     except Exception as error:  # a full disk must not end a training run
         _failed_pid = os.getpid()
         _log.warning("events are no longer recorded in %s: %s", folder, error)
+
+
+def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
+    """Record "fetch", with what a client's `ReplicateReport` says."""
+    record(
+        "fetch",
+        worker=worker,
+        version=report.version,
+        layout=report.layout,
+        bytes=report.size_bytes,
+        seconds=seconds,
+        sources=report.sources,
+        transports=report.transports,
+    )
 
 
 def enabled() -> bool:

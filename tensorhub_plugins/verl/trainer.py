@@ -18,10 +18,9 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from tensorhub_plugins.core import Client
+from tensorhub_plugins.core import Client, run_log
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
 )
@@ -95,16 +94,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         client.wait(version, timeout_s=timeout_s)  # the trainer is still gathering
         started = time.monotonic()
         fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True)
-        record(
-            "fetch",
-            worker=self._worker,
-            version=version,
-            layout=CHECKPOINT,
-            bytes=fetched.report.size_bytes,
-            seconds=time.monotonic() - started,
-            sources=fetched.report.sources,
-            transports=fetched.report.transports,
-        )
+        run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
         if self._received:
             client.unpublish(self._received, CHECKPOINT, timeout_s=timeout_s)
         self._received = version

@@ -3,7 +3,7 @@
     vllm serve MODEL --load-format tensorhub --model-loader-extra-config '{"hub": "tcp://hub:7070", "model": "actor"}'
 
 The model is made as vLLM makes it, with zeros in it, and then gets its first version as it will get every later one
-(updater.py): read in place from a peer of the same runtime layout, else converted from the checkpoint layout. So
+(worker/updater.py): read in place from a peer of the same runtime layout, else converted from the checkpoint layout. So
 MODEL needs a configuration and a tokenizer; its weights are read only where `disk` allows it. Afterwards the engine
 serves what it has to others, in place, while it generates.
 
@@ -19,57 +19,29 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import torch
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionRefused
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
     VersionInfo,
 )
+from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import cpu, reload
-from tensorhub_plugins.vllm.worker.extension import configure, engine_gather, extend, join
-from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig, agreed, anyone
+from tensorhub_plugins.vllm.worker.extension import extend, join
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import anyone, engine_gather, first_says
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 FILL_THREADS_MAX = 8  # more wait for each other in the kernel
-
-
-class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--model-loader-extra-config` takes besides the keys of WorkerConfig.
-
-    Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live".
-    """
-
-    version: int | Literal["latest"] = LATEST
-    disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
-    disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
-    start_timeout_s: float = 600.0  # for the first version to appear and arrive
-    follow: Literal["idle", "now"] | None = None  # switch to every new version, see engine.py
-    follow_patience_s: float = 60.0  # "idle": after this long without an idle moment, switch at once
-
-
-def parse(options: Any, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | None]:
-    """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and nobody else is asked."""
-    options = dict(options or {})
-    mine = {key: options.pop(key) for key in StartConfig.__struct_fields__ if key in options}
-    try:
-        start = msgspec.convert(mine, StartConfig)
-    except msgspec.ValidationError as error:
-        known = ", ".join((*StartConfig.__struct_fields__, *WorkerConfig.__struct_fields__))
-        raise UsageError(f"model_loader_extra_config: {error}; known keys: {known}") from error
-    if start.disk == "only" and not options and not start.follow:
-        return start, None
-    return start, configure({"serve_from": "live", **options}, vllm_config)
 
 
 class _Verdict(enum.IntEnum):
@@ -118,7 +90,7 @@ class TensorHubModelLoader(BaseModelLoader):
             updater = join(joining, model, vllm_config)
             if not on_disk and not _read(start, joining, updater, began + start.start_timeout_s):
                 reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
-                updater.replaced()
+                updater.mark_unversioned(mended=True)
                 on_disk = True
             if on_disk:
                 _serve_what_was_on_disk(start, joining, updater)
@@ -177,14 +149,14 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
             refused.append(version)
         verdict = _Verdict.FAIL
-        if updater.place.shard == 0:
+        if updater.position.shard == 0:
             held = {info.version for info in _versions(joining) if info.visible}
             other = bool(held - set(refused)) if version in refused else version not in held
             if not held and start.disk == "fallback":
                 verdict = _Verdict.DISK
             elif other and start.version == LATEST and time.monotonic() < deadline:
                 verdict = _Verdict.AGAIN
-        verdict = _Verdict(agreed(updater.gather, verdict))
+        verdict = _Verdict(first_says(updater.gather, verdict))
         if verdict == _Verdict.FAIL:
             raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
         lost = f"; version {version} was {'refused' if version in refused else 'lost on the way'}: {result['error']}"
@@ -209,29 +181,22 @@ def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any
     if start.disk != "fallback":
         return start.disk == "only"
     gather, place = engine_gather(vllm_config)
-    return not agreed(gather, place == 0 and any(info.layouts for info in _versions(joining)))
+    return not first_says(gather, place == 0 and any(info.layouts for info in _versions(joining)))
 
 
 def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: Updater) -> None:
     """Under the number that the configuration gives it, unless somebody else has given that number away."""
     if not start.disk_version:
         return
-    held = {info.version: info.layouts for info in _versions(joining, f"start-{updater.place.shard}")}
+    held = {info.version: info.layouts for info in _versions(joining, f"start-{updater.position.shard}")}
     taken = max(held, default=0) > start.disk_version or CHECKPOINT in held.get(start.disk_version, ())
-    if agreed(updater.gather, taken):
+    if first_says(updater.gather, taken):
         logger.warning("the weights from disk are not served: the store has versions of its own by now")
     else:
-        updater.adopt(start.disk_version)
+        updater.serve_current_as(start.disk_version)
 
 
 def _versions(joining: WorkerConfig, visitor: str = "start") -> list[VersionInfo]:
     """What the store has; asked by a visitor, who goes again."""
-    with Client(
-        joining.hub,
-        run=joining.run,
-        model=joining.model,
-        replica=f"{joining.replica}-{visitor}",
-        transports=("tcp",),
-        connect_timeout_s=joining.connect_timeout_s,
-    ) as client:
+    with joining.connect(replica=f"{joining.replica}-{visitor}", transports=("tcp",)) as client:
         return client.versions()

@@ -1,7 +1,7 @@
 """vLLM's weight transfer, through the store: `--weight-transfer-config '{"backend": "tensorhub"}'`.
 
 An update is vLLM's own round, over HTTP (VLLM_SERVER_DEV_MODE=1) or as methods of LLM and AsyncLLM:
-    init_weight_transfer_engine({"hub": "tcp://hub:7070", "model": "actor"})     keys of updater.WorkerConfig; once.
+    init_weight_transfer_engine({"hub": "tcp://hub:7070", "model": "actor"})     keys of config.WorkerConfig; once.
                                             Not needed after --load-format tensorhub, which has joined already
     pause                                   in any mode, or not at all
     start_weight_update()
@@ -50,10 +50,11 @@ from tensorhub_plugins.core.types import (
     LATEST,
 )
 from tensorhub_plugins.vllm import checkpoint_names
+from tensorhub_plugins.vllm.config import WorkerConfig, configure
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
-from tensorhub_plugins.vllm.worker.extension import configure, extend, join, leave
-from tensorhub_plugins.vllm.worker.updater import Updater, WorkerConfig
+from tensorhub_plugins.vllm.worker.extension import extend, join, leave
+from tensorhub_plugins.vllm.worker.updater import Updater
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
@@ -119,7 +120,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
 
 @dataclass
 class TensorHubTrainerInitInfo(TrainerInitInfo):
-    """engine: more keys of updater.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
+    """engine: more keys of config.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
     for somebody else to hold the last version, which would be lost with the trainer."""
 
     backend: ClassVar[str] = "tensorhub"

@@ -296,7 +296,7 @@ def follower(
     return Follower(engine, target, worker="w/0", timeout_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
 
 
-UPDATE = ["begin_fetch", "poll", "prepare_install", "pause", "install", "resume"]
+UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "resume"]
 
 
 def test_an_update_stops_the_engine_only_for_the_installation() -> None:

@@ -366,7 +366,7 @@ def connect(engine: Engine, hub: Server, replica: str) -> None:
 
 def update(engine: Engine, version: int) -> bool:
     """Whether the engine has taken it."""
-    engine.call("tensorhub_begin_fetch", version, 30.0)
+    engine.call("tensorhub_start_fetch", version, 30.0)
     wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched")
     if engine.call("tensorhub_poll")["state"] != "ready":
         return False

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
+from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
-from tensorhub_plugins.vllm.worker.updater import Place, Updater, WorkerConfig
+from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
 
 TIMEOUT_S = 20.0
 
@@ -96,7 +97,7 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     def start(when: str, **options: Any) -> Core:
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
-        updater = Updater(config, Toy(), SimpleNamespace(), Place(0, 1, "runtime:toy"), lambda vote: [vote])
+        updater = Updater(config, Toy(), SimpleNamespace(), ShardPosition(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
         follower = CoreFollower(core, config, when=when, **{"patience_s": TIMEOUT_S, **options})
         follower.start()
@@ -140,7 +141,7 @@ def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -
     core.idle = False
     publish(hub, 1)
     wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
-    assert core.log == [("begin_fetch", 1), *switches(1)]
+    assert core.log == [("start_fetch", 1), *switches(1)]
     assert core.updater._model.weight.unique().tolist() == [1.0]
 
 
@@ -150,11 +151,11 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         for version in (1, 2):
             trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
-            wait_until(lambda version=version: ("begin_fetch", version) in core.log, "fetched")
-        assert core.log == [("begin_fetch", 1), ("begin_fetch", 2)]
+            wait_until(lambda version=version: ("start_fetch", version) in core.log, "fetched")
+        assert core.log == [("start_fetch", 1), ("start_fetch", 2)]
         core.idle = True
         wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
-        assert core.log == [("begin_fetch", 1), ("begin_fetch", 2), *switches(2)]
+        assert core.log == [("start_fetch", 1), ("start_fetch", 2), *switches(2)]
 
 
 @pytest.mark.parametrize("in_time", [True, False], ids=["served", "withdrawn before it was served"])
@@ -180,7 +181,7 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         began = len(core.log)
         trainer.withdraw(2)
         wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"] and len(core.log) > began, "returned")
-        assert core.log[began:] == [("begin_fetch", 1), *switches(1)]
+        assert core.log[began:] == [("start_fetch", 1), *switches(1)]
         assert core.updater._model.weight.unique().tolist() == [1.0]
         wait_until(lambda: not core.updater.poll()["serving"], "it serves again")
         assert core.updater.poll()["served_version"] == 1
@@ -242,12 +243,12 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
-        wait_until(lambda: ("begin_fetch", 2) in core.log, "tried")
+        wait_until(lambda: ("start_fetch", 2) in core.log, "tried")
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
         wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "switched")
-        assert core.log.count(("begin_fetch", 2)) == 1
+        assert core.log.count(("start_fetch", 2)) == 1
         trainer.pin(2)
-        wait_until(lambda: core.log.count(("begin_fetch", 2)) == 2, "tried again, because it was pinned")
+        wait_until(lambda: core.log.count(("start_fetch", 2)) == 2, "tried again, because it was pinned")
 
 
 def test_patience_ends(following: Any, hub: Server) -> None:
@@ -286,5 +287,5 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
-    attempt = [("begin_fetch", 1), ("install", 1)]  # paused once, and then until one succeeds
+    attempt = [("start_fetch", 1), ("install", 1)]  # paused once, and then until one succeeds
     assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, ("switch", 1), "resume"]

@@ -26,7 +26,7 @@ class Engine:
         self.calls.append(method.removeprefix("tensorhub_"))
         return [getattr(self, f"_{method.removeprefix('tensorhub_')}")(worker, *args) for worker in (0, 1)]
 
-    def _begin_fetch(self, worker, version, timeout_s):
+    def _start_fetch(self, worker, version, timeout_s):
         self.fetching = 1  # worker 1 has it at the first poll, worker 0 at the second
 
     def _poll(self, worker):
@@ -94,7 +94,7 @@ def follow(engine, answers, **options):
     return follower, asked
 
 
-UPDATE = ["begin_fetch", "poll", "poll", "prepare_install", "pause", "install", "switch {}", "resume"]
+UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "switch {}", "resume"]
 
 
 def update(version):
@@ -119,7 +119,7 @@ def test_nothing_new_and_no_hub_change_nothing():
 def test_a_version_that_does_not_arrive_stops_nobody():
     engine = Engine(fails={("fetch", 1): "VersionGone: superseded"})
     follower, asked = follow(engine, [3])
-    assert engine.calls == ["begin_fetch", "poll", "poll", "discard"]  # the other worker had it
+    assert engine.calls == ["start_fetch", "poll", "poll", "discard"]  # the other worker had it
     assert follower.version == 0 and not engine.is_paused
     assert asked == [0, 0]
 
@@ -127,7 +127,7 @@ def test_a_version_that_does_not_arrive_stops_nobody():
 def test_an_install_that_never_began_goes_on_with_the_old_version():
     engine = Engine(fails={("install", 0): "not ready"})
     follower, _ = follow(engine, [3])
-    assert engine.calls == ["begin_fetch", "poll", "poll", "prepare_install", "pause", "install", "resume"]
+    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "resume"]
     assert follower.version == 0 and not follower.is_broken
 
 
@@ -141,7 +141,7 @@ def test_mixed_weights_never_answer_until_they_are_repaired():
     follower.target = lambda *a, **k: 3
     engine.calls.clear()
     asyncio.run(follower.update(asyncio.run(follower.next_version())))
-    assert engine.calls == ["begin_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "resume"]
+    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "resume"]
     assert (follower.is_broken, engine.is_paused) == (False, False)
 
 
@@ -189,8 +189,8 @@ def test_with_nothing_to_go_to_it_stays_and_says_so_once(caplog):
 @pytest.mark.parametrize(
     ("failure", "calls"),
     [
-        (("fetch", 1), ["begin_fetch", "poll", "poll", "discard"]),
-        (("prepare", 0), ["begin_fetch", "poll", "poll", "prepare_install", "poll", "discard"]),
+        (("fetch", 1), ["start_fetch", "poll", "poll", "discard"]),
+        (("prepare", 0), ["start_fetch", "poll", "poll", "prepare_install", "poll", "discard"]),
     ],
 )
 def test_a_version_that_is_refused_is_not_taken_again(failure, calls, caplog):

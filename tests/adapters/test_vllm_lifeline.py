@@ -98,9 +98,9 @@ def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch
 
     async def story() -> None:
         line = Lifeline(PlayedVLLM(ValueError("no such version"), "fine"), "rollout-0/0")
-        with pytest.raises(UpdateFailed, match="begin_fetch: no such version"):
-            await line.rpc("begin_fetch")
-        assert await line.rpc("begin_fetch") == ["fine"]
+        with pytest.raises(UpdateFailed, match="start_fetch: no such version"):
+            await line.rpc("start_fetch")
+        assert await line.rpc("start_fetch") == ["fine"]
         await asyncio.sleep(0.01)
         assert not line.is_dying and codes == []
 
@@ -116,7 +116,7 @@ def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.errored = True
         line = Lifeline(engine, "rollout-0/0")
         with pytest.raises(EngineLost, match="the process is gone"):
-            await line.rpc("begin_fetch")
+            await line.rpc("start_fetch")
         assert line.is_dying
         probe = asyncio.create_task(line.probe())  # finds it too; it ends once
         await asyncio.sleep(0.01)

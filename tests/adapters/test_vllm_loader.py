@@ -65,7 +65,7 @@ def test_engines_start_from_a_trainer_and_from_each_other(kind: str, models: Any
                 # Later versions arrive as in any other engine of the store.
                 with client(hub, "trainer-2") as trainer:
                     trainer.publish(2, checkpoint(models(kind, 1)))
-                    second.call("tensorhub_begin_fetch", 2, TIMEOUT_S)
+                    second.call("tensorhub_start_fetch", 2, TIMEOUT_S)
                     second.ask("pause")
                     assert install(second, 2)["installed"]
                     second.ask("resume")
@@ -123,7 +123,7 @@ def test_a_sleeping_engine_is_no_source_and_comes_back(models: Any, bare: Any, h
                 engine.ask("rpc", "sleep", (1,))
                 assert holders() == ("rollout-1/0",)
                 with pytest.raises(EngineError, match="sleeps and its weights are not there"):
-                    engine.call("tensorhub_begin_fetch", 2, 1.0)
+                    engine.call("tensorhub_start_fetch", 2, 1.0)
                 copy = reader.fetch(1, (layout,), timeout_s=TIMEOUT_S)
                 assert list(copy.report.sources) == ["rollout-1/0"]
                 engine.ask("rpc", "wake_up", ())

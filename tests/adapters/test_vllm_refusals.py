@@ -108,7 +108,7 @@ def connect(engine: Engine, hub: Server) -> None:
 
 def try_to_take(engine: Engine, version: int) -> str:
     """As a follower does up to the pause; what was said against it, or nothing."""
-    engine.call("tensorhub_begin_fetch", version, TIMEOUT_S)
+    engine.call("tensorhub_start_fetch", version, TIMEOUT_S)
     wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched", TIMEOUT_S)
     polled = engine.call("tensorhub_poll")
     if polled["state"] == "ready":
@@ -236,7 +236,7 @@ def test_workers_that_refuse_do_not_mix_up_their_answers(models: Any, hub: Serve
             states = [worker["error_kind"] == "VersionRefused" for worker in engine.ask("rpc", "tensorhub_poll", ())]
             assert states == refusing
             with pytest.raises(EngineError):  # every worker says that this is what it has
-                engine.ask("rpc", "tensorhub_begin_fetch", (0, TIMEOUT_S))
+                engine.ask("rpc", "tensorhub_start_fetch", (0, TIMEOUT_S))
             assert engine.ask("rpc", "tensorhub_health", ()) == [None, None]
             assert engine.generate() == answers
         assert fetch_all(engine, 3) == ["ready", "ready"]
@@ -247,7 +247,7 @@ def test_workers_that_refuse_do_not_mix_up_their_answers(models: Any, hub: Serve
 
 
 def fetch_all(engine: Engine, version: int) -> list[str]:
-    engine.ask("rpc", "tensorhub_begin_fetch", (version, TIMEOUT_S))
+    engine.ask("rpc", "tensorhub_start_fetch", (version, TIMEOUT_S))
 
     def states() -> list[str]:
         return [worker["state"] for worker in engine.ask("rpc", "tensorhub_poll", ())]

@@ -11,7 +11,8 @@ import torch
 
 from tensorhub_plugins.core import Slab, UsageError
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.worker import fingerprint, updater, weights
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.worker import fingerprint, weights
 
 
 class Model(torch.nn.Module):
@@ -167,7 +168,7 @@ def test_digests_are_the_stores() -> None:
 )
 def test_a_wrong_configuration_is_refused(change: dict[str, Any], says: str) -> None:
     good = {"hub": "tcp://h:1", "run": "r", "model": "m", "replica": "p", "location": {"host": "h"}}
-    assert updater.WorkerConfig.parse(good).source == "host"
-    assert updater.WorkerConfig.parse(good | {"install": "direct"}).source == "live"
+    assert WorkerConfig.parse(good).source == "host"
+    assert WorkerConfig.parse(good | {"install": "direct"}).source == "live"
     with pytest.raises(UsageError, match=says):
-        updater.WorkerConfig.parse(good | change)
+        WorkerConfig.parse(good | change)

@@ -108,7 +108,7 @@ def test_without_us_a_stale_prefix_cache_answers(models: Any, answers: Any, bare
         with start(bare(KIND), hub, {}) as engine:
             assert engine.generate(CACHED) == answers(1)[1]
             trainer.publish(2, checkpoint(models(KIND, 2)))
-            engine.call("tensorhub_begin_fetch", 2, TIMEOUT_S)
+            engine.call("tensorhub_start_fetch", 2, TIMEOUT_S)
             wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "ready")
             assert engine.call("tensorhub_install", 2, TIMEOUT_S)["installed"]
             assert engine.generate() == answers(2)[0]

@@ -23,8 +23,10 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionRefused,
 )
+from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, reload, weights
-from tensorhub_plugins.vllm.worker.updater import BrokenWeights, Place, Updater, WorkerConfig
+from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
+from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
 
 LAYOUT = "runtime:toy"
 TIMEOUT_S = 20.0
@@ -80,7 +82,9 @@ class Engines:
         **options: Any,
     ) -> Updater:
         config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
-        updater = Updater(WorkerConfig.parse(config), Toy(), SimpleNamespace(), Place(shard, shards, LAYOUT), gather)
+        updater = Updater(
+            WorkerConfig.parse(config), Toy(), SimpleNamespace(), ShardPosition(shard, shards, LAYOUT), gather
+        )
         self.made.append(updater)
         return updater
 
@@ -104,7 +108,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def fetch(updater: Updater, version: int) -> str:
-    updater.begin_fetch(version, TIMEOUT_S)
+    updater.start_fetch(version, TIMEOUT_S)
     wait_until(lambda: updater.poll()["state"] != "fetching")
     return updater.poll()["state"]
 
@@ -230,17 +234,17 @@ def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
         updater.guard()
         assert updater.install(1, TIMEOUT_S)["installed"]
         with pytest.raises(UsageError, match="version 1 is installed already"):
-            updater.begin_fetch(1, TIMEOUT_S)
+            updater.start_fetch(1, TIMEOUT_S)
 
 
 def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
     updater = engines("first")
     with pytest.raises(TypeError):
-        updater.begin_fetch(1, None)  # type: ignore[arg-type]
+        updater.start_fetch(1, None)  # type: ignore[arg-type]
     assert updater.poll()["state"] == "idle"
-    updater.begin_fetch(1, 0.3)  # nobody publishes it
+    updater.start_fetch(1, 0.3)  # nobody publishes it
     with pytest.raises(UsageError, match="version 1 is still being fetched"):
-        updater.begin_fetch(2, TIMEOUT_S)
+        updater.start_fetch(2, TIMEOUT_S)
     wait_until(lambda: updater.poll()["state"] == "failed")
     assert updater.poll()["error_kind"] in ("NotPublished", "DeadlineExceeded")
     assert updater.poll()["broken"] is None
@@ -255,7 +259,7 @@ def test_a_converter_that_gives_up_leaves_the_work_to_another(engines: Engines) 
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
         assert fetch(first, 1) == "ready"
-        second.begin_fetch(1, TIMEOUT_S)
+        second.start_fetch(1, TIMEOUT_S)
         time.sleep(0.2)
         assert second.poll()["state"] == "fetching"  # waits for the first one's conversion
         first.discard()
@@ -352,7 +356,7 @@ def test_workers_of_one_engine_install_all_or_none(
         trainer.publish(1, toy_checkpoint(1.0))
         for replica in (workers, peers):  # one after the other, so that it is the first that converts
             for worker in replica:
-                worker.begin_fetch(1, TIMEOUT_S)
+                worker.start_fetch(1, TIMEOUT_S)
             if replica is workers:
                 wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
         workers[1].discard()
@@ -371,7 +375,7 @@ def test_workers_of_one_engine_install_all_or_none(
         # Half way: one fails after both began. Both are broken, and neither goes on offering what it wrote.
         trainer.publish(2, toy_checkpoint(2.0))
         for worker in workers:
-            worker.begin_fetch(2, TIMEOUT_S)
+            worker.start_fetch(2, TIMEOUT_S)
         wait_until(lambda: all(w.poll()["state"] == "ready" for w in workers))
         assert [r["installed"] for r in install_all(workers, [2, 2])] == [True, True]
         wait_until(lambda: not any(w.poll()["serving"] for w in workers))
@@ -441,7 +445,7 @@ def test_what_came_from_elsewhere_is_served_as_a_version(engines: Engines) -> No
     first, second = engines("first", serve_from="live"), engines("second")
     with torch.no_grad():
         first._model.fused.fill_(5.0)
-    first.adopt(3)
+    first.serve_current_as(3)
     wait_until(lambda: not first.poll()["serving"])
     assert first.poll()["version"] == 3
     assert update(second, 3)["layout"] == LAYOUT and value(second) == 5.0
@@ -478,14 +482,14 @@ def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:
         sleeper.fall_asleep()
         assert held() == {"other/0"}
         with pytest.raises(UsageError, match="wake it up first"):
-            sleeper.begin_fetch(1, TIMEOUT_S)
+            sleeper.start_fetch(1, TIMEOUT_S)
         assert "wake it up first" in sleeper.install(1, TIMEOUT_S)["error"]
         sleeper.wake_up()
         wait_until(lambda: not sleeper.poll()["serving"])
         assert held() == {"sleeper/0", "other/0"} and value(sleeper) == 1.0
         # Weights that were lost do not come back.
         sleeper.fall_asleep()
-        sleeper.break_weights("lost")
+        sleeper.mark_broken("lost")
         sleeper.wake_up()
         assert held() == {"other/0"}
         assert update(sleeper, 1)["installed"] and held() == {"sleeper/0", "other/0"}

@@ -37,7 +37,7 @@ def connect(engine: Engine, hub: Server, replica: str, **options: Any) -> dict[s
 
 
 def fetch(engine: Engine, version: int) -> dict[str, Any]:
-    engine.call("tensorhub_begin_fetch", version, TIMEOUT_S)
+    engine.call("tensorhub_start_fetch", version, TIMEOUT_S)
     wait_until(lambda: engine.call("tensorhub_poll")["state"] != "fetching", "fetched")
     return engine.call("tensorhub_poll")
 
@@ -169,7 +169,7 @@ def test_it_generates_while_a_version_arrives_and_keeps_its_requests(
     expected = first.generate()
     freeze(first)  # a source that takes its time
     second.ask("submit", "long", PROMPTS, 200)
-    second.call("tensorhub_begin_fetch", 1, TIMEOUT_S)
+    second.call("tensorhub_start_fetch", 1, TIMEOUT_S)
     before = min(second.ask("progress").values())
     wait_until(lambda: min(second.ask("progress").values()) >= before + 20, "20 tokens")
     assert second.call("tensorhub_poll")["state"] == "fetching"
@@ -239,7 +239,7 @@ def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     first, second = pair()
     before, answers = second.call("tensorhub_digests"), second.generate()
     freeze(first)
-    second.call("tensorhub_begin_fetch", 1, TIMEOUT_S)
+    second.call("tensorhub_start_fetch", 1, TIMEOUT_S)
     assert second.generate() == answers
     assert second.call("tensorhub_poll")["state"] == "fetching"  # so the kill hits in the middle
     first.kill()
@@ -406,7 +406,7 @@ def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) 
 
 
 def fetch_all(engine: Engine, version: int) -> None:
-    engine.ask("rpc", "tensorhub_begin_fetch", (version, TIMEOUT_S))
+    engine.ask("rpc", "tensorhub_start_fetch", (version, TIMEOUT_S))
 
     def states() -> set[str]:
         return {polled["state"] for polled in engine.ask("rpc", "tensorhub_poll", ())}

@@ -41,6 +41,7 @@ PURE = {
     "transfer.sharing",
     "client.session",
 }
+PURE_IN_ADAPTERS = {"vllm.worker.update_state", "verl.health", "verl.versions"}
 CLOCKS_AND_CHANCE = {"time", "random", "os"}
 SHELLS = {"asyncio", "logging", "queue", "select", "socket", "threading", "torch", "zmq"}
 BANNED_IN_PURE = CLOCKS_AND_CHANCE | SHELLS
@@ -109,7 +110,7 @@ def upward(found: Iterable[Import]) -> list[str]:
 
 
 def impure(found: Iterable[Import]) -> list[str]:
-    pure = {f"core.{module}" for module in PURE}
+    pure = {f"core.{module}" for module in PURE} | PURE_IN_ADAPTERS
     return [
         f"{module} imports {imported}"
         for module, imported in found
@@ -144,6 +145,7 @@ def test_the_rules_hold(rule: object) -> None:
         (upward, "core/newroom/thing.py", "from tensorhub_plugins.core import errors"),
         (impure, "core/hub/hub.py", "import time"),
         (impure, "core/memory/moves.py", "def f():\n    from torch import Tensor"),
+        (impure, "vllm/worker/update_state.py", "import threading"),
         (forbidden, "core/client/client.py", "from tensorhub_plugins.core.hub.server import start_server"),
         (forbidden, "verl/config.py", "import tensorhub_plugins.openrlhf.config"),
         (forbidden, "core/client/client.py", "from tensorhub_plugins import vllm"),
@@ -160,7 +162,8 @@ def test_a_file_that_breaks_a_rule_is_found(rule: object, file: str, line: str, 
 
 
 def test_all_pure_modules_are_there() -> None:
-    assert [module for module in PURE if not (PACKAGE / "core" / f"{module.replace('.', '/')}.py").exists()] == []
+    pure = {f"core.{module}" for module in PURE} | PURE_IN_ADAPTERS
+    assert [module for module in pure if not (PACKAGE / f"{module.replace('.', '/')}.py").exists()] == []
 
 
 def test_rooms_are_at_most_two_deep() -> None:

@@ -233,7 +233,7 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
 
 def _update(engine: Any, version: int) -> list[Any]:
     """As followers do it: fetch beside the engine, make sure, and only then pause and install."""
-    engine.collective_rpc("tensorhub_begin_fetch", args=(version, CALL_TIMEOUT_S))
+    engine.collective_rpc("tensorhub_start_fetch", args=(version, CALL_TIMEOUT_S))
     polled = engine.collective_rpc("tensorhub_poll")
     while any(worker["state"] == "fetching" for worker in polled):
         time.sleep(POLL_S)

@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
 from tensorhub_plugins.vllm.names import NAME
-from tensorhub_plugins.vllm.worker.updater import WorkerConfig
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
@@ -110,8 +110,6 @@ async def check_weights(engine: Any) -> None:
 
 
 def _follow(core: Any, vllm_config: Any) -> None:
-    from tensorhub_plugins.vllm.load_format import parse
-
     start, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
     if start.follow is None:
         return
@@ -119,7 +117,7 @@ def _follow(core: Any, vllm_config: Any) -> None:
     if not hasattr(core, "input_queue"):
         raise UsageError(
             'this engine runs in the process of its caller and steps only when told to, so it cannot "follow": '
-            "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_begin_fetch and tensorhub_install"
+            "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_start_fetch and tensorhub_install"
         )
     follower = CoreFollower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
     original = core.shutdown

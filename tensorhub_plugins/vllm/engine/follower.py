@@ -145,7 +145,7 @@ class Follower:
     async def fetch(self, version: int) -> None:
         """Beside generation: every worker gets its bytes, verified."""
         deadline = time.monotonic() + self.timeout_s + POLL_GRACE_S
-        await self.engine.rpc("tensorhub_begin_fetch", version, self.timeout_s)
+        await self.engine.rpc("tensorhub_start_fetch", version, self.timeout_s)
         while True:
             workers = await self.engine.rpc("tensorhub_poll")
             if all(worker["state"] == "ready" for worker in workers):

@@ -2,8 +2,8 @@
 
 Give an engine `worker_extension_cls="tensorhub_plugins.vllm.TensorHubWorkerExtension"`; vLLM then mixes this class
 into its worker. The way of one update; each step is one `collective_rpc` to all workers of the engine
-    tensorhub_connect(config)          once, after the engine has started; see updater.WorkerConfig
-    tensorhub_begin_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
+    tensorhub_connect(config)          once, after the engine has started; see config.WorkerConfig
+    tensorhub_start_fetch(version)     the bytes arrive in host memory, in a thread, while the engine generates
     tensorhub_poll()                   until every worker's "state" is "ready"; both return at once
     tensorhub_prepare_install()        optional; raises rather than let the install wait for something
     pause the engine, keeping its requests, and let it forget caches
@@ -37,8 +37,6 @@ Never another model's bytes
 from __future__ import annotations
 
 import logging
-import os
-import socket
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -47,17 +45,17 @@ import torch
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
-from tensorhub_plugins.vllm.worker.updater import VOTE_SIZE_BYTES, Gather, Place, Updater, WorkerConfig
+from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
+from tensorhub_plugins.vllm.worker.votes import engine_gather
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 TIMEOUT_S = 60.0
 
-HUB_ENVIRONMENT = "TENSORHUB_HUB"
-
-# What changes the weights behind our back; nobody may be reading them then.
-FOREIGN_CHANGES = ("reload_weights", "start_weight_update")
+# What else changes the weights; nobody may be reading them then.
+EXTERNAL_CHANGES = ("reload_weights", "start_weight_update")
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative decoding
 
@@ -80,16 +78,16 @@ class TensorHubWorkerExtension:
         updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
-            "layout": updater.place.layout,
-            "shard": updater.place.shard,
-            "shard_count": updater.place.shard_count,
+            "layout": updater.position.layout,
+            "shard": updater.position.shard,
+            "shard_count": updater.position.shard_count,
             "size_bytes": size_bytes,
             "vllm": vllm.__version__,
         }
 
-    def tensorhub_begin_fetch(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
+    def tensorhub_start_fetch(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
         """Start to get this version, in a thread. UsageError if another is on its way or this one is installed."""
-        _updater(self).begin_fetch(version, timeout_s)
+        _updater(self).start_fetch(version, timeout_s)
 
     def tensorhub_poll(self) -> dict[str, Any]:
         """state ("idle", "fetching", "ready", "failed", "broken"), version, next_version, error, report, ..."""
@@ -145,11 +143,11 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
     prints = gather(fingerprint.fingerprint(model, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
-    place = Place(shard, len(prints), fingerprint.replica_layout(prints))
+    position = ShardPosition(shard, len(prints), fingerprint.replica_layout(prints))
     leave(model)
-    updater = Updater(config, model, vllm_config, place, gather)
+    updater = Updater(config, model, vllm_config, position, gather)
     vars(model)["tensorhub_updater"] = updater
-    logger.info("%s/%d of %d: %s", config.replica, place.shard, place.shard_count, place.layout)
+    logger.info("%s/%d of %d: %s", config.replica, position.shard, position.shard_count, position.layout)
     return updater
 
 
@@ -164,14 +162,6 @@ def attached(worker: Any) -> Updater | None:
     """The updater of this worker's model."""
     model = _model(worker)
     return None if model is None else vars(model).get("tensorhub_updater")
-
-
-def configure(options: dict[str, Any], vllm_config: Any) -> WorkerConfig:
-    """What a person gives on vLLM's command line, with what can be known filled in; UsageError says what is wrong."""
-    filled = {"run": "default", "replica": f"{socket.gethostname()}-{vllm_config.instance_id}", **options}
-    if not filled.get("hub") and os.environ.get(HUB_ENVIRONMENT):
-        filled["hub"] = os.environ[HUB_ENVIRONMENT]
-    return WorkerConfig.parse(filled)
 
 
 def extend(vllm_config: Any) -> None:
@@ -201,7 +191,7 @@ def hook(worker_class: type) -> None:
         "sleep": _sleep,
         "wake_up": _wake_up,
         "discard": _discard,
-        **{name: partial(_foreign_change, name) for name in FOREIGN_CHANGES},
+        **{name: partial(_external_change, name) for name in EXTERNAL_CHANGES},
     }
     for name, wrapper in wrappers.items():
         original = getattr(worker_class, name, None)
@@ -240,7 +230,7 @@ def _sleep(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
         updater.fall_asleep()
     result = original(*args, **kwargs)
     if updater is not None and _loses_weights(*args, **kwargs):
-        updater.break_weights("sleep(level=2) threw the weights away")
+        updater.mark_broken("sleep(level=2) threw the weights away")
     return result
 
 
@@ -256,19 +246,19 @@ def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
     """Since vLLM 0.32: throw away some memory without sleeping."""
     updater = attached(worker) if "weights" in tags else None
     if updater is not None:
-        updater.before_foreign_change("discard")
-        updater.break_weights("discard threw the weights away")
+        updater.before_external_change("discard")
+        updater.mark_broken("discard threw the weights away")
     return original(tags)
 
 
-def _foreign_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     updater = attached(worker)
     ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
     if updater is None or (ours and name == "start_weight_update"):
         return original(*args, **kwargs)
-    updater.before_foreign_change(name)
+    updater.before_external_change(name)
     result = original(*args, **kwargs)
-    updater.forget_version()
+    updater.mark_unversioned()
     return result
 
 
@@ -334,29 +324,6 @@ def _warn_of_drafts(vllm_config: Any) -> None:
             "version, but fewer drafts are accepted as it moves on",
             method,
         )
-
-
-def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
-    """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
-    ranks = fingerprint.parallel_ranks(vllm_config)
-    if ranks["tp_size"] * ranks["pp_size"] == 1:
-        return lambda message: [message], 0
-    from vllm.distributed import get_pp_group, get_tp_group
-
-    def gather(message: bytes) -> list[bytes]:
-        assert len(message) == VOTE_SIZE_BYTES
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        tensor_parallel = _all_gather(mine, get_tp_group())
-        everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
-        return [bytes(row.numpy()) for stage in everyone for row in stage]
-
-    return gather, ranks["pp"] * ranks["tp_size"] + ranks["tp"]
-
-
-def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(group.world_size)]
-    torch.distributed.all_gather(gathered, tensor, group=group.cpu_group)
-    return gathered
 
 
 def _forget_encodings(model_runner: Any) -> None:

@@ -1,0 +1,40 @@
+"""Digests of what a model really holds: for its owner, and to prove that it is what was received."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import run_log
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.vllm.worker import weights
+from tensorhub_plugins.vllm.worker.update_state import Staged
+
+
+def of_live(model: torch.nn.Module, vllm_config: Any) -> dict[str, Any]:
+    """runtime: {name: hex}; checkpoint: {Hugging Face name: hex}, or None where the names cannot be told apart."""
+    view = weights.checkpoint_view(model, vllm_config)
+    return {
+        "runtime": {name: weights.digest(tensor) for name, tensor in weights.tensors(model).items()},
+        "checkpoint": None if view is None else {name: weights.digest(tensor) for name, tensor in view.items()},
+    }
+
+
+def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, installed: Staged) -> bool:
+    """Record the digests of what was installed; False if the live weights are not what a peer has sent.
+
+    The caller sees to it that nothing writes the weights meanwhile.
+    """
+    version, report = installed.version, installed.report
+    root = Slab.adopt(weights.tensors(model)).manifest().root().hex()
+    run_log.record("digests", worker=worker, version=version, layout=layout, digests={"root": root})
+    if report is None:  # they came from elsewhere: there is nothing to compare with
+        return True
+    if report.layout == layout:
+        return bool(report.roots == {shard: root})
+    if installed.fetched is not None and run_log.enabled():
+        roots = {shard: slab.manifest().root().hex() for shard, slab in installed.fetched.slabs.items()}
+        named = {"root" if len(roots) == 1 else f"root.{shard}": value for shard, value in roots.items()}
+        run_log.record("digests", worker=worker, version=version, layout=report.layout, digests=named)
+    return True
