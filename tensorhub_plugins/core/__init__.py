@@ -26,6 +26,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
     Part,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.types import (
@@ -45,12 +46,14 @@ if TYPE_CHECKING:
         UnpublishReport,
         here,
     )
-    from tensorhub_plugins.core.memory.slab import Slab, spec_of
+    from tensorhub_plugins.core.memory.slab import Slab
+    from tensorhub_plugins.core.memory.tensors import spec_of
 
 _WITH_TORCH = {
     **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport"), "client.client"),
     **dict.fromkeys(("UnpublishReport", "here"), "client.client"),
-    **dict.fromkeys(("Slab", "spec_of"), "memory.slab"),
+    "Slab": "memory.slab",
+    "spec_of": "memory.tensors",
 }
 
 __all__ = [
@@ -75,6 +78,7 @@ __all__ = [
     "SourceLost",
     "TensorHubError",
     "TensorSpec",
+    "TensorTable",
     "UnpublishReport",
     "UsageError",
     "VersionGone",

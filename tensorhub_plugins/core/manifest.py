@@ -12,16 +12,16 @@ What makes two shards interchangeable
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache, wraps
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias, TypeVar
+from typing import Any, NamedTuple, overload
+from weakref import WeakValueDictionary
 
 import msgspec
 import xxhash
 
-from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.errors import ProtocolError, UsageError
 
 SEGMENT_SIZE_BYTES = 4 << 20  # at most: per-segment work vanishes at 10 GB/s, and a repair stays small
 SEGMENT_SIZE_BYTES_MIN = 256 << 10
@@ -30,7 +30,7 @@ DIGEST_SIZE_BYTES = 16
 DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards against accidents, not forgery
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
-TABLES_KEPT = 8  # tables of tensors that are remembered: a layout has one for each shard
+ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
 NO_DIGESTS = "none"  # what is said in their place then stands for one publish and nothing else
 
 
@@ -57,26 +57,173 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
     part: Part | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, dict=True):
-    """The tensors of one shard in stream order, with a digest for every segment of the stream; or, where these are
-    switched off, with DIGEST_SIZE_BYTES random bytes, so that no two publishes are taken for the same bytes."""
+class Span(NamedTuple):
+    """Stream bytes that are contiguous in an allocated block: [start, start + size_bytes) of the stream, which begin at
+    `offset` of the block."""
 
-    tensors: tuple[TensorSpec, ...]
-    digests: bytes
-    segment_size_bytes: int = SEGMENT_SIZE_BYTES
-    digest_algorithm: str = DIGEST_ALGORITHM
+    start: int
+    size_bytes: int
+    offset: int
+
+    @property
+    def slice(self) -> slice:
+        """Where they lie in the block."""
+        return slice(self.offset, self.offset + self.size_bytes)
+
+
+class TensorTable(Sequence[TensorSpec]):
+    """The tensors of one shard in stream order, and all that follows from them, each computed once.
+
+    A model has the same thousands of tensors in every version, and to describe, decode or compare them takes longer
+    than to read their bytes. So equal tables made by `of` and `decode` are one object, as long as anything uses it:
+    to compare two costs nothing, and what is computed of one is there for the next version. Immutable.
+    """
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        """As they are, unchecked and with an identity of its own. Use `of`."""
+        self.specs = tuple(specs)
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
+        """The table of these tensors, sorted by name. UsageError for a name that comes twice."""
+        if isinstance(specs, TensorTable):
+            return specs
+        made = cls(sorted(specs, key=lambda spec: spec.name))
+        for one, other in pairwise(made.specs):
+            if one.name == other.name:
+                raise UsageError(f"tensor {one.name!r} is there twice")
+        return _tables.setdefault(made.encoded, made)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> TensorTable:
+        """The table that `encoded` stands for. ProtocolError, or msgspec's, for one that does not hold together."""
+        known = _tables.get(encoded)
+        if known is None:
+            known = cls(_specs.decode(encoded)).check()
+            known = _tables.setdefault(known.encoded, known)
+        return known.check()
+
+    def check(self) -> TensorTable:
+        """Return self, or raise ProtocolError: too many, names not sorted or not unique, or a negative size."""
+        assert self._holds_together
+        return self
+
+    @cached_property
+    def _holds_together(self) -> bool:
+        if len(self) > TENSORS_MAX:
+            raise ProtocolError(f"manifest has {len(self)} tensors, the limit is {TENSORS_MAX}")
+        if any(one.name >= other.name for one, other in pairwise(self.specs)):
+            raise ProtocolError("manifest tensors are not sorted by unique name")
+        if any(spec.size_bytes < 0 or min(spec.shape, default=0) < 0 for spec in self.specs):
+            raise ProtocolError("manifest has a tensor of negative size")
+        return True
+
+    # --- what follows from the specs ---
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """msgpack, as it is part of a manifest on the wire."""
+        return msgspec.msgpack.encode(self.specs)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Stream offset of every tensor, in bytes."""
-        return stream_offsets(self.tensors)
+        return tuple(accumulate((spec.size_bytes for spec in self.specs[:-1]), initial=0)) if self.specs else ()
 
     @cached_property
     def size_bytes(self) -> int:
-        return self.offsets[-1] + self.tensors[-1].size_bytes if self.tensors else 0
+        """Of the stream."""
+        return self.offsets[-1] + self.specs[-1].size_bytes if self.specs else 0
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Which one in the table a tensor is, by its name."""
+        return {spec.name: position for position, spec in enumerate(self.specs)}
+
+    @cached_property
+    def block_offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins in an allocated block, in bytes. Part of the shm protocol: whoever is passed the
+        block knows its layout from the manifest alone."""
+        return self._block_ends[:-1]
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Of an allocated block, paddings included."""
+        return self._block_ends[-1]
+
+    @cached_property
+    def _block_ends(self) -> tuple[int, ...]:
+        padded = (-(-spec.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for spec in self.specs)
+        return tuple(accumulate(padded, initial=0))
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The layout of an allocated block in as few spans as possible: neighbours without a gap are one. Tensors whose
+        sizes are multiples of ALIGNMENT_BYTES are a single span."""
+        merged: list[Span] = []
+        for spec, start, offset in zip(self.specs, self.offsets, self.block_offsets, strict=True):
+            if not spec.size_bytes:
+                continue
+            if merged and merged[-1].offset + merged[-1].size_bytes == offset:
+                merged[-1] = merged[-1]._replace(size_bytes=merged[-1].size_bytes + spec.size_bytes)
+            else:
+                merged.append(Span(start, spec.size_bytes, offset))
+        return tuple(merged)
+
+    # --- as a sequence and as a value ---
+
+    def __iter__(self) -> Iterator[TensorSpec]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @overload
+    def __getitem__(self, index: int) -> TensorSpec: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[TensorSpec, ...]: ...
+    def __getitem__(self, index: int | slice) -> TensorSpec | tuple[TensorSpec, ...]:
+        return self.specs[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, TensorTable) and self.encoded == other.encoded)
+
+    def __hash__(self) -> int:
+        return hash(self.encoded)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorTable.of, (self.specs,)
+
+    def __repr__(self) -> str:
+        return f"<TensorTable, {len(self)} tensors, {self.size_bytes} bytes>"
+
+
+_tables: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()  # by their encoding, while they are used
+_specs = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+
+
+class Manifest(msgspec.Struct, frozen=True, dict=True):
+    """The tensors of one shard in stream order, with a digest for every segment of the stream; or, where these are
+    switched off, with DIGEST_SIZE_BYTES random bytes, so that no two publishes are taken for the same bytes."""
+
+    tensors: TensorTable
+    digests: bytes
+    segment_size_bytes: int = SEGMENT_SIZE_BYTES
+    digest_algorithm: str = DIGEST_ALGORITHM
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Stream offset of every tensor, in bytes."""
+        return self.tensors.offsets
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the stream."""
+        return self.tensors.size_bytes
 
     @property
     def segment_count(self) -> int:
+        """How many segments the stream has; the last one may be shorter than the others."""
         return -(-self.size_bytes // self.segment_size_bytes)
 
     def segment_range(self, segment: int) -> tuple[int, int]:
@@ -86,9 +233,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_digests(self) -> bool:
+        """Whether `digest` has something to say; else a reader trusts the source's word that nothing changed."""
         return self.digest_algorithm != NO_DIGESTS
 
     def digest(self, segment: int) -> bytes:
+        """Of a segment's bytes: xxh3_128, DIGEST_SIZE_BYTES long; every bit and its position counts. segment: from 0 to
+        segment_count - 1; meaningless without `has_digests`."""
         return self.digests[segment * DIGEST_SIZE_BYTES : (segment + 1) * DIGEST_SIZE_BYTES]
 
     def root(self) -> bytes:
@@ -102,7 +252,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def encoded(self) -> bytes:
         """For the wire; `decode` turns it back."""
-        table = msgspec.Raw(_encoded_table(self.tensors))
+        table = msgspec.Raw(self.tensors.encoded)
         outline = _Outline(table, self.digests, self.segment_size_bytes, self.digest_algorithm)
         return msgspec.msgpack.encode(outline)
 
@@ -111,7 +261,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """A manifest that holds together, or ProtocolError."""
         try:
             outline = _outlines.decode(encoded)
-            tensors = _tensors_of(bytes(outline.tensors))
+            tensors = TensorTable.decode(bytes(outline.tensors))
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"a manifest that does not decode: {error}") from error
         manifest = cls(tensors, outline.digests, outline.segment_size_bytes, outline.digest_algorithm)
@@ -120,7 +270,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def check(self) -> Manifest:
         """Return self, or raise ProtocolError when it does not hold together."""
-        _check_tensors(self.tensors)
+        self.tensors.check()
         return self._check_segments()
 
     def _check_segments(self) -> Manifest:
@@ -135,27 +285,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         return self
 
 
-_Result = TypeVar("_Result")
-_OfTable: TypeAlias = "Callable[[Sequence[TensorSpec]], _Result]"
-
-
-def remembered_of_table(function: _OfTable[_Result]) -> _OfTable[_Result]:
-    """For one that asks all of a model's tensors: the same tuple (see `shared_table`) is asked once."""
-    kept: deque[tuple[Sequence[TensorSpec], _Result]] = deque(maxlen=TABLES_KEPT)
-
-    @wraps(function)
-    def remembering(specs: Sequence[TensorSpec]) -> _Result:
-        for known, result in list(kept):
-            if known is specs:
-                return result
-        result = function(specs)
-        if isinstance(specs, tuple):  # else it may change
-            kept.append((specs, result))
-        return result
-
-    return remembering
-
-
 class _Outline(msgspec.Struct):
     """A manifest on the wire; its tensors are decoded, and encoded, by themselves."""
 
@@ -166,44 +295,6 @@ class _Outline(msgspec.Struct):
 
 
 _outlines = msgspec.msgpack.Decoder(_Outline)
-_tables = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
-
-
-@lru_cache(maxsize=TABLES_KEPT)
-def _tensors_of(encoded: bytes) -> tuple[TensorSpec, ...]:
-    """The very same object for the same bytes: a model's tensors do not change from version to version, and thousands
-    of them take longer to decode, to check and to compare than to read."""
-    tensors = _tables.decode(encoded)
-    _check_tensors(tensors)
-    return tensors
-
-
-@remembered_of_table
-def _encoded_table(tensors: Sequence[TensorSpec]) -> bytes:
-    return msgspec.msgpack.encode(tensors)
-
-
-def same_table(one: Sequence[TensorSpec], other: Sequence[TensorSpec]) -> bool:
-    """Whether two tables are equal. What it takes is remembered, and needed for a manifest's root anyway."""
-    return one is other or _encoded_table(one) == _encoded_table(other)
-
-
-def shared_table(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """The same table as the object that a decoded manifest of these tensors has: to compare the two costs nothing."""
-    try:
-        return _tensors_of(msgspec.msgpack.encode(tensors))  # nothing is remembered of a tuple that is not passed on
-    except ProtocolError:  # it will be said where it matters
-        return tensors
-
-
-def _check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    names = [t.name for t in tensors]
-    if len(names) > TENSORS_MAX:
-        raise ProtocolError(f"manifest has {len(names)} tensors, the limit is {TENSORS_MAX}")
-    if any(a >= b for a, b in pairwise(names)):
-        raise ProtocolError("manifest tensors are not sorted by unique name")
-    if any(t.size_bytes < 0 or min(t.shape, default=0) < 0 for t in tensors):
-        raise ProtocolError("manifest has a tensor of negative size")
 
 
 def segment_size_for(size_bytes: int) -> int:
@@ -212,9 +303,3 @@ def segment_size_for(size_bytes: int) -> int:
     while size < SEGMENT_SIZE_BYTES and size * SEGMENTS_AIM < size_bytes:
         size *= 2
     return size
-
-
-@remembered_of_table
-def stream_offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
-    """Stream offset of every tensor, in bytes."""
-    return tuple(accumulate((t.size_bytes for t in specs[:-1]), initial=0)) if specs else ()

@@ -22,7 +22,7 @@ from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Client, TensorSpec, here
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.memory.slab import contiguous_spec
+from tensorhub_plugins.core.memory.tensors import contiguous_spec
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator

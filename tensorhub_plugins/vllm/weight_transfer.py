@@ -45,7 +45,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.memory.slab import contiguous_spec
+from tensorhub_plugins.core.memory.tensors import contiguous_spec
 from tensorhub_plugins.core.types import (
     LATEST,
 )

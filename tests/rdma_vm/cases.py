@@ -20,7 +20,8 @@ from crew import Crew, Member
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.errors import SourceLost
-from tensorhub_plugins.core.memory.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.transports import NotServable, Offer
 from tensorhub_plugins.core.transports import create as create_transport

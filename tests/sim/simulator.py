@@ -45,6 +45,7 @@ from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.manifest import (
     Manifest,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
@@ -110,7 +111,7 @@ def truth(key: ShardKey, trainer_shards: int) -> tuple[bytes, ...]:
 @lru_cache(maxsize=4096)
 def manifest_of(content: tuple[bytes, ...]) -> Manifest:
     spec = TensorSpec("w", "uint8", (SEGMENTS * SEGMENT_SIZE_BYTES,), SEGMENTS * SEGMENT_SIZE_BYTES)
-    return Manifest((spec,), b"".join(xxhash.xxh3_128_digest(c) for c in content), SEGMENT_SIZE_BYTES)
+    return Manifest(TensorTable.of([spec]), b"".join(xxhash.xxh3_128_digest(c) for c in content), SEGMENT_SIZE_BYTES)
 
 
 @lru_cache(maxsize=4096)

@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.memory.slab import spec_of
+from tensorhub_plugins.core import Client, spec_of
 from tensorhub_plugins.core.types import (
     Location,
 )

@@ -39,9 +39,11 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
     Part,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.memory.moves import check_cover, difference, with_parts
-from tensorhub_plugins.core.memory.slab import Slab, check_tensors, contiguous_spec
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import check_tensors, contiguous_spec, same_bytes, share_memory
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
@@ -137,7 +139,7 @@ class Fetched:
         shard_of: dict[str, int] = {}
         for shard, slab in sorted(self.slabs.items()):  # in the order of shards, whichever came first
             for name, tensor in slab.tensors().items():
-                if name in found and not _are_equal(found[name], tensor):
+                if name in found and not same_bytes(found[name], tensor):
                     raise VersionRefused(
                         f"tensor {name!r} is published by shard {shard_of[name]} and by shard {shard}, with different "
                         "bytes: publish it in one of them",
@@ -464,7 +466,7 @@ class Client:
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory for these tensors, shareable with readers on this host; reused from versions that are over."""
         self._check_open()
-        wanted = tuple(sorted(specs, key=lambda spec: spec.name))
+        wanted = TensorTable.of(specs)
         with self._lock:
             for index, slab in enumerate(self._pool):
                 if slab.specs == wanted:
@@ -579,7 +581,7 @@ class Client:
             offer.withdraw()
             raise
 
-    def _changed(self, layout: str, last: Manifest | None, tensors: Sequence[TensorSpec]) -> str:
+    def _changed(self, layout: str, last: Manifest | None, tensors: TensorTable) -> str:
         """How these tensors differ from those of the last version; empty: not at all, or there was none."""
         may_move = layout == CHECKPOINT and self.shard_count > 1
         found = difference(last.tensors, tensors, may_move=may_move) if last is not None else ""
@@ -846,7 +848,7 @@ class _InPlace(_Targets):
         self._in_place: LiveTensors = LiveTensors(tensors)
         with client._lock:
             for key, offer in client._offers.items():
-                if offer.slab.kind == "adopted" and _share_memory(offer.slab, tensors):
+                if offer.slab.kind == "adopted" and share_memory(offer.slab.tensors(), tensors):
                     raise UsageError(
                         "these tensors are published: unpublish that version before they change", version=key.version
                     )
@@ -854,7 +856,7 @@ class _InPlace(_Targets):
         self._adopted: Slab | None = self._in_place.adopt()
         self._wanted = with_parts(self._adopted.specs, parts)
         self._parts = dict(parts or {})
-        self._sources: dict[int, tuple[TensorSpec, ...]] = {}
+        self._sources: dict[int, TensorTable] = {}
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         self.check(key, manifest)
@@ -868,7 +870,7 @@ class _InPlace(_Targets):
 
     def _memory(self, manifest: Manifest) -> Slab:
         slab, self._adopted = self._adopted, None
-        if slab is not None and slab.specs is manifest.tensors and not self._parts:
+        if slab is not None and slab.specs == manifest.tensors and not self._parts:
             return slab  # what the rest would find out, without looking at thousands of tensors
         names = [spec.name for spec in manifest.tensors if spec.name in self._names]
         if slab is None or len(names) < len(self._names):  # else one source shard has all of it
@@ -953,17 +955,6 @@ def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
-
-
-def _share_memory(slab: Slab, tensors: Mapping[str, torch.Tensor]) -> bool:
-    mine = {t.data_ptr() for t in slab.tensors().values() if t.numel()}
-    return any(t.numel() and t.data_ptr() in mine for t in tensors.values())
 
 
 def _report(outcome: Outcome) -> ReplicateReport:

@@ -23,9 +23,11 @@ from tensorhub_plugins.core.client.ownership import Ownership
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import (
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.memory.moves import difference
-from tensorhub_plugins.core.memory.slab import Slab, check_tensor, contiguous_spec, spec_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, spec_of
 from tensorhub_plugins.core.run_log import enabled, record
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -150,7 +152,7 @@ class Publisher:
         if self._whole and whole != self._whole:
             if slab is not None:
                 slab.close()
-            found = difference(tuple(self._whole.values()), tuple(whole.values()))
+            found = difference(TensorTable.of(self._whole.values()), TensorTable.of(whole.values()))
             raise UsageError(
                 f"the weights are not those of {'the version before' if self._published else 'the model'}: {found}. "
                 "Nothing was published. If the change is meant, take a new run or model name",

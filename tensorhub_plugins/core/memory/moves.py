@@ -1,4 +1,4 @@
-"""Read planning. PURE: source manifest x target manifest -> which bytes go where.
+"""Read planning. PURE: source table x target table -> moves, which say which bytes go where.
 
 A tensor may be a part of a larger one, at the source, at the target, or at both: what they have in common is a box, and
 a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are one for
@@ -9,6 +9,7 @@ What cannot be placed is an error that names it, never a tensor left as it was.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -17,46 +18,39 @@ from typing import NamedTuple
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-    Part,
-    TensorSpec,
-    same_table,
-    stream_offsets,
-)
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
 
 NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
 
 
 class Move(NamedTuple):
-    """So many bytes from one place of the source's stream to one of the target's."""
+    """`size_bytes` bytes from the offset `source` of the source's stream to the offset `target` of the target's."""
 
     source: int
     target: int
     size_bytes: int
 
 
-def plan(source: Sequence[TensorSpec], target: Sequence[TensorSpec]) -> list[Move]:
+def plan(source: TensorTable, target: TensorTable) -> list[Move]:
     """What of the source the target wants, in the source's order; what is in no move is not wanted.
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's tensor of the same name.
     """
     if source == target:
-        size_bytes = sum(spec.size_bytes for spec in source)
-        return [Move(0, 0, size_bytes)] if size_bytes else []
-    wanted = {spec.name: (spec, place) for spec, place in zip(target, stream_offsets(target), strict=True)}
+        return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
     moves: list[Move] = []
     ends = (0, -1)  # of the last move, in both streams
-    for spec, start in zip(source, stream_offsets(source), strict=True):
-        if spec.name not in wanted:
+    for spec, start in zip(source, source.offsets, strict=True):
+        position = target.positions.get(spec.name)
+        if position is None:
             continue
-        mine, place = wanted[spec.name]
+        mine, offset = target[position], target.offsets[position]
         if not spec.size_bytes or not mine.size_bytes:
             if mine != spec:
                 _check_same_whole(spec, mine)
             continue
         for at, to, size_bytes in _runs(spec, mine):
-            at, to = start + at, place + to
+            at, to = start + at, offset + to
             if ends == (at, to):
                 moves[-1] = Move(moves[-1].source, moves[-1].target, moves[-1].size_bytes + size_bytes)
             else:
@@ -74,57 +68,57 @@ def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
     return tuple(sorted(wanted))
 
 
-def check_cover(sources: Mapping[int, Sequence[TensorSpec]], target: Sequence[TensorSpec]) -> None:
+def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None:
     """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
     if list(sources.values()) == [target]:
         return
     moves = sorted((move.target, move.size_bytes, shard) for shard in sources for move in plan(sources[shard], target))
-    names = {name for specs in sources.values() for name in (spec.name for spec in specs)}
-    missing = sorted(spec.name for spec in target if spec.name not in names)
-    at = 0
+    names = {name for table in sources.values() for name in table.positions}
+    missing = [spec.name for spec in target if spec.name not in names]
+    end = 0
     gaps: list[int] = []
-    for place, size_bytes, _ in moves:
-        if place > at:
-            gaps.append(at)
-        at = max(at, place + size_bytes)
-    if at < sum(spec.size_bytes for spec in target):
-        gaps.append(at)
+    for offset, size_bytes, _ in moves:
+        if offset > end:
+            gaps.append(end)
+        end = max(end, offset + size_bytes)
+    if end < target.size_bytes:
+        gaps.append(end)
     missing = missing or sorted({_name_at(target, gap) for gap in gaps})
     if missing:
         raise UsageError(
             f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
             f"{missing[:NAMES_SHOWN_MAX]}: compare the published names and parts with the ones asked for"
         )
-    for (place, size_bytes, shard), (following, _, other) in pairwise(moves):
-        if following < place + size_bytes:
+    for (offset, size_bytes, shard), (following, _, other) in pairwise(moves):
+        if following < offset + size_bytes:
             name = _name_at(target, following)
             raise UsageError(f"tensor {name!r} is published by shard {shard} and by shard {other}")
 
 
-def difference(before: Sequence[TensorSpec], after: Sequence[TensorSpec], *, may_move: bool = False) -> str:
+def difference(before: TensorTable, after: TensorTable, *, may_move: bool = False) -> str:
     """What is not the same in two versions of a table, for people; empty: nothing.
 
     may_move: it is one shard of several, and tensors or parts of them may have gone to another: then all that can be
     judged is whether a tensor that is still here has kept its dtype and its whole shape.
     """
-    if same_table(before, after):
+    if before == after:
         return ""
-    expected, given = ({spec.name: spec for spec in specs} for specs in (before, after))
-    missing = [name for name in expected if name not in given and not may_move]
-    new = [name for name in given if name not in expected and not may_move]
+    missing = [spec.name for spec in before if spec.name not in after.positions and not may_move]
+    new = [spec.name for spec in after if spec.name not in before.positions and not may_move]
+    both = [(spec, after[after.positions[spec.name]]) for spec in before if spec.name in after.positions]
     changed = [
-        f"{name!r} (expected {_text(spec)}, given {_text(given[name])})"
-        for name, spec in expected.items()
-        if name in given and not _is_like(spec, given[name], may_move=may_move)
+        f"{spec.name!r} (expected {_text(spec)}, given {_text(given)})"
+        for spec, given in both
+        if not _is_like(spec, given, may_move=may_move)
     ]
     parts = [_first("missing", [repr(name) for name in missing]), _first("new", [repr(name) for name in new])]
     return "; ".join(filter(None, [*parts, _first("changed", changed)]))
 
 
-def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> tuple[TensorSpec, ...]:
-    """The specs with what is said of some of them. Raise UsageError for a part that cannot be."""
+def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> TensorTable:
+    """The table of these tensors, with what is said of some of them. Raise UsageError for a part that cannot be."""
     if not parts:
-        return tuple(specs)
+        return TensorTable.of(specs)
     if not isinstance(parts, Mapping):
         raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     described = []
@@ -133,20 +127,12 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) ->
         part = left.pop(spec.name, None)
         if part is not None:
             _check_part(spec, part)
-            bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
-            alike = len(part.start) == len(spec.shape) == len(part.global_shape)
-            if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
-                raise UsageError(
-                    f"tensor {spec.name!r} {_text(spec)} is no part of {list(part.global_shape)} at {part.start}"
-                )
-            if spec.stride is not None:
-                raise UsageError(f"tensor {spec.name!r} is a part and strided {spec.stride}: pass a contiguous copy")
             if part.global_shape != spec.shape:
                 spec = msgspec.structs.replace(spec, part=part)
         described.append(spec)
     if left:
         raise UsageError(f"parts are given for tensors that are not there: {sorted(left)[:NAMES_SHOWN_MAX]}")
-    return tuple(described)
+    return TensorTable.of(described)
 
 
 def _check_part(spec: TensorSpec, part: object) -> None:
@@ -156,6 +142,12 @@ def _check_part(spec: TensorSpec, part: object) -> None:
         type(numbers) is not tuple or set(map(type, numbers)) - {int} for numbers in (part.global_shape, part.start)
     ):
         raise UsageError(f"tensor {spec.name!r} is said to be {part}: pass tuples of int")
+    bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
+    alike = len(part.start) == len(spec.shape) == len(part.global_shape)
+    if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
+        raise UsageError(f"tensor {spec.name!r} {_text(spec)} is no part of {list(part.global_shape)} at {part.start}")
+    if spec.stride is not None:
+        raise UsageError(f"tensor {spec.name!r} is a part and strided {spec.stride}: pass a contiguous copy")
 
 
 def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
@@ -220,13 +212,8 @@ def _steps(shape: Sequence[int]) -> list[int]:
     return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
 
 
-def _name_at(specs: Sequence[TensorSpec], offset: int) -> str:
-    at = 0
-    for spec in specs:
-        if at <= offset < at + spec.size_bytes:
-            return spec.name
-        at += spec.size_bytes
-    raise AssertionError("an offset outside of the target")
+def _name_at(table: TensorTable, offset: int) -> str:
+    return table[bisect_right(table.offsets, offset) - 1].name
 
 
 def _text(spec: TensorSpec) -> str:

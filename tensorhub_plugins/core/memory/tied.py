@@ -16,16 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    stream_offsets,
-)
 from tensorhub_plugins.core.memory.slab import Slab
-
-COMPARE_SIZE_BYTES = 4 << 20  # at once: what is on a device is brought to the host for it
+from tensorhub_plugins.core.memory.tensors import same_bytes
 
 
 class LiveTensors:
@@ -56,15 +51,9 @@ class LiveTensors:
         """Everything has arrived. UsageError naming two names whose memory is the same, and whose bytes are not."""
         if self._scratch is None:
             return
-        places = {
-            spec.name: (at, spec.size_bytes)
-            for spec, at in zip(self.specs, stream_offsets(self.specs), strict=True)
-            if spec.name in self._whole.ties
-        }
-        for spec, at in zip(self._scratch.specs, stream_offsets(self._scratch.specs), strict=True):
-            place, size_bytes = places[spec.name]
-            if not _same(self._whole, place, self._scratch, at, size_bytes):
-                names = f"{self._whole.ties[spec.name]!r} and {spec.name!r}"
+        for name, read in self._scratch.tensors().items():
+            if not same_bytes(self._tensors[name], read):
+                names = f"{self._whole.ties[name]!r} and {name!r}"
                 raise UsageError(
                     f"tensors {names} are the same memory here, but were published with different bytes: give each a "
                     "tensor of its own, or read only one of the names",
@@ -76,14 +65,3 @@ class LiveTensors:
         settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs})
         settled.specs = slab.specs
         return settled
-
-
-def _same(one: Slab, place: int, other: Slab, at: int, size_bytes: int) -> bool:
-    """Whether one tensor's bytes are the same in both; each lies in one piece."""
-    for skip in range(0, size_bytes, COMPARE_SIZE_BYTES):
-        count = min(COMPARE_SIZE_BYTES, size_bytes - skip)
-        [mine] = one.readable(place + skip, place + skip + count)
-        [theirs] = other.readable(at + skip, at + skip + count)
-        if not np.array_equal(np.frombuffer(mine, np.uint8), np.frombuffer(theirs, np.uint8)):
-            return False
-    return True

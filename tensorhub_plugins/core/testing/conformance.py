@@ -46,7 +46,8 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubEr
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
-from tensorhub_plugins.core.memory.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.transports import Link, LinkProgress, NotServable, Offer, Transport
 from tensorhub_plugins.core.types import (
     ShardKey,

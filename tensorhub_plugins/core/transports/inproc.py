@@ -13,7 +13,8 @@ from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
-from tensorhub_plugins.core.memory.slab import Slab, copy_views
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.read_plan import Placement, ReadPlan, check_segments

@@ -18,8 +18,10 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
+from tensorhub_plugins.core.memory.copying import digest_of
 from tensorhub_plugins.core.memory.moves import Move
-from tensorhub_plugins.core.memory.slab import Extents, Slab, digest_of
+from tensorhub_plugins.core.memory.runs import Extents
+from tensorhub_plugins.core.memory.slab import Slab
 
 NOT_WANTED = -1
 

@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core.errors import VersionRefused
+from tensorhub_plugins.core.memory.tensors import same_bytes
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
@@ -126,13 +127,9 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     if one.dtype == other.dtype:
-        return torch.equal(_bytes(one), _bytes(other))  # NaN is equal to itself there
+        return same_bytes(one, other)  # NaN is equal to itself there
     blocks = zip(one.flatten().split(BLOCK_LENGTH), other.flatten().split(BLOCK_LENGTH), strict=True)
     return all(torch.equal(mine.double(), theirs.double()) for mine, theirs in blocks)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _compare(accepted: Rehearsal, shapes: Shapes) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.tensors import without_aliases
 from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk
@@ -133,7 +134,7 @@ class Conversion:
     def _targets(self) -> dict[str, torch.Tensor]:
         """Where the tensors of a checkpoint would go; {} if copies are out of the question."""
         view = weights.checkpoint_view(self._model, self._vllm_config) or {}
-        return weights.without_aliases(view)  # a tied head comes under the name of the embedding, which is first
+        return without_aliases(view)  # a tied head comes under the name of the embedding, which is first
 
     def _reload(self, checkpoint: Weights) -> None:
         reload.reload_checkpoint(self._model, self._vllm_config, checkpoint)

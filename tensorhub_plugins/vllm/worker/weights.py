@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.tensors import flat_bytes, in_memory_order, without_aliases
 
 # Tensors that layers keep as plain attributes: the matrices MLA absorbs (names differ by version and back
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
@@ -48,7 +49,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     What such bytes mean is the fingerprint's business.
     """
     found = dict(all_tensors(model))
-    return without_aliases({name: _in_memory_order(tensor) for name, tensor in found.items()})
+    return without_aliases({name: in_memory_order(tensor) for name, tensor in found.items()})
 
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,35 +66,6 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             tensor = module.__dict__.get(attribute)
             if isinstance(tensor, torch.Tensor) and tensor.numel():
                 yield f"{module_name}.{attribute}", tensor.detach()
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of all the memory between the tensor's first and last element."""
-    order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
-    permuted = tensor.permute(order)
-    if permuted.is_contiguous():
-        return permuted
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return torch.as_strided(tensor, (span,), (1,))
-
-
-def without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Drop what another entry's memory already contains; of equals, the first found stays."""
-    kept: list[str] = []
-    end_by_storage: dict[tuple[torch.device, int], int] = {}
-
-    def extent(name: str) -> tuple[int, int]:
-        start = found[name].data_ptr()
-        return start, start + found[name].numel() * found[name].element_size()
-
-    order = {name: position for position, name in enumerate(found)}
-    for name in sorted(found, key=lambda n: (extent(n)[0], -extent(n)[1], order[n])):
-        start, end = extent(name)
-        storage = (found[name].device, found[name].untyped_storage().data_ptr())
-        if end > end_by_storage.get(storage, start):
-            kept.append(name)
-            end_by_storage[storage] = end
-    return {name: found[name] for name in sorted(kept)}
 
 
 def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
@@ -142,11 +114,6 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
 def digest(tensor: torch.Tensor) -> str:
     """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
     return xxhash.xxh3_128_hexdigest(flat_bytes(tensor).cpu().numpy())
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as bytes, one-dimensional; writing them writes the tensor."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:

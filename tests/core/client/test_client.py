@@ -50,15 +50,12 @@ from tensorhub_plugins.core import (
     ShardKey,
     Slab,
     SourceLost,
-    TensorSpec,
+    TensorTable,
     UsageError,
     VersionGone,
     VersionRefused,
     spec_of,
     start_server,
-)
-from tensorhub_plugins.core import (
-    manifest as manifest_module,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client import client as client_module
@@ -435,8 +432,8 @@ def test_other_tensors_than_in_the_version_before(stage, caplog, change, copy):
     assert len(caplog.records) == 1
 
 
-def spec_table(tensors: dict[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
+def spec_table(tensors: dict[str, torch.Tensor]) -> TensorTable:
+    return TensorTable.of(spec_of(name, tensor) for name, tensor in tensors.items())
 
 
 def test_a_shard_of_several_may_hold_other_tensors_but_no_others_of_that_name(stage, caplog):
@@ -456,16 +453,13 @@ def test_a_shard_of_several_may_hold_other_tensors_but_no_others_of_that_name(st
 
 def test_equal_tables_are_never_compared_tensor_by_tensor(stage, monkeypatch):
     client = stage.client("trainer")
-    tables = []
-    encode = manifest_module._encoded_table
-    monkeypatch.setattr(manifest_module, "_encoded_table", lambda specs: tables.append(specs) or encode(specs))
     monkeypatch.setattr(reads, "_is_like", None)
-    for version in (1, 2, 3):
-        client.publish(version, tensors_of(version), strict=True)  # a slab of its own each
-    assert len({id(specs) for specs in tables}) == 3  # each encoded once, as for its root anyway
+    tables = [
+        client.publish(version, tensors_of(version), strict=True).manifest.tensors for version in (1, 2, 3)
+    ]  # a slab of its own each
     client.unpublish(1)
-    client.publish(4, tensors_of(4), strict=True)
-    assert len({id(specs) for specs in tables}) == 3
+    tables.append(client.publish(4, tensors_of(4), strict=True).manifest.tensors)
+    assert all(table is tables[0] for table in tables)
 
 
 def test_a_version_taken_back_may_return_with_the_same_bytes(stage):

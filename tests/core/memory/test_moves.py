@@ -16,6 +16,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
     Part,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.memory.moves import Move, check_cover, needed, plan, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
@@ -27,25 +28,29 @@ from tensorhub_plugins.core.types import (
 )
 
 
+def table(*specs: TensorSpec) -> TensorTable:
+    return TensorTable.of(specs)
+
+
 def spec(name: str, size: int = 4, dtype: str = "uint8", stride: tuple[int, ...] | None = None) -> TensorSpec:
     return TensorSpec(name, dtype, (size,), size, stride)
 
 
 def test_an_equal_shard_is_placed_where_it_was():
-    tensors = (spec("a", 3), spec("b", 5), spec("c", 0), spec("d", 1))
+    tensors = table(spec("a", 3), spec("b", 5), spec("c", 0), spec("d", 1))
     assert plan(tensors, tensors) == [Move(0, 0, 9)]
 
 
 def test_two_shards_interleave_in_one_target_and_what_is_not_wanted_is_said():
-    target = (spec("a", 3), spec("b", 5), spec("c", 7))
-    assert plan((spec("a", 3), spec("c", 7), spec("z", 9)), target) == [Move(0, 0, 3), Move(3, 8, 7)]
-    assert plan((spec("b", 5),), target) == [Move(0, 3, 5)]
+    target = table(spec("a", 3), spec("b", 5), spec("c", 7))
+    assert plan(table(spec("a", 3), spec("c", 7), spec("z", 9)), target) == [Move(0, 0, 3), Move(3, 8, 7)]
+    assert plan(table(spec("b", 5)), target) == [Move(0, 3, 5)]
 
 
 def test_nothing_in_nothing():
-    assert plan((), ()) == []
-    assert plan((spec("a"),), ()) == []
-    assert plan((), (spec("a"),)) == []
+    assert plan(table(), table()) == []
+    assert plan(table(spec("a")), table()) == []
+    assert plan(table(), table(spec("a"))) == []
 
 
 @pytest.mark.parametrize(
@@ -63,12 +68,12 @@ def test_nothing_in_nothing():
 )
 def test_a_tensor_that_differs_is_named_with_both_descriptions(source, target, words):
     with pytest.raises(UsageError) as caught:
-        plan((source,), (target,))
+        plan(table(source), table(target))
     assert all(word in str(caught.value) for word in [*words, "publish and replicate the same dtype"])
 
 
-def specs(*names: str) -> tuple[TensorSpec, ...]:
-    return tuple(spec(name) for name in names)
+def specs(*names: str) -> TensorTable:
+    return table(*map(spec, names))
 
 
 def test_every_wanted_tensor_has_exactly_one_source():
@@ -90,14 +95,14 @@ def box(name: str, whole: tuple[int, ...], start: tuple[int, ...], shape: tuple[
 def test_rows_are_one_move_and_columns_one_for_each_row():
     whole = box("w", (6, 4), (0, 0), (6, 4))
     assert whole.part is None  # all there is
-    assert plan((whole,), (box("w", (6, 4), (2, 0), (3, 4)),)) == [Move(16, 0, 24)]
-    assert plan((whole,), (box("w", (6, 4), (0, 1), (2, 2)),)) == [Move(2, 0, 4), Move(10, 4, 4)]
-    assert plan((box("w", (6, 4), (0, 0), (3, 4)),), (box("w", (6, 4), (3, 0), (3, 4)),)) == []
+    assert plan(table(whole), table(box("w", (6, 4), (2, 0), (3, 4)))) == [Move(16, 0, 24)]
+    assert plan(table(whole), table(box("w", (6, 4), (0, 1), (2, 2)))) == [Move(2, 0, 4), Move(10, 4, 4)]
+    assert plan(table(box("w", (6, 4), (0, 0), (3, 4))), table(box("w", (6, 4), (3, 0), (3, 4)))) == []
 
 
 def test_a_ranks_rows_need_only_their_segments():
-    manifest = Manifest((TensorSpec("w", "int16", (64, 8), 1024),), bytes(16 * 16), 64)
-    assert needed(manifest, plan(manifest.tensors, (box("w", (64, 8), (16, 0), (16, 8)),))) == (4, 5, 6, 7)
+    manifest = Manifest(table(TensorSpec("w", "int16", (64, 8), 1024)), bytes(16 * 16), 64)
+    assert needed(manifest, plan(manifest.tensors, table(box("w", (64, 8), (16, 0), (16, 8))))) == (4, 5, 6, 7)
     assert needed(manifest, []) == ()
 
 
@@ -117,13 +122,14 @@ def test_a_part_that_cannot_be_is_refused(parts, words):
 
 def test_parts_of_different_wholes_and_holes_and_overlaps_are_named():
     with pytest.raises(UsageError, match=r"at \[0, 0\] of \[8, 4\]"):
-        plan((box("w", (8, 4), (0, 0), (2, 4)),), (box("w", (6, 4), (0, 0), (2, 4)),))
-    top, middle, bottom = (box("w", (6, 4), (row, 0), (2, 4)) for row in (0, 2, 4))
-    check_cover({0: (top,), 1: (middle,), 2: (bottom,)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+        plan(table(box("w", (8, 4), (0, 0), (2, 4))), table(box("w", (6, 4), (0, 0), (2, 4))))
+    top, middle, bottom = (table(box("w", (6, 4), (row, 0), (2, 4))) for row in (0, 2, 4))
+    whole = table(box("w", (6, 4), (0, 0), (6, 4)))
+    check_cover({0: top, 1: middle, 2: bottom}, whole)
     with pytest.raises(UsageError, match="not all of them.*'w'"):
-        check_cover({0: (top,), 2: (bottom,)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+        check_cover({0: top, 2: bottom}, whole)
     with pytest.raises(UsageError, match="tensor 'w' is published by shard 0 and by shard 1"):
-        check_cover({0: (top,), 1: (box("w", (6, 4), (1, 0), (5, 4)),)}, (box("w", (6, 4), (0, 0), (6, 4)),))
+        check_cover({0: top, 1: table(box("w", (6, 4), (1, 0), (5, 4)))}, whole)
 
 
 @st.composite
@@ -194,10 +200,10 @@ def test_from_any_parts_to_any_parts_the_bytes_are_those_of_plain_slices(drawn, 
 def test_placed_tensors_never_overlap_and_fill_what_they_cover(drawn):
     """Source tensors split over any shards land side by side in the target."""
     specs = tuple(spec(f"t{index:02}", size) for index, (size, _, _) in enumerate(drawn))
-    target = tuple(s for s, (_, _, wanted) in zip(specs, drawn, strict=True) if wanted)
+    target = table(*(s for s, (_, _, wanted) in zip(specs, drawn, strict=True) if wanted))
     filled = bytearray(sum(s.size_bytes for s in target))
     for shard in range(4):
-        source = tuple(s for s, (_, owner, _) in zip(specs, drawn, strict=True) if owner == shard)
+        source = table(*(s for s, (_, owner, _) in zip(specs, drawn, strict=True) if owner == shard))
         for move in plan(source, target):
             assert not any(filled[move.target : move.target + move.size_bytes])
             filled[move.target : move.target + move.size_bytes] = b"\x01" * move.size_bytes

@@ -1,9 +1,6 @@
 """Slabs: every tensor becomes the stream it should, and back, in place; what cannot work is refused by name."""
 
 import ctypes
-import fcntl
-import mmap
-import os
 import subprocess
 import sys
 import warnings
@@ -12,46 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
+from slabs import KINDS, allocated, raw, stream, through_host
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    DIGEST_SIZE_BYTES,
-    Manifest,
-    TensorSpec,
-)
-from tensorhub_plugins.core.memory import slab as slab_module
-from tensorhub_plugins.core.memory.slab import ALIGNMENT_BYTES, Slab, copy_views, digest_of, place, spans, spec_of
-from tensorhub_plugins.core.testing import blank_like, sample_tensors
+from tensorhub_plugins.core.manifest import TensorSpec
+from tensorhub_plugins.core.memory.copying import copy_views, digest_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.testing import sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-def raw(tensor):
-    """A dense tensor's bytes in memory order, by its address alone."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
-
-
-def stream(tensors):
-    """The stream by its definition: the bytes in the order of the names."""
-    return b"".join(raw(tensors[name]) for name in sorted(tensors))
-
-
-def allocated(tensors):
-    slab = Slab.allocate(spec_of(name, tensor) for name, tensor in tensors.items())
-    for name, tensor in tensors.items():
-        slab.write(name, tensor)
-    return slab
-
-
-def staged(tensors):
-    """A slab that takes the way of device memory, on the CPU: through host buffers, committed at the end."""
-    slab = Slab.adopt(tensors)
-    slab._staging = torch.device("cpu")
-    return slab
-
-
-KINDS = {"adopted": Slab.adopt, "allocated": allocated, "staged": staged}
 
 
 @pytest.fixture(params=KINDS)
@@ -123,9 +90,9 @@ def test_several_ranges_at_once(make):
         assert b"".join(slab.readable(0, 20)) == b"\0\0de\0\0\0\0\0fg\0\0\0\0abc\0\0"
 
 
-def test_staged_memory_is_untouched_when_receiving_fails():
+def test_device_memory_is_untouched_when_receiving_fails():
     tensors = {"a": torch.zeros(10, dtype=torch.uint8)}
-    slab = staged(tensors)
+    slab = through_host(tensors)
     with pytest.raises(KeyError), slab.writable(0, 10) as views:
         views[0][:] = b"x" * 10
         raise KeyError
@@ -155,14 +122,6 @@ def test_ranges_outside_the_stream(make, start, stop):
             slab.readable(start, stop)
         with pytest.raises(UsageError, match="outside"), slab.writable(start, stop):
             pass
-
-
-def test_copy_views_of_different_cuts():
-    source = [memoryview(b"ab"), memoryview(b""), memoryview(b"cdefg"), memoryview(b"hij")]
-    target = bytearray(10)
-    view = memoryview(target)
-    copy_views(source, [view[:3], view[3:3], view[3:9], view[9:]])
-    assert target == b"abcdefghij"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -248,97 +207,7 @@ def test_wrapper_tensors_are_refused():
         Slab.adopt({"w": torch.zeros(3).as_subclass(Wrapper)})
 
 
-# --- specs ---
-
-
-def test_spec_of():
-    assert spec_of("a", torch.zeros(2, 3, dtype=torch.bfloat16)) == TensorSpec("a", "bfloat16", (2, 3), 12)
-    assert spec_of("a", torch.zeros(2, 3).t()) == TensorSpec("a", "float32", (3, 2), 24, (1, 3))
-    assert spec_of("a", torch.zeros(())) == TensorSpec("a", "float32", (), 4)
-    assert spec_of("a", torch.zeros(0, 3).t()).stride is None
-    # Strides of dimensions of size 1 mean nothing: equal bytes have equal specs.
-    assert spec_of("a", torch.zeros(3, 2).as_strided((2, 1, 3), (1, 77, 2))).stride == (1, 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        (TensorSpec("x", "float99", (2,), 8), "does not know"),
-        (TensorSpec("x", "nn", (2,), 8), "does not know"),
-        (TensorSpec("x", "float32", (2,), 9), "claims 9 bytes"),
-        (TensorSpec("x", "float32", (-1, -1), 4), "claims"),
-        (TensorSpec("x", "float32", (2, 3), 24, (3, 2)), "strides"),
-        (TensorSpec("x", "float32", (2, 3), 24, (1, 1000)), "strides"),
-        (TensorSpec("x", "float32", (2, 3), 24, (1,)), "strides"),
-    ],
-)
-def test_specs_of_a_peer_that_do_not_hold_together(spec, reason):
-    """Memory is handed out by what they say, so nothing of it is believed."""
-    with pytest.raises(UsageError, match=reason) as error:
-        Slab.allocate([spec])
-    assert "'x'" in str(error.value)
-
-
-def test_a_name_twice():
-    with pytest.raises(UsageError, match="'x' is there twice"):
-        Slab.allocate([TensorSpec("x", "int8", (1,), 1), TensorSpec("x", "int8", (2,), 2)])
-
-
 # --- allocating ---
-
-
-def test_allocated_tensors_are_as_specified():
-    tensors = sample_tensors(seed=4)
-    with allocated(tensors) as slab:
-        for name, tensor in slab.tensors().items():
-            assert spec_of(name, tensor) == spec_of(name, tensors[name])
-            assert raw(tensor) == raw(tensors[name])
-            assert tensor.data_ptr() % ALIGNMENT_BYTES == 0
-
-
-def test_the_file_holds_the_tensors_where_place_says():
-    """Another process knows the block's layout from the manifest alone."""
-    tensors = sample_tensors(seed=5)
-    with allocated(tensors) as slab:
-        places, extent = place(slab.specs)
-        with mmap.mmap(slab.shared_fd, extent, prot=mmap.PROT_READ) as block:
-            for spec, at in zip(slab.specs, places, strict=True):
-                assert at % ALIGNMENT_BYTES == 0
-                assert block[at : at + spec.size_bytes] == raw(tensors[spec.name])
-            whole = b"".join(block[span.place : span.place + span.size_bytes] for span in spans(slab.specs))
-            assert whole == stream(tensors)
-
-
-def test_tensors_of_aligned_sizes_are_one_span():
-    specs = [TensorSpec(f"t{i}", "uint8", (64 * i,), 64 * i) for i in range(9)]
-    assert spans(specs) == [(0, 64 * 36, 0)]
-    odd = [TensorSpec("a", "uint8", (65,), 65), TensorSpec("b", "uint8", (1,), 1), TensorSpec("c", "uint8", (0,), 0)]
-    assert spans(odd) == [(0, 65, 0), (65, 1, 128)]
-    assert place(odd) == ((0, 128, 192), 192)
-    assert place([]) == ((), 0)
-
-
-def test_the_file_cannot_shrink_and_leaves_nothing_behind():
-    with Slab.allocate([TensorSpec("a", "uint8", (5000,), 5000)]) as slab:
-        with pytest.raises(PermissionError):
-            os.ftruncate(slab.shared_fd, 0)
-        assert fcntl.fcntl(slab.shared_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        assert os.fstat(slab.shared_fd).st_nlink == 0  # has no name anywhere: gone with the last process that has it
-        assert not os.get_inheritable(slab.shared_fd)
-
-
-def test_without_memfd_it_is_private_memory(monkeypatch):
-    monkeypatch.delattr(os, "memfd_create")
-    tensors = sample_tensors(seed=6)
-    with allocated(tensors) as slab:
-        assert slab.shared_fd is None
-        assert b"".join(slab.readable(0, slab.size_bytes)) == stream(tensors)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for hosts without CUDA")
-def test_pinning_needs_cuda():
-    with pytest.raises(UsageError, match="no CUDA device"):
-        Slab.allocate([TensorSpec("a", "uint8", (5,), 5)], pin=True)
 
 
 def test_empty_slabs():
@@ -403,75 +272,6 @@ def test_write_into_an_adopted_parameter():
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 
-# --- digests ---
-
-
-def test_manifest_is_the_same_for_every_kind_and_number_of_threads(monkeypatch):
-    monkeypatch.setattr(slab_module, "DIGEST_SIZE_AT_ONCE_BYTES", 3 * 997)
-    tensors = sample_tensors(seed=7)
-    whole = stream(tensors)
-    manifests = []
-    for kind, make in KINDS.items():
-        with make(tensors) as slab:
-            manifests += [slab.manifest(997), slab.manifest(997, threads=3)]
-            assert slab.kind in (kind, "adopted")
-    assert all(manifest == manifests[0] for manifest in manifests)
-    manifest = manifests[0].check()
-    assert manifest.segment_count > 3 * 3  # more than one of so many for each thread
-    for segment in range(manifest.segment_count):
-        start, stop = manifest.segment_range(segment)
-        assert manifest.digest(segment) == digest_of([memoryview(whole[start:stop])])
-        assert len(manifest.digest(segment)) == DIGEST_SIZE_BYTES
-
-
-def test_digest_does_not_depend_on_the_cuts():
-    content = bytes(range(256)) * 20
-    view = memoryview(content)
-    assert digest_of([view]) == digest_of([view[:1], view[1:1], view[1:4000], view[4000:]])
-
-
-@settings(max_examples=50, deadline=None)
-@given(position=st.integers(0, 4095), bit=st.integers(0, 7))
-def test_digest_notices_one_bit(position, bit):
-    content = bytearray(range(256)) * 16
-    before = digest_of([memoryview(content)])
-    content[position] ^= 1 << bit
-    assert digest_of([memoryview(content)]) != before
-
-
-def test_digest_notices_swapped_blocks_which_a_sum_does_not():
-    """The negative control of position sensitivity: an XOR of 64-bit words, as others use, is blind to the swap."""
-
-    def xor(content):
-        return torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, 8).tolist()
-
-    def fold(content):
-        total = 0
-        for row in xor(content):
-            for word in row:
-                total ^= word
-        return total
-
-    one, other = os.urandom(4096), os.urandom(4096)
-    assert fold(one + other) == fold(other + one)
-    assert digest_of([memoryview(one + other)]) != digest_of([memoryview(other + one)])
-
-
-def test_digest_sees_the_bytes_as_they_are_now(make):
-    tensors = {"a": torch.zeros(5000, dtype=torch.uint8)}
-    with make(tensors) as slab:
-        before = slab.manifest(1000)
-        slab.tensors()["a"][2500] = 1
-        after = slab.manifest(1000)
-        assert [before.digest(k) == after.digest(k) for k in range(5)] == [True, True, False, True, True]
-        assert before.root() != after.root()
-
-
-def test_segment_size_must_be_positive(make):
-    with make({"a": torch.zeros(3)}) as slab, pytest.raises(UsageError, match="segment_size_bytes"):
-        slab.manifest(0)
-
-
 # --- the end ---
 
 
@@ -501,84 +301,6 @@ def test_memory_outlives_close_for_those_who_still_have_views():
     assert b"".join(views) == raw(tensors["a"])
 
 
-def test_no_descriptor_is_lost():
-    before = sorted(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        allocated(sample_tensors(seed=9)).close()
-        Slab.allocate([TensorSpec("a", "uint8", (5,), 5)])  # dropped without close
-        with pytest.raises(UsageError):
-            Slab.allocate([TensorSpec("a", "uint8", (5,), 6)])
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_an_allocated_slab_keeps_the_very_table_of_a_manifest():
-    with Slab.adopt(sample_tensors(seed=11)) as source:
-        table = Manifest.decode(source.manifest().encoded).tensors
-        assert table is source.specs
-    with Slab.allocate(table) as slab, Slab.allocate(list(table)) as other, Slab.allocate(reversed(table)) as third:
-        assert slab.specs is table
-        assert other.specs == third.specs == table
-
-
-def test_blank_like_is_no_copy():
-    tensors = sample_tensors(seed=10)
-    blanks = blank_like(tensors)
-    assert all(spec_of(name, blanks[name]) == spec_of(name, tensors[name]) for name in tensors)
-    assert set(stream(blanks)) == {0xA5}
-
-
-# --- what was adopted before ---
-
-
-def test_adopting_the_same_tensors_again_looks_at_nothing_twice(monkeypatch):
-    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.int16), "empty": torch.zeros(0)}
-    first = Slab.adopt(tensors)
-    monkeypatch.setattr(slab_module, "spec_of", None)  # whoever looks at a tensor anew fails
-    second = Slab.adopt(dict(tensors))
-    assert second.specs == first.specs and second is not first
-    first.close()
-    tensors["b"][0] = 7
-    assert b"".join(second.readable(0, second.size_bytes)) == stream(tensors)
-    with pytest.raises(TypeError):  # the control: another tensor is looked at
-        Slab.adopt({**tensors, "b": torch.zeros(4, dtype=torch.int16)})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: t.set_(torch.ones(2, 3)),
-        lambda t: t.t_(),
-        lambda t: t.as_strided_((2, 3), (1, 2)),
-        lambda t: t.unsqueeze_(0),
-        lambda t: t.resize_(3, 2),
-        lambda t: setattr(t, "data", torch.full((2, 3), 5.0)),
-        lambda t: setattr(t, "data", t.data.view(torch.int32)),
-    ],
-    ids=["set", "transpose", "strides", "unsqueeze", "resize", "data", "dtype"],
-)
-def test_a_tensor_that_is_not_what_it_was_is_looked_at_anew(change):
-    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(3)}
-    before = Slab.adopt(tensors)
-    change(tensors["a"])
-    slab = Slab.adopt(tensors)
-    assert slab.specs == tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
-    assert b"".join(slab.readable(0, slab.size_bytes)) == stream(tensors)
-    assert slab.specs != before.specs or slab.tensors()["a"].data_ptr() == tensors["a"].data_ptr()
-
-
-def test_a_lazy_conjugate_is_not_taken_for_the_tensor_it_shares_all_else_with():
-    plain = torch.zeros(4, dtype=torch.complex64)
-    with Slab.adopt({"a": plain}), pytest.raises(UsageError, match="lazy conjugate"):
-        Slab.adopt({"a": plain.conj()})
-
-
-@pytest.mark.parametrize("bad", [torch.ones(4).to_sparse(), torch.ones(4, device="meta"), b"extra state", None])
-def test_what_cannot_be_adopted_is_said_though_its_name_is_remembered(bad):
-    tensors = {"a": torch.ones(4)}
-    with Slab.adopt(tensors), pytest.raises(UsageError, match="'a'"):
-        Slab.adopt({"a": bad})
-
-
 def test_tensors_and_slabs_that_last_as_long_as_the_interpreter_end_without_a_word():
     script = """
 import torch
@@ -593,7 +315,7 @@ print(adopted.size_bytes)
 
 @pytest.mark.parametrize("kind", ["adopted", "allocated"])
 def test_addresses_of_a_range_are_those_of_its_bytes(kind):
-    assert staged(sample_tensors(1)).addresses(0, 1) is None
+    assert through_host(sample_tensors(1)).addresses(0, 1) is None
     with KINDS[kind](sample_tensors(1)) as slab:
         whole = b"".join(slab.readable(0, slab.size_bytes))
         for start, stop in [(0, len(whole)), (0, 1), (5, 5), (3, len(whole) - 2), (len(whole) - 1, len(whole))]:
@@ -601,18 +323,3 @@ def test_addresses_of_a_range_are_those_of_its_bytes(kind):
             assert b"".join(ctypes.string_at(address, size) for address, size in places) == whole[start:stop]
         with pytest.raises(UsageError, match="outside"):
             slab.addresses(1, len(whole) + 1)
-
-
-@pytest.mark.parametrize("how", ["dies", "is given other memory"])
-def test_what_is_remembered_of_tensors_keeps_no_memory(how):
-    tensors = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
-    storage = StorageWeakRef(tensors["a"].untyped_storage())
-    slab = Slab.adopt(tensors)
-    if how == "dies":
-        del tensors["a"]
-    else:
-        tensors["a"].data = torch.ones(1000)
-    assert not storage.expired() and b"".join(slab.readable(0, 4000)) == bytes(4000)  # a slab keeps what it serves
-    slab.close()
-    del slab
-    assert storage.expired()

@@ -23,7 +23,6 @@ from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey,
 from tensorhub_plugins.core.client import client as client_module
 from tensorhub_plugins.core.manifest import (
     segment_size_for,
-    stream_offsets,
 )
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.transports import Offer
@@ -241,8 +240,8 @@ def test_other_parts_under_the_two_names_are_different_bytes(client):
 
 def arrive(slab: Slab, name: str, tensor: torch.Tensor) -> tuple[tuple[int, int], bytes]:
     """A source's bytes of this name; which range of the stream that is, and its digest as taken then."""
-    places = dict(zip((spec.name for spec in slab.specs), stream_offsets(slab.specs), strict=True))
-    start, stop = places[name], places[name] + tensor.nbytes
+    start = slab.specs.offsets[slab.specs.positions[name]]
+    stop = start + tensor.nbytes
     with slab.writable(start, stop) as views:
         at = 0
         for view in views:
@@ -488,9 +487,9 @@ def test_the_scratch_is_let_go_when_it_was_compared(client, monkeypatch):
         assert len(made) == version and made[-1]() is None
 
 
-def staged(slab: Slab) -> Slab:
+def through_host(slab: Slab) -> Slab:
     """It takes the way of device memory, on the CPU: through host buffers, committed at the end."""
-    slab._staging = torch.device("cpu")
+    slab._copy_through_host(torch.device("cpu"))
     return slab
 
 
@@ -499,8 +498,8 @@ def test_by_way_of_host_buffers_as_for_a_device(equal):
     tensors = published(10 << 20, equal=equal)
     mine = tied_like(tensors)
     live = LiveTensors(mine)
-    staged(live._whole)
-    slab = staged(live.adopt())
+    through_host(live._whole)
+    slab = through_host(live.adopt())
     for name, tensor in tensors.items():
         arrive(slab, name, tensor)
     assert b"".join(slab.readable(0, slab.size_bytes)) == b"".join(t.numpy().tobytes() for t in tensors.values())

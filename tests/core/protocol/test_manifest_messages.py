@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import msgspec
@@ -25,6 +26,7 @@ from tensorhub_plugins.core.manifest import (
     SHARD_SIZE_BYTES_MAX,
     Manifest,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
@@ -45,7 +47,7 @@ def spec(name: str, size: int) -> TensorSpec:
 
 
 def a_manifest(*sizes: int, segment_size_bytes: int = 4) -> Manifest:
-    specs = tuple(spec(f"t{index}", size) for index, size in enumerate(sizes))
+    specs = TensorTable(spec(f"t{index}", size) for index, size in enumerate(sizes))
     segments = -(-sum(sizes) // segment_size_bytes)
     return Manifest(specs, b"".join(bytes([k] * DIGEST_SIZE_BYTES) for k in range(segments)), segment_size_bytes)
 
@@ -70,8 +72,10 @@ def test_the_root_depends_on_everything():
         a_manifest(8),
         msgspec.structs.replace(base, digests=base.digests[::-1]),
         msgspec.structs.replace(base, segment_size_bytes=5),
-        msgspec.structs.replace(base, tensors=(spec("t0", 3), TensorSpec("t1", "int8", (5,), 5))),
-        msgspec.structs.replace(base, tensors=(spec("t0", 3), TensorSpec("t1", "uint8", (5,), 5, (1,)))),
+        msgspec.structs.replace(base, tensors=TensorTable.of((spec("t0", 3), TensorSpec("t1", "int8", (5,), 5)))),
+        msgspec.structs.replace(
+            base, tensors=TensorTable.of((spec("t0", 3), TensorSpec("t1", "uint8", (5,), 5, (1,))))
+        ),
     ]
     assert len({x.root() for x in [base, *others]}) == 7
     assert base.root() == a_manifest(3, 5).root() and len(base.root()) == 16
@@ -80,11 +84,11 @@ def test_the_root_depends_on_everything():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensors": (spec("b", 4), spec("a", 4))}, "not sorted"),
-        ({"tensors": (spec("a", 4), spec("a", 4))}, "not sorted by unique name"),
-        ({"tensors": (spec("a", 12), spec("b", -4))}, "negative size"),
-        ({"tensors": (TensorSpec("a", "uint8", (-2, -4), 8),)}, "negative size"),
-        ({"tensors": (spec("a", SHARD_SIZE_BYTES_MAX + 1),)}, "the limit is"),
+        ({"tensors": TensorTable((spec("b", 4), spec("a", 4)))}, "not sorted"),
+        ({"tensors": TensorTable((spec("a", 4), spec("a", 4)))}, "not sorted by unique name"),
+        ({"tensors": TensorTable((spec("a", 12), spec("b", -4)))}, "negative size"),
+        ({"tensors": TensorTable((TensorSpec("a", "uint8", (-2, -4), 8),))}, "negative size"),
+        ({"tensors": TensorTable((spec("a", SHARD_SIZE_BYTES_MAX + 1),))}, "the limit is"),
         ({"digests": bytes(16)}, "digests do not match"),
         ({"segment_size_bytes": 0}, "digests do not match"),
         ({"segment_size_bytes": -4}, "digests do not match"),
@@ -103,12 +107,34 @@ def test_a_manifest_on_the_wire():
     assert decoded == [one, other] and decoded[0].root() == one.root() != other.root()
     assert decoded[0].tensors is decoded[1].tensors  # one table, decoded once
     assert Manifest.decode(a_manifest(3, 6).encoded).tensors != one.tensors
-    for changes, words in (({"digests": b""}, "digests do not match"), ({"tensors": one.tensors[::-1]}, "not sorted")):
+    for changes, words in (
+        ({"digests": b""}, "digests do not match"),
+        ({"tensors": TensorTable(one.tensors[::-1])}, "not sorted"),
+    ):
         with pytest.raises(ProtocolError, match=words):
             Manifest.decode(msgspec.structs.replace(one, **changes).encoded)
     for garbage in (b"", one.encoded[:-1], msgspec.msgpack.encode({"tensors": 1}), msgspec.msgpack.encode(7)):
         with pytest.raises(ProtocolError, match="does not decode"):
             Manifest.decode(garbage)
+
+
+def test_equal_tables_are_one_object_while_they_are_used():
+    specs = [spec("b", 4), spec("a", 3)]
+    table = TensorTable.of(specs)
+    assert [each.name for each in table] == ["a", "b"] and table.positions == {"a": 0, "b": 1}
+    assert TensorTable.of(reversed(specs)) is table is TensorTable.of(table) is TensorTable.decode(table.encoded)
+    assert TensorTable.of([spec("a", 3)]) is not table
+    copies = [pickle.loads(pickle.dumps(table)), copy.deepcopy(table)]
+    assert copies[0] is table and copies[1] is table
+    lone = TensorTable(table.specs)  # equal to it all the same
+    assert lone is not table and lone == table and hash(lone) == hash(table) and lone != TensorTable([spec("a", 3)])
+
+
+def test_what_is_known_of_a_table_does_not_make_a_bad_one_pass():
+    """A table is kept by its encoding, also one that a peer could not have sent."""
+    bad = TensorTable.of([spec("a", -4)])
+    with pytest.raises(ProtocolError, match="negative size"):
+        TensorTable.decode(bad.encoded)
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, VERSION_MAX + 1])

@@ -10,6 +10,7 @@ from tensorhub_plugins.core.manifest import (
     NO_DIGESTS,
     Manifest,
     TensorSpec,
+    TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer import replication as r
@@ -30,7 +31,7 @@ LIMITS = TransferLimits()
 
 def manifest(segments: int, tag: str = "") -> Manifest:
     tensors = (TensorSpec("w" + tag, "uint8", (segments,), segments),)
-    return Manifest(tensors, bytes(16 * segments), 1)
+    return Manifest(TensorTable.of(tensors), bytes(16 * segments), 1)
 
 
 def grant(shard: int, session: bytes, of: Manifest) -> m.Grant:

@@ -13,7 +13,8 @@ import torch
 
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.memory.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
 from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, create
 from tensorhub_plugins.core.transports.rdma import transport as rdma

@@ -22,7 +22,9 @@ import pytest
 import torch
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
-from tensorhub_plugins.core.memory.slab import Slab, digest_of, spec_of
+from tensorhub_plugins.core.memory.copying import digest_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
 from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, choices, create, inproc, tcp
 from tensorhub_plugins.core.transports import read_plan as _plan
@@ -505,7 +507,8 @@ def test_shm_lets_go_of_a_mapping_when_its_owner_closes_the_slab():
 
 OWNER = """
 import sys, torch
-from tensorhub_plugins.core.memory.slab import Slab, spec_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport

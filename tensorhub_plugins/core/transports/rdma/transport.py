@@ -55,7 +55,8 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
-from tensorhub_plugins.core.memory.slab import Slab, copy_views
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import More, NotServable, Shelf
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.rdma.rails import (

@@ -26,7 +26,7 @@ from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
-from tensorhub_plugins.core.memory.slab import copy_views, place, spans
+from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.transports.stream.link import IOV_MAX, rest
 
 PIECES_MAX = 16  # of a copy from a mapping: each takes a call from here, where preadv takes one for all of them
@@ -42,9 +42,9 @@ class MemoryFile:
         """Takes `fd` over. mapped: all of it. ProtocolError when the file is not what the manifest says."""
         self._fd = fd
         self._mapped = mapped
-        self._spans = spans(manifest.tensors)
+        self._spans = manifest.tensors.spans
         self._starts = [span.start for span in self._spans]
-        size_bytes, extent = os.fstat(fd).st_size, place(manifest.tensors)[1]
+        size_bytes, extent = os.fstat(fd).st_size, manifest.tensors.block_size_bytes
         if size_bytes < extent:
             self.close()
             raise ProtocolError(f"the source's memory has {size_bytes} bytes, its manifest needs {extent}")
@@ -54,13 +54,13 @@ class MemoryFile:
         index = bisect_right(self._starts, start) - 1
         span = self._spans[index]
         if stop <= span.start + span.size_bytes:  # nearly always
-            self._read_span(span.place + start - span.start, stop - start, list(views))
+            self._read_span(span.offset + start - span.start, stop - start, list(views))
             return
         pending = deque(views)
         while start < stop:
             span = self._spans[index]
             end = min(stop, span.start + span.size_bytes)
-            self._read_span(span.place + start - span.start, end - start, _take(pending, end - start))
+            self._read_span(span.offset + start - span.start, end - start, _take(pending, end - start))
             start = end
             index += 1
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tensorhub_plugins.core.errors import ProtocolError
-from tensorhub_plugins.core.memory.slab import Extents, cut_extents
+from tensorhub_plugins.core.memory.runs import Extents, cut_extents
 from tensorhub_plugins.core.transports.stream.link import IOV_MAX
 
 YAMA_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")

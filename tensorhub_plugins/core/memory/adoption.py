@@ -1,0 +1,128 @@
+"""What is known of live tensors, by their identity, from one version to the next.
+
+A training loop publishes the same tensors in every step, and an engine reads into the same ones: to look at thousands
+of them takes longer than to read their bytes. What adopting them has found out is therefore kept while the very same
+tensors still lie where they lay, which is looked at. It keeps none of their memory.
+
+Others that learn something about the same memory (RDMA registers it) keep it by `Adoption.runs`, which is the same
+object for as long as this is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.runs import Run, Runs, memory_at, memory_of
+from tensorhub_plugins.core.memory.tensors import Extent, check_tensors, flat_bytes, spec_of, ties_of
+
+ADOPTIONS_MAX = 4  # sets of tensors that are remembered: a worker publishes one, reads into one or two
+
+# All there is to a tensor but its bytes.
+_TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    id,
+    torch.Tensor.data_ptr,
+    attrgetter("dtype", "shape"),
+    torch.Tensor.stride,
+)
+
+
+class Adoption:
+    """One set of live tensors: their table `specs`, the `runs` of their stream, the `device` they are on (None: host
+    memory), and their `ties`: name -> the first other name of the very same memory."""
+
+    _kept: ClassVar[deque[Adoption]] = deque(maxlen=ADOPTIONS_MAX)
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Adoption:
+        """What is known of these, or is found out now. UsageError naming a tensor that cannot be adopted."""
+        with cls._lock:
+            candidates = list(cls._kept) if hasattr(tensors, "values") else []
+        for kept in candidates:
+            if kept._is_of(tensors):
+                return kept
+        found = cls(tensors)
+        with cls._lock:
+            for kept in candidates:
+                if kept._same_objects(found):  # they have other memory now: nothing about the old is of use
+                    kept._forget(None)
+            cls._kept.append(found)
+        return found
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        specs: list[TensorSpec] = []
+        runs: list[Run] = []
+        extents: list[Extent] = []
+        devices: set[torch.device] = set()
+        start = 0
+        for name in check_tensors(tensors):
+            tensor = tensors[name]
+            spec = spec_of(name, tensor)
+            specs.append(spec)
+            if not spec.size_bytes:
+                continue
+            if tensor.is_meta:
+                raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
+            address = tensor.data_ptr()
+            extents.append((str(tensor.device), address, spec.size_bytes, name))
+            devices.add(tensor.device)
+            view = memory_at(address, spec.size_bytes) if tensor.device.type == "cpu" else None
+            runs.append(Run(start, spec.size_bytes, address, view))
+            start += spec.size_bytes
+        self.ties = ties_of(extents)
+        if len(devices) > 1:
+            names = sorted(map(str, devices))
+            raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
+        self.device = next((device for device in devices if device.type != "cpu"), None)
+        self.specs = TensorTable.of(specs)
+        self.runs = Runs(runs)
+        self._names = list(tensors)
+        self._traits = [[list(map(trait, some)) for trait in _TRAITS] for some in _some_at_a_time(tensors)]
+        self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
+
+    def runs_with(self, scratch: Mapping[str, torch.Tensor]) -> Runs:
+        """The runs, those of these names in other memory of the host."""
+        with_bytes = (spec for spec in self.specs if spec.size_bytes)
+        runs = []
+        for spec, run in zip(with_bytes, self.runs.all, strict=True):
+            if spec.name in scratch:
+                flat = flat_bytes(scratch[spec.name])
+                run = Run(run.start, run.size_bytes, flat.data_ptr(), memory_of(flat))
+            runs.append(run)
+        return Runs(runs)
+
+    def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
+        return self._names == list(tensors) and all(
+            list(map(trait, some)) == before  # who they are comes first: others may not have the rest of it
+            for some, traits in zip(_some_at_a_time(tensors), self._traits, strict=True)
+            for trait, before in zip(_TRAITS, traits, strict=True)
+        )
+
+    def _same_objects(self, other: Adoption) -> bool:
+        return [ids for ids, *_ in self._traits] == [ids for ids, *_ in other._traits]
+
+    def _forget(self, _: object) -> None:
+        # With no name of this module: it is empty already when the last tensors die with the interpreter.
+        try:  # noqa: SIM105
+            self._kept.remove(self)
+        except ValueError:
+            pass
+
+
+def _some_at_a_time(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """So many that there is no line of Python for each of them, and so few that they are still in the cache when the
+    next trait is asked for."""
+    rest = iter(tensors.values())
+    while some := list(islice(rest, 256)):
+        yield some

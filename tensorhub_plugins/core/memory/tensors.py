@@ -1,0 +1,185 @@
+"""What one tensor is in memory: its description, its bytes, its strides, and which tensors share them.
+
+All functions take tensors of any device. The bytes of a dense tensor (any permutation of contiguous) are those of its
+storage, in the storage's order: nothing is copied to make a transposed weight contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeAlias, cast
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import TensorSpec
+from tensorhub_plugins.core.types import is_text
+
+COMPARE_SIZE_BYTES = 4 << 20  # at once: what is on another device is brought here for it
+
+Extent: TypeAlias = tuple[str, int, int, str]  # device, address, size in bytes, name of the tensor
+
+# --- what a tensor is ---
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a dense tensor of any device. UsageError that names it for one with holes, overlaps or no bytes of its
+    own (sparse, quantized, a wrapper, a lazy conjugate)."""
+    check_plain(name, tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(f"tensor {name!r} is a lazy conjugate or negation: pass tensor.resolve_conj().resolve_neg()")
+    shape = tuple(tensor.shape)
+    stride = stride_of(tensor)
+    if stride is not None and not is_dense(shape, stride):
+        raise UsageError(
+            f"tensor {name!r} of shape {list(shape)} and strides {list(tensor.stride())} has holes or overlaps itself: "
+            "pass a contiguous copy"
+        )
+    size_bytes = tensor.numel() * tensor.element_size()
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), shape, size_bytes, stride)
+
+
+def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> TensorSpec:
+    """Describe a contiguous tensor that need not exist yet. shape: in elements."""
+    shape = tuple(shape)
+    return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
+
+
+def check_tensors(tensors: object) -> list[str]:
+    """The names, sorted. UsageError unless it is a mapping of text to tensor, which says what is wrong."""
+    if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
+        what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
+        raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
+    mapping = cast("Mapping[str, torch.Tensor]", tensors)
+    for name, tensor in zip(mapping.keys(), mapping.values(), strict=True):
+        check_tensor(name, tensor)
+    return sorted(mapping.keys())
+
+
+def check_tensor(name: object, tensor: object) -> None:
+    """UsageError that says what is wrong with the name, or with what it names."""
+    if type(name) is not str:
+        raise UsageError(f"the name {name!r:.80} of a tensor is a {type(name).__name__}: pass a plain str")
+    if not is_text(name):
+        raise UsageError(
+            f"the name {name!r:.80} of a tensor holds half a surrogate pair, which no message can: rename it"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
+
+
+def check_plain(name: str, tensor: torch.Tensor) -> None:
+    """`check_tensor`, and UsageError for a tensor whose storage does not say all that it holds."""
+    check_tensor(name, tensor)
+    if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
+        raise UsageError(
+            f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "
+            "(a DTensor's full_tensor() or to_local())"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UsageError(f"tensor {name!r} is {tensor.layout} {tensor.dtype}: its bytes do not say all that it holds")
+
+
+# --- bytes and strides ---
+
+
+@torch.inference_mode(False)  # engines call from inference mode, whose tensors cannot be written outside of it
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a dense tensor as uint8[size_bytes]: writing it writes the tensor. Any dtype, packed ones too."""
+    size_bytes = tensor.numel() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * tensor.element_size(),
+        (size_bytes,),
+        (1,),
+    )
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtype, shape and every byte are equal, so that NaN equals itself. The two may be on different devices."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    stride = stride_of(one)
+    if stride != stride_of(other) or (stride is not None and not is_dense(one.shape, stride)):
+        one, other = one.contiguous(), other.contiguous()
+    mine, theirs = flat_bytes(one), flat_bytes(other)
+    if mine.device == theirs.device:
+        return torch.equal(mine, theirs)
+    for start in range(0, mine.numel(), COMPARE_SIZE_BYTES):
+        part = slice(start, start + COMPARE_SIZE_BYTES)
+        if not torch.equal(mine[part], theirs[part].to(mine.device)):
+            return False
+    return True
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """None when contiguous, else the strides in elements, those of dimensions of size 1 (which mean nothing) as 1."""
+    if tensor.is_contiguous():
+        return None
+    return tuple(s if n != 1 else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether such a tensor is a permutation of a contiguous one: it has no holes and does not overlap itself."""
+    expected = 1
+    for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous view of all the memory between the tensor's first and last element: its dimensions permuted, or,
+    where there are holes, one flat run with the holes in it."""
+    order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
+    permuted = tensor.permute(order)
+    if permuted.is_contiguous():
+        return permuted
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return torch.as_strided(tensor, (span,), (1,))
+
+
+# --- tensors that share memory ---
+
+
+def ties_of(extents: list[Extent]) -> dict[str, str]:
+    """Names of the very same memory as another, and the first name of that memory. UsageError for a partial overlap: it
+    would let one tensor's update tear another's."""
+    ties: dict[str, str] = {}
+    for (device, address, size, name), (other_device, other, other_size, other_name) in pairwise(sorted(extents)):
+        if device == other_device and other < address + size:
+            if (address, size) != (other, other_size):
+                raise UsageError(
+                    f"tensors {name!r} and {other_name!r} overlap in part: adopt that memory under one name"
+                )
+            ties[other_name] = ties.get(name, name)
+    return ties
+
+
+def share_memory(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
+    """Whether any of the one begins where any of the others does."""
+    begins = {tensor.data_ptr() for tensor in some.values() if tensor.numel()}
+    return any(tensor.numel() and tensor.data_ptr() in begins for tensor in others.values())
+
+
+def without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without those whose memory another one contains; of equals, the first found stays. Sorted by name."""
+    kept: list[str] = []
+    end_by_storage: dict[tuple[torch.device, int], int] = {}
+
+    def extent(name: str) -> tuple[int, int]:
+        start = found[name].data_ptr()
+        return start, start + found[name].numel() * found[name].element_size()
+
+    order = {name: position for position, name in enumerate(found)}
+    for name in sorted(found, key=lambda n: (extent(n)[0], -extent(n)[1], order[n])):
+        start, end = extent(name)
+        storage = (found[name].device, found[name].untyped_storage().data_ptr())
+        if end > end_by_storage.get(storage, start):
+            kept.append(name)
+            end_by_storage[storage] = end
+    return {name: found[name] for name in sorted(kept)}
