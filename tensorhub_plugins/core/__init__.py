@@ -21,6 +21,7 @@ from tensorhub_plugins.core.errors import (
     VersionGone,
     VersionRefused,
 )
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.manifest import (
     Manifest,
@@ -64,6 +65,7 @@ __all__ = [
     "CorruptBytes",
     "DeadlineExceeded",
     "Fetched",
+    "HubLimits",
     "HubUnreachable",
     "Location",
     "Manifest",

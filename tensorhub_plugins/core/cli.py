@@ -23,9 +23,8 @@ import zmq
 
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
-from tensorhub_plugins.core.hub.server import (
-    Server,
-)
+from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
+from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     check_address,
@@ -47,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
     server.add_argument("--address", default="tcp://0.0.0.0:7070", help="where to listen; port 0 takes a free one")
     server.add_argument("--verbose", action="store_true", help="log every decision")
+    _add_limits(server)
     status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
     _add_hub(status, timeout_s=5.0)
     status.add_argument("--json", action="store_true", help="for machines")
@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
                 parser.error("--only and --json go with --all-families")
             return check_sync(options.model, settings)
         if options.command == "server":
-            return serve(options.address, verbose=options.verbose)
+            limits = HubLimits(**{name: getattr(options, name) for name in LIMITS})
+            return serve(options.address, limits=limits, verbose=options.verbose)
         if not options.hub:
             parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
         if options.command != "status":
@@ -104,7 +105,14 @@ def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     command.add_argument("--deadline", type=float, default=timeout_s, help="seconds to wait for the hub")
 
 
-def serve(address: str, *, verbose: bool = False) -> int:
+def _add_limits(command: argparse.ArgumentParser) -> None:
+    for name, (_, _, words) in LIMITS.items():
+        default = getattr(HubLimits(), name)
+        flag = f"--{name.replace('_', '-')}"
+        command.add_argument(flag, type=type(default), default=default, help=f"{words} (default: %(default)s)")
+
+
+def serve(address: str, *, limits: HubLimits | None = None, verbose: bool = False) -> int:
     """Run a hub until SIGINT or SIGTERM."""
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -115,7 +123,7 @@ def serve(address: str, *, verbose: bool = False) -> int:
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
     try:
-        with Server(address) as server:
+        with Server(address, limits=limits) as server:
             print(f"tensorhub server at {server.address}", flush=True)
             gc.freeze()  # what was imported is never garbage: else every full collection looks at all of it
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):

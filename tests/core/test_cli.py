@@ -17,7 +17,7 @@ import torch
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
-from tensorhub_plugins.core.hub import hub as hub_module
+from tensorhub_plugins.core.hub.limits import HubLimits
 
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
 
@@ -61,7 +61,7 @@ def test_the_address_is_taken(capsys):
 @pytest.fixture
 def hub_with_versions() -> Iterator[tuple[str, Client]]:
     """Versions 1 and 2 of r/actor, in two layouts."""
-    with start_server() as server:
+    with start_server(limits=HubLimits(grace_s=0.0)) as server:
         options = {"run": "r", "model": "actor", "transports": ("memory",)}
         with Client(server.address, replica="trainer", **options) as trainer:
             trainer.publish(1, {"w": torch.ones(1000)})
@@ -95,7 +95,6 @@ def test_status_for_people_and_for_machines(hub_with_versions, capsys, monkeypat
 
 def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_versions, capsys, monkeypatch):
     address, trainer = hub_with_versions
-    monkeypatch.setattr(hub_module.Hub, "recovering", lambda self, now: False)
     monkeypatch.setenv("TENSORHUB_HUB", address)
     history = ["--run", "r", "--model", "actor"]
 
@@ -120,9 +119,8 @@ def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_vers
     assert [worker["worker"] for worker in model["workers"]] == ["trainer/0"]  # the operators have left
 
 
-def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, capsys, monkeypatch):
+def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, capsys):
     address, _ = hub_with_versions
-    monkeypatch.setattr(hub_module.Hub, "recovering", lambda self, now: False)
     for arguments, words in (
         (["pin", "7", "--run", "r"], "nobody holds it; held: [1, 2]"),
         (["pin", "1"], "nobody holds it; held: none"),  # of the run "default"

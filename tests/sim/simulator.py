@@ -155,8 +155,8 @@ Program = Generator[Any, Any, None]
 
 
 class World:
-    def __init__(self, seed: int, hub_class: type[hub_machine.Hub] = hub_machine.Hub, verify: bool = True) -> None:
-        self.seed, self.hub_class, self.verify = seed, hub_class, verify
+    def __init__(self, seed: int, verify: bool = True) -> None:
+        self.seed, self.verify = seed, verify
         self.rng = random.Random(seed)
         self.now = 0.0
         self.faults = Faults.random(self.rng)
@@ -251,7 +251,7 @@ class World:
 
     def start_hub(self) -> None:
         self.lives += 1
-        self.hub = self.hub_class(_bytes("hub", self.lives) * 2, self.now)
+        self.hub = hub_machine.Hub(_bytes("hub", self.lives) * 2, self.now)
         self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
 
@@ -324,7 +324,7 @@ class World:
         if self.log is not None:
             self._log(event, effects)
         if not isinstance(event, hub_machine.Tick) or effects:
-            validate(self.hub)
+            validate(self.hub.registry)
         self.trace.update(f"{self.now:.6f} {len(effects)}".encode())
         for effect in effects:
             if isinstance(effect, hub_machine.Send):
@@ -334,7 +334,7 @@ class World:
                 if worker is not None and self.now >= worker.cut_until:
                     for delay in self._deliveries():
                         self.at(delay, lambda worker=worker, frame=frame: worker.receive(frame))
-        history = self.hub.histories.get(("run", "actor"))
+        history = self.hub.registry.histories.get(("run", "actor"))
         for number, version in history.versions.items() if history else ():
             if version.visible and number not in self.ever_visible:
                 self.ever_visible.add(number)
@@ -355,7 +355,7 @@ class World:
                 self.log(f"{self.now:8.3f} {names.get(effect.session, 'dead'):>14} < {effect.message}")
 
     def _visible(self) -> set[int]:
-        history = self.hub.histories.get(("run", "actor")) if self.hub is not None else None
+        history = self.hub.registry.histories.get(("run", "actor")) if self.hub is not None else None
         return {number for number, version in history.versions.items() if version.visible} if history else set()
 
     # --- checks on what the hub says and on what readers do ---
@@ -411,10 +411,10 @@ class World:
     def _check_lease(self, link: Link, what: str) -> None:
         """The hub must know of this read, unless it could not: it was down, or its word or the reader's was lost."""
         hub = self.hub
-        if hub is None or hub.recovering(self.now) or self.now >= link.lease_deadline:
+        if hub is None or hub.registry.recovering(self.now) or self.now >= link.lease_deadline:
             return
-        reader = hub.workers.get(link.reader.session)
-        if reader is None or link.source.session not in hub.workers:
+        reader = hub.registry.workers.get(link.reader.session)
+        if reader is None or link.source.session not in hub.registry.workers:
             return
         if self.last_word[link.reader.session] < link.began:
             return  # its grant may have been overtaken on the way by what ended it; its next heartbeat tells the hub
@@ -423,7 +423,7 @@ class World:
             raise Violation("lease", self, f"{what} while {link.reader.name} reads without a lease")
 
     def check_read(self, link: Link) -> None:
-        source = self.hub.workers.get(link.source.session) if self.hub is not None else None
+        source = self.hub.registry.workers.get(link.source.session) if self.hub is not None else None
         if source is not None and link.key in source.holdings:
             # Else the unpublish has reached its deadline, and the source is about to be told whom to cut off.
             self._check_lease(link, f"{link.key} is read from {link.source.name}")
@@ -448,7 +448,7 @@ class World:
         """The hub has just allowed worker to drop this complete copy: was it the last of a retained version?"""
         assert self.hub is not None
         # How many are retained is known to the hub while one lives who has asked for it.
-        asker = any(w.session in self.hub.workers for w in self.trainers.workers)
+        asker = any(w.session in self.hub.registry.workers for w in self.trainers.workers)
         count = self.retain_newest if asker else min(1, self.retain_newest)
         good = self.ever_visible - set(self.directive.withdrawn)
         if self.ever_withdrawn:  # what was given up as too old before is not retained when a newer one is withdrawn
@@ -461,17 +461,17 @@ class World:
         others = [other for other in self.workers.values() if other is not worker]
         held = {k for other in others for k, offer in other.offers.items() if offer.complete}
         # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
-        recently = self.now - hub_machine.SESSION_TIMEOUT_S - 6.0  # its last words may be that late
+        recently = self.now - self.hub.limits.session_timeout_s - 6.0  # its last words may be that late
         buried = {k for session, keys in self.graves.items() if self.dead[session] > recently for k in keys}
         rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
         rest -= {k for k, offer in worker.offers.items() if offer.complete}
-        known = {k for other in self.hub.workers.values() for k, h in other.holdings.items() if h.complete}
+        known = {k for other in self.hub.registry.workers.values() for k, h in other.holdings.items() if h.complete}
         if key not in held | buried and rest <= held & known:  # without the rest, the hub thinks it lost already
             raise Violation("retained", self, f"{worker.name} was allowed to drop the last copy of {key}")
 
     def _check_no_ghosts(self) -> None:
         assert self.hub is not None
-        for session, known in self.hub.workers.items():
+        for session, known in self.hub.registry.workers.items():
             worker = self.workers.get(session)
             if worker is None:
                 raise Violation("ghost", self, f"the hub still knows {known.name}, which is dead")
@@ -483,13 +483,13 @@ class World:
                 raise Violation("ghost", self, f"{known.name} has leases though nobody reads")
             if any(not isinstance(pending.message, m.Wait | m.Target) for pending in known.pending.values()):
                 raise Violation("ghost", self, f"{known.name} waits, says the hub: {list(known.pending.values())}")
-        if len(self.hub.workers) != len(self.workers):
+        if len(self.hub.registry.workers) != len(self.workers):
             raise Violation("ghost", self, "the hub has forgotten a worker that lives")
 
     def _check_nothing_forgotten(self) -> None:
         assert self.hub is not None
         known = {worker.name: worker.machine.directive for worker in self.workers.values()}
-        known["hub"] = self.hub.histories["run", "actor"].directive
+        known["hub"] = self.hub.registry.histories["run", "actor"].directive
         if len(set(known.values())) > 1 or known["hub"] != self.directive:
             raise Violation("forgotten", self, f"{known} differ, or from {self.directive}")
 
@@ -1215,9 +1215,9 @@ def drop(worker: Worker, keys: tuple[ShardKey, ...]) -> Program:
         yield from unpublish(worker, held)
 
 
-def simulate(seed: int, **broken: Any) -> Counter[str]:
-    """Run one seed to its end; raise Violation when a rule is broken. broken: a hub_class or verify=False."""
-    return World(seed, **broken).run()
+def simulate(seed: int, *, verify: bool = True) -> Counter[str]:
+    """Run one seed to its end; raise Violation when a rule is broken."""
+    return World(seed, verify).run()
 
 
 if __name__ == "__main__":

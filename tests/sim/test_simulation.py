@@ -8,16 +8,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
 
-import msgspec
+import broken_hubs
 import pytest
-from broken_hubs import DropsLastCopies, ForgetsLeases
 from simulator import Faults, Violation, World, simulate
 
-from tensorhub_plugins.core.hub import selection as placement
-from tensorhub_plugins.core.hub.hub import Hub
-from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.hub import candidates
 
 SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", "1000"))
 CONTROL_SEEDS = 400  # a broken rule shows within the first few dozen
@@ -89,7 +85,7 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
     times, different = crossings(range(24))
     assert different > 100 and times <= 1.05 * different
     everywhere: list[tuple[bool, list[tuple[tuple[str, ...], float]]]] = [(False, [(("all",), 0.0)])]
-    monkeypatch.setattr(placement, "_circles", lambda reader: everywhere)  # the control: near and far are alike
+    monkeypatch.setattr(candidates, "_search_order", lambda reader: everywhere)  # the control: near and far are alike
     careless, _ = crossings(range(24))
     assert careless > 1.5 * times
 
@@ -97,89 +93,42 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
 # --- negative controls: a rule is broken on purpose, and it must be that rule that is reported ---
 
 
-class LetsReadersWaitInCircles(Hub):
-    def _reads_from(self, *workers: Any) -> bool:
-        return False
-
-
-class ShowsHalfVersions(Hub):
-    def _replica_is_whole(self, *holding: Any) -> bool:
-        return True
-
-
-class ResolvesLatestForEachShard(Hub):
-    def _resolve_latest(self, pending: Any, acquire: Any, now: float) -> int:
-        return self._newest(pending.worker.history, max(acquire.at_least, pending.worker.seen_version)) or 0
-
-
-class GoesBack(Hub):
-    asked = 0
-
-    def _newest(self, history: Any, at_least: int, *without: Any) -> int | None:
-        self.asked += 1
-        visible = sorted(n for n, v in history.versions.items() if v.visible)
-        return None if not visible else visible[0] if self.asked % 7 == 0 else visible[-1]
-
-
-class NeverTellsOfNewVersions(Hub):
-    def _try_wait(self, *pending: Any) -> None:
-        return None
-
-    def _try_acquire(self, *pending: Any) -> None:
-        return None
-
-
-class FollowsTheNewestThoughAnotherIsPinned(Hub):
-    def _latest(self, history: Any, at_least: int) -> int | None:
-        return self._newest(history, at_least)
-
-
-class LendsWhatIsWithdrawn(Hub):
-    def _direct(self, history: Any, directive: m.Directive, **welcomed: Any) -> None:
-        super()._direct(history, m.Directive(directive.serial, directive.pin), **welcomed)
-
-
-class DoesNotListenToDirectives(Hub):
-    def _hello(self, session: bytes, hello: m.Hello, *more: Any) -> None:
-        super()._hello(session, msgspec.structs.replace(hello, directive=m.NO_DIRECTIVE), *more)
-
-
-class BelievesLateWords(Hub):
-    def _agrees(self, *heartbeat: Any) -> bool:
-        return True
-
-    def _forget_what_is_not_in(self, *hello: Any) -> None:
-        pass
-
-    def _publish(self, worker: Any, request: int, holding: Any) -> None:
-        worker.withdrawn.clear()
-        super()._publish(worker, request, holding)
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("lease", {"hub_class": ForgetsLeases}),
-        ("retained", {"hub_class": DropsLastCopies}),
-        ("circle", {"hub_class": LetsReadersWaitInCircles}),
-        ("atomic", {"hub_class": ShowsHalfVersions}),
-        ("group", {"hub_class": ResolvesLatestForEachShard}),
-        ("backwards", {"hub_class": GoesBack}),
-        ("stuck", {"hub_class": NeverTellsOfNewVersions}),
-        ("ghost", {"hub_class": BelievesLateWords}),
-        ("pinned", {"hub_class": FollowsTheNewestThoughAnotherIsPinned}),
-        ("withdrawn", {"hub_class": LendsWhatIsWithdrawn}),
-        ("pinned forgotten", {"hub_class": DoesNotListenToDirectives}),
-        ("torn", {"verify": False}),
+        ("lease", broken_hubs.forgets_leases),
+        ("retained", broken_hubs.drops_last_copies),
+        ("circle", broken_hubs.lets_readers_wait_in_circles),
+        ("atomic", broken_hubs.shows_half_versions),
+        ("group", broken_hubs.resolves_latest_for_each_shard),
+        ("backwards", broken_hubs.goes_back),
+        ("stuck", broken_hubs.never_tells_of_new_versions),
+        ("ghost", broken_hubs.believes_late_words),
+        ("pinned", broken_hubs.follows_the_newest_though_another_is_pinned),
+        ("withdrawn", broken_hubs.lends_what_is_withdrawn),
+        ("pinned forgotten", broken_hubs.does_not_listen_to_directives),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_broken_rule_is_caught(rule: str, broken: dict[str, Any]) -> None:
+def test_a_broken_rule_of_the_hub_is_caught(rule: str, broken: broken_hubs.Broken) -> None:
     for seed in range(CONTROL_SEEDS):
-        try:
-            simulate(seed, **broken)
-        except Violation as violation:
-            assert violation.rule in rule.split(), violation
+        with broken():
+            found = violation(seed)
+        if found is not None:
+            assert found.rule in rule.split(), found
             return
     pytest.fail(f"{CONTROL_SEEDS} seeds with a broken rule, and nobody noticed")
+
+
+def test_a_reader_that_does_not_verify_is_caught() -> None:
+    found = next(filter(None, (violation(seed, verify=False) for seed in range(CONTROL_SEEDS))))
+    assert found.rule == "torn", found
+
+
+def violation(seed: int, **broken: bool) -> Violation | None:
+    try:
+        simulate(seed, **broken)
+    except Violation as found:
+        return found
+    return None

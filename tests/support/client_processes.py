@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, start_server
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 
@@ -113,10 +114,7 @@ class Worker:
 
 class Hub:
     def __init__(self, address: str, grace_s: float) -> None:
-        from tensorhub_plugins.core.hub import hub
-
-        hub.GRACE_S = grace_s
-        self.server = start_server(address)
+        self.server = start_server(address, limits=HubLimits(grace_s=grace_s))
 
     def address(self) -> str:
         return self.server.address

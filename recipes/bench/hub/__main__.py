@@ -31,9 +31,8 @@ import zmq
 
 from recipes.bench.results import save
 from tensorhub_plugins.core.hub import hub as hub_machine
-from tensorhub_plugins.core.hub.server import (
-    Server,
-)
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import (
     new_session,
@@ -198,7 +197,7 @@ class _Timed(Server):
 class _Constant:
     """A hub that thinks nothing."""
 
-    def __init__(self, session: bytes, now: float) -> None:
+    def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
 
     def handle(self, event: hub_machine.Event, now: float) -> list[hub_machine.Effect]:

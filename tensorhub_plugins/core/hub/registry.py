@@ -1,80 +1,155 @@
-"""The hub's bookkeeping. PURE, and it sends nothing: what is entered here is entered wherever it will be looked for.
+"""All records of the hub, in every index in which they are looked up. PURE, and it sends nothing.
 
-A holding, lease, claim or request is in several places: with its worker, with its version, among the sources a reader
-may be given (`Sources`), in a line of those who wait for the same. Each method here changes all of them together, and
-notes what may have become possible (`_change`, `_look_at`) for `Hub` to settle afterwards. `report.validate` states
-what is then true.
+A holding, lease, claim or request is in several places: with its worker, with its version, among the candidates a
+reader may be given (`Sources`), in a queue of requests that wait. Each method here changes all of them together, and
+marks what may have become possible (`waiters`) for the hub to act on afterwards. `report.validate` states what is then
+true.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable
 
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.hub.selection import (
-    Candidate,
-    Sources,
+from tensorhub_plugins.core.hub.candidates import Candidate, Sources
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.selection import UplinkBudget
+from tensorhub_plugins.core.hub.state import (
+    Claim,
+    GroupResolution,
+    History,
+    Holding,
+    Lease,
+    Pending,
+    Timed,
+    Version,
+    Worker,
 )
-from tensorhub_plugins.core.hub.state import Claim, History, Holding, Lease, Pending, Timed, Worker
+from tensorhub_plugins.core.hub.waiters import Waiters
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import (
-    FAR,
-    HOST,
-    ShardKey,
-    distance,
-)
+from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 TIMERS_SWEPT_EVERY = 100_000
+TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
-ANY = 0  # in the place of a version: that one becomes visible, or is lost
 
 
-class Books:
-    """Everything the hub knows, in every index in which it is looked up. session: of the hub's life; now: its start."""
+class Registry:
+    """session: of the hub's life; now: its start."""
 
-    def __init__(self, session: bytes, now: float) -> None:
+    def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
         self.started = now
+        self.limits = limits
         self.workers: dict[bytes, Worker] = {}
         self.histories: dict[tuple[str, str], History] = {}
-        self._dirty: dict[tuple[str, str], History] = {}
-        self._arrivals = 0
+        self.waiters = Waiters()
+        self.uplink = UplinkBudget(limits.uplink_readers_max)
         self._timers: list[tuple[float, int, Timed]] = []
-        self._crossings: dict[str, Counter[tuple[str, str]]] = {}  # into a data centre, by run and model
-        self._wants_to_cross: dict[str, dict[tuple[str, str], None]] = {}
+        self._timers_set = 0
+
+    def recovering(self, now: float) -> bool:
+        """Within the time in which some workers may not have said Hello yet (rule 6)."""
+        return now < self.started + self.limits.grace_s
 
     # --- time ---
 
-    def _at(self, when: float, thing: Timed) -> None:
-        """Look at this when its time has come, if it is still there."""
-        self._arrivals += 1
-        heapq.heappush(self._timers, (when, self._arrivals, thing))
-        if self._arrivals % TIMERS_SWEPT_EVERY == 0:  # most of what has a deadline ends long before it
+    def schedule(self, when: float, record: Timed) -> None:
+        """`pop_due` returns this record when its time has come, if it is still there."""
+        self._timers_set += 1
+        heapq.heappush(self._timers, (when, self._timers_set, record))
+        if self._timers_set % TIMERS_SWEPT_EVERY == 0:  # most of what has a deadline ends long before it
             self._timers = [timer for timer in self._timers if self._is_alive(timer[2])]
             heapq.heapify(self._timers)
 
-    def _is_alive(self, thing: Timed) -> bool:
-        match thing:
+    def schedule_silence(self, worker: Worker) -> None:
+        """When it will have been silent for too long."""
+        self.schedule(worker.last_heard + self.limits.session_timeout_s + TIMER_STEP_S, worker)
+
+    def pop_due(self, now: float) -> Iterable[Timed]:
+        while self._timers and self._timers[0][0] <= now:
+            _, _, record = heapq.heappop(self._timers)
+            if self._is_alive(record):
+                yield record
+
+    def next_timer(self, now: float) -> float:
+        """When `pop_due` has something to return, at the latest in a heartbeat."""
+        latest = now + self.limits.heartbeat_s
+        due = self._timers[0][0] if self._timers else latest
+        return min(max(due, now + TIMER_STEP_S), latest)
+
+    def _is_alive(self, record: Timed) -> bool:
+        match record:
             case Worker():
-                return self.workers.get(thing.session) is thing
+                return self.workers.get(record.session) is record
             case Lease():
-                return thing.reader.leases.get(thing.request_id) is thing
+                return record.reader.leases.get(record.request_id) is record
             case Pending():
-                return thing.worker.pending.get(thing.message.request_id) is thing
+                return record.worker.pending.get(record.message.request_id) is record
             case Claim():
-                return thing.version.claims.get(thing.key) is thing
+                return record.version.claims.get(record.key) is record
             case None:
                 return True
             case _:
-                assert_never(thing)
+                assert_never(record)
+
+    # --- workers ---
+
+    def history(self, hello: m.Hello) -> History:
+        return self.histories.setdefault((hello.run, hello.model), History(hello.run, hello.model))
+
+    def add_worker(self, worker: Worker) -> None:
+        session, hello, history = worker.session, worker.hello, worker.history
+        for other in history.replicas.get(hello.replica, {}).values():
+            if other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
+                history.groups[hello.replica].forget_version()
+                for pending in list(other.pending.values()):  # asked by its former life
+                    self.waiters.remove(pending)
+        for lease in history.leases_on_unknown_sources.pop(session, {}).values():
+            self.attach_reader(worker, lease)
+        self.workers[session] = worker
+        history.workers[session] = worker
+        history.replicas.setdefault(hello.replica, {})[session] = worker
+        history.groups.setdefault(hello.replica, GroupResolution())
+        self.schedule_silence(worker)
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Forget it and all it holds, reads, waits for and has claimed, and end the leases on it."""
+        history = worker.history
+        for pending in list(worker.pending.values()):
+            self.waiters.remove(pending)
+        for holding in list(worker.holdings.values()):
+            self.remove_holding(holding)
+        for lease in list(worker.readers.values()):  # announced after a restart for shards it never had
+            for shard in [s for s, session in lease.sources.items() if session == worker.session]:
+                self.end_lease_shard(lease, shard)
+        for version in history.versions.values():
+            for key in [key for key, claim in version.claims.items() if claim.worker is worker]:
+                del version.claims[key]
+                self.waiters.mark_changed(history, version.number, room=True)
+        del self.workers[worker.session]
+        del history.workers[worker.session]
+        replica = history.replicas[worker.hello.replica]
+        replica.pop(worker.session)
+        if not replica:
+            del history.replicas[worker.hello.replica]
+            history.groups.pop(worker.hello.replica, None)
+        for key in list(worker.depth):
+            self.refresh_candidate(worker, key)
+        self.waiters.mark_dirty(history)
 
     # --- holdings ---
 
-    def _drop(self, holding: Holding) -> None:
-        """Forget a holding and end the leases on it."""
+    def add_holding(self, holding: Holding, version: Version) -> None:
+        worker, key = holding.worker, holding.key
+        worker.holdings[key] = holding
+        by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
+        by_shard.setdefault(key.shard, {})[worker.session] = holding
+
+    def remove_holding(self, holding: Holding) -> None:
+        """Forget it, and end the leases on it."""
         worker, key = holding.worker, holding.key
         worker.holdings.pop(key, None)
         worker.holdings_checksum = 0
@@ -86,11 +161,11 @@ class Books:
             del by_shard[key.shard]
         if not by_shard:
             del version.holdings[key.layout, key.shard_count]
-        for lease in self._leases_on(worker, key):
-            self._end_lease_shard(lease, key.shard)
-        self._reconsider(worker, key)
+        for lease in self.leases_on(worker, key):
+            self.end_lease_shard(lease, key.shard)
+        self.refresh_candidate(worker, key)
 
-    def _reconsider(self, worker: Worker, key: ShardKey) -> None:
+    def refresh_candidate(self, worker: Worker, key: ShardKey) -> None:
         """Whether this worker may be read from for this shard, and how it compares, after something has changed."""
         history = worker.history
         version = history.versions.get(key.version)
@@ -99,18 +174,23 @@ class Books:
         held = worker.holdings.get(key)
         arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
         lives = self.workers.get(worker.session) is worker
-        if lives and (arriving or (held is not None and (held.unpublishing is None or held.must_retain))):
-            depth = 0 if held is not None and held.complete else worker.depth.get(key, 1)
-            first_hand = held is not None and held.origin == "published"
-            candidate = Candidate(worker.hello.location, depth, worker.network_readers, first_hand)
+        if lives and (arriving or (held is not None and held.stays)):
+            candidate = Candidate(
+                location=worker.hello.location,
+                depth=0 if held is not None and held.complete else worker.depth.get(key, 1),
+                readers=worker.network_readers,
+                origin="replicated" if held is None else held.origin,
+            )
             version.sources.setdefault(key, Sources()).put(worker.session, candidate)
         elif key in version.sources:
             version.sources[key].remove(worker.session)
             if not version.sources[key]:
                 del version.sources[key]
-        self._change(history, key.version, room=True)
+        self.waiters.mark_changed(history, key.version, room=True)
 
-    def _leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
+    # --- leases ---
+
+    def leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
         return [
             lease
             for lease in worker.readers.values()
@@ -119,158 +199,106 @@ class Books:
             and lease.sources.get(key.shard) == worker.session
         ]
 
-    # --- leases ---
-
-    def _lease(self, lease: Lease) -> None:
-        reader = lease.reader
+    def add_lease(self, lease: Lease) -> None:
+        reader, history = lease.reader, lease.reader.history
         before = reader.leases.get(lease.request_id)
         if before is not None:  # a Hello that names a number twice
-            self._end_lease(before)
+            self.end_lease(before)
         reader.leases[lease.request_id] = lease
-        self._at(lease.deadline, lease)
+        self.schedule(lease.deadline, lease)
         for session in set(lease.sources.values()):
-            source = reader.history.workers.get(session)
+            source = history.workers.get(session)
             if source is not None:
-                self._count_reader(source, lease, 1)
+                self.attach_reader(source, lease)
             else:
-                strangers = reader.history.leases_on_strangers.setdefault(session, {})
-                strangers[reader.session, lease.request_id] = lease
+                unknown = history.leases_on_unknown_sources.setdefault(session, {})
+                unknown[reader.session, lease.request_id] = lease
         for key in lease.shard_keys():
-            source = reader.history.workers.get(lease.sources[key.shard])
+            source = history.workers.get(lease.sources[key.shard])
             known = source.depth.get(key, 0) if source is not None else 0
             if not lease.beside:
                 reader.depth[key] = known + 1
-            self._reconsider(reader, key)
+            self.refresh_candidate(reader, key)
 
-    def _count_reader(self, source: Worker, lease: Lease, change: int) -> None:
-        """A reader begins (1) or ends (-1) to read from this source."""
-        reader, history = lease.reader, lease.reader.history
-        if change > 0:
-            source.readers[reader.session, lease.request_id] = lease
-        else:
-            source.readers.pop((reader.session, lease.request_id), None)
+    def attach_reader(self, source: Worker, lease: Lease) -> None:
+        """This source is read from under this lease."""
+        reader = lease.reader
+        source.readers[reader.session, lease.request_id] = lease
         far = distance(source.hello.location, reader.hello.location)
         if far > HOST:
-            source.network_readers += change
+            source.network_readers += 1
         if far == FAR:
-            place, name = reader.hello.location.data_center, (history.run, history.model)
-            crossing = self._crossings.setdefault(place, Counter())
-            crossing[name] += change
-            if change < 0:
-                if not crossing[name]:
-                    del crossing[name]
-                for waiting in self._wants_to_cross.pop(place, {}):
-                    if waiting in self.histories:
-                        for number in self.histories[waiting].versions:
-                            self._change(self.histories[waiting], number, room=True)
-        for key in {*source.holdings, *source.depth}:
-            self._reconsider(source, key)
-        if change < 0:
-            for pending in source.pending.values():
-                if isinstance(pending.message, m.Unpublish):
-                    self._look_at(pending)
+            self.uplink.reserve(reader.hello.location.data_center, reader.history.id)
+        self._refresh_candidates(source)
 
-    def _end_lease_shard(self, lease: Lease, shard: int) -> None:
+    def detach_reader(self, source: Worker, lease: Lease) -> None:
+        """Its bytes are not read any more under this lease; requests that waited for that are tried again."""
         reader = lease.reader
-        key = lease.key(shard)
+        del source.readers[reader.session, lease.request_id]
+        far = distance(source.hello.location, reader.hello.location)
+        if far > HOST:
+            source.network_readers -= 1
+        if far == FAR:
+            for model in self.uplink.release(reader.hello.location.data_center, reader.history.id):
+                if model in self.histories:
+                    for number in self.histories[model].versions:
+                        self.waiters.mark_changed(self.histories[model], number, room=True)
+        self._refresh_candidates(source)
+        self.waiters.mark_all_ready(p for p in source.pending.values() if isinstance(p.message, m.Unpublish))
+
+    def _refresh_candidates(self, source: Worker) -> None:
+        for key in {*source.holdings, *source.depth}:
+            self.refresh_candidate(source, key)
+
+    def end_lease(self, lease: Lease) -> None:
+        for shard in list(lease.sources):
+            self.end_lease_shard(lease, shard)
+
+    def end_lease_shard(self, lease: Lease, shard: int) -> None:
+        reader, key = lease.reader, lease.key(shard)
         session = lease.sources.pop(shard, None)
         if session is not None and session not in lease.sources.values():
-            source = reader.history.workers.get(session)
-            if source is not None and (reader.session, lease.request_id) in source.readers:
-                self._count_reader(source, lease, -1)
-            strangers = reader.history.leases_on_strangers
-            if session in strangers:
-                strangers[session].pop((reader.session, lease.request_id), None)
-                if not strangers[session]:
-                    del strangers[session]
+            self._detach(lease, session)
         if not lease.sources:
             reader.leases.pop(lease.request_id, None)
         if not any(key in other.shard_keys() for other in reader.leases.values()):
             held = reader.holdings.get(key)
             if held is None or held.complete:
                 reader.depth.pop(key, None)
-        self._reconsider(reader, key)
+        self.refresh_candidate(reader, key)
 
-    def _end_lease(self, lease: Lease) -> None:
-        for shard in list(lease.sources):
-            self._end_lease_shard(lease, shard)
+    def _detach(self, lease: Lease, session: bytes) -> None:
+        """From a source, which may not have said Hello since the hub's restart."""
+        history, reading = lease.reader.history, (lease.reader.session, lease.request_id)
+        source = history.workers.get(session)
+        if source is not None and reading in source.readers:
+            self.detach_reader(source, lease)
+        unknown = history.leases_on_unknown_sources
+        if session in unknown:
+            unknown[session].pop(reading, None)
+            if not unknown[session]:
+                del unknown[session]
 
-    def _reads_from(self, worker: Worker, reader: Worker) -> bool:
-        """Rule 3: whether worker's own reading depends on reader, over any number of steps, as far as we can see.
+    # --- claims ---
 
-        What a stranger reads, who has not said Hello since a restart, may be the reader's."""
-        if not reader.readers and not reader.history.leases_on_strangers:
-            return False
-        seen: set[bytes] = set()
-        todo = [worker]
-        while todo:
-            for lease in todo.pop().leases.values():
-                for session in lease.sources.values():
-                    if session == reader.session:
-                        return True
-                    source = self.workers.get(session)
-                    if source is None:
-                        return True
-                    if session not in seen:
-                        seen.add(session)
-                        todo.append(source)
-        return False
+    def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float) -> None:
+        claim = version.claims[key] = Claim(worker, version, key, now + self.limits.claim_s)
+        self.schedule(claim.deadline, claim)
 
-    # --- claims and waiters ---
-
-    def _end_claim(self, worker: Worker, key: ShardKey) -> None:
+    def end_claim(self, worker: Worker, key: ShardKey) -> None:
+        """If it is this worker's: the next waiting reader may make it."""
         version = worker.history.versions.get(key.version)
         claim = version.claims.get(key) if version else None
-        if version is not None and claim is not None and claim.worker is worker:
-            del version.claims[key]
-            self._change(worker.history, key.version, room=True)
+        if claim is not None and claim.worker is worker:
+            self.remove_claim(claim)
 
-    def _forget_pending(self, pending: Pending) -> None:
-        history, key = pending.worker.history, (pending.worker.session, pending.message.request_id)
-        pending.worker.pending.pop(pending.message.request_id, None)
-        for queue in (history.waiting, history.due):
-            queue.pop(key, None)
-        self._leave_line(pending)
+    def remove_claim(self, claim: Claim) -> None:
+        del claim.version.claims[claim.key]
+        self.waiters.mark_changed(claim.worker.history, claim.version.number, room=True)
 
-    def _stand_in_line(self, pending: Pending) -> None:
-        """Where it is found when what it needs may have come."""
-        worker, history, message = pending.worker, pending.worker.history, pending.message
-        number, need = ANY, None
-        if isinstance(message, m.Acquire) and history.is_visible(message.version or pending.version):
-            number = message.version or pending.version
-            need = self._need(worker, message, number)
-        if pending.line != (number, need):
-            self._leave_line(pending)
-            pending.line = number, need
-            line = history.lines.setdefault(number, {}).setdefault(need, {})
-            line[worker.session, message.request_id] = pending
+    # --- versions ---
 
-    @staticmethod
-    def _need(worker: Worker, acquire: m.Acquire, number: int) -> object:
-        """Equal for those who can be served by the same sources."""
-        hello = worker.hello
-        if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
-            return worker.session, acquire.request_id
-        if any(held.version == number for held in worker.holdings):
-            return worker.session, acquire.request_id
-        claim = hello.replica if acquire.claim else None
-        place = hello.location.data_center
-        return acquire.layouts, acquire.serve, claim, hello.shard, hello.shard_count, place
-
-    @staticmethod
-    def _leave_line(pending: Pending) -> None:
-        if pending.line is None:
-            return
-        (number, need), pending.line = pending.line, None
-        lines = pending.worker.history.lines
-        line = lines[number][need]
-        del line[pending.worker.session, pending.message.request_id]
-        if not line:
-            del lines[number][need]
-        if not lines[number]:
-            del lines[number]
-
-    def _forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
+    def forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
         def idle(number: int) -> bool:
             version = history.versions[number]
             return not (version.holdings or version.claims or version.visible or version.sources)
@@ -281,18 +309,9 @@ class Books:
             for number in sorted(filter(idle, history.versions))[:-VERSIONS_REMEMBERED_MAX]:
                 del history.versions[number]
 
-    # --- what is to be settled ---
+    def is_gone(self, history: History, number: int, now: float) -> bool:
+        """Whether this version, which is not visible, will not be (again)."""
+        return not self.recovering(now) and number <= history.newest_visible
 
-    def _touch(self, history: History) -> None:
-        self._dirty[history.run, history.model] = history
-
-    def _look_at(self, pending: Pending) -> None:
-        """It may be possible to answer this request now."""
-        history = pending.worker.history
-        history.due[pending.worker.session, pending.message.request_id] = pending
-        self._touch(history)
-
-    def _change(self, history: History, number: int, *, room: bool) -> None:
-        """Something about this version has changed; room: so that readers may find a source."""
-        history.changed[number] = history.changed.get(number, False) or room
-        self._touch(history)
+    def forget_history(self, history: History) -> None:
+        self.histories.pop(history.id, None)

@@ -1,20 +1,20 @@
-"""The hub's state for people, and what must be true of it."""
+"""The hub's state for people, and what must be true of it. PURE."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tensorhub_plugins.core.hub.registry import Books
+from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
     ShardKey,
 )
 
 
-def report(hub: Books, now: float) -> dict[str, object]:
+def report(registry: Registry, now: float) -> dict[str, object]:
     """All of the state as plain lists and dicts, for `tensorhub status`."""
     models = []
-    for history in hub.histories.values():
+    for history in registry.histories.values():
         versions = [
             {
                 "version": info.version,
@@ -41,7 +41,7 @@ def report(hub: Books, now: float) -> dict[str, object]:
                 "version": lease.version,
                 "layout": lease.layout,
                 "sources": {
-                    str(shard): hub.workers[s].name if s in hub.workers else "unknown"
+                    str(shard): registry.workers[s].name if s in registry.workers else "unknown"
                     for shard, s in lease.sources.items()
                 },
                 "seconds_left": round(lease.deadline - now, 3),
@@ -62,12 +62,12 @@ def report(hub: Books, now: float) -> dict[str, object]:
                 "leases": leases,
             }
         )
-    return {"hub": hub.session.hex(), "up_s": round(now - hub.started, 3), "models": models}
+    return {"hub": registry.session.hex(), "up_s": round(now - registry.started, 3), "models": models}
 
 
-def validate(hub: Books) -> None:
+def validate(registry: Registry) -> None:
     """Assert what is true between any two calls of handle."""
-    for session, worker in hub.workers.items():
+    for session, worker in registry.workers.items():
         assert worker.session == session and worker.history.workers[session] is worker
         for key, h in worker.holdings.items():
             assert h.worker is worker and h.key == key
@@ -84,11 +84,11 @@ def validate(hub: Books) -> None:
                 source = worker.history.workers.get(source_session)
                 assert source is None or source.readers[session, request] is lease
         for (reader, request), lease in worker.readers.items():
-            assert hub.workers[reader].leases[request] is lease
+            assert registry.workers[reader].leases[request] is lease
             assert session in lease.sources.values()
         for request, pending in worker.pending.items():
             assert worker.history.waiting[session, request] is pending
-    for history in hub.histories.values():
+    for history in registry.histories.values():
         assert history.withdrawn == frozenset(history.directive.withdrawn)
         assert history.directive.pin not in history.withdrawn
         for number, version in history.versions.items():
@@ -99,18 +99,17 @@ def validate(hub: Books) -> None:
                 for shard, holders in by_shard.items():
                     assert shard < count and holders
                     for session, h in holders.items():
-                        assert hub.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
+                        assert registry.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
             for claim in version.claims.values():
-                assert claim.worker.session in hub.workers
+                assert claim.worker.session in registry.workers
             for sources in version.sources.values():
-                assert all(session in hub.workers for session in sources.sessions())
-        for number, lines in history.lines.items():
-            assert lines and all(lines.values())
-            for need, line in lines.items():
-                assert all(pending.line == (number, need) for pending in line.values())
+                assert all(session in registry.workers for session in sources.sessions())
+        for number, queues in history.wait_queues.items():
+            assert queues and all(queues.values())
+            for wait_key, queue in queues.items():
+                assert all(pending.queue == (number, wait_key) for pending in queue.values())
         for (session, request), pending in history.waiting.items():
-            assert hub.workers[session].pending[request] is pending
-            # Whoever waits is found when what he waits for comes.
-            assert pending.line is not None or isinstance(pending.message, m.Unpublish)
-    for place, crossing in hub._crossings.items():
-        assert min(crossing.values(), default=1) > 0, place
+            assert registry.workers[session].pending[request] is pending
+            # A request that waits is found when what it waits for comes.
+            assert pending.queue is not None or isinstance(pending.message, m.Unpublish)
+    registry.uplink.validate()

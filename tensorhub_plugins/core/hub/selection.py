@@ -1,155 +1,175 @@
-"""Which source a reader is given. PURE: no clock, no randomness.
+"""Which source a reader is given. PURE: questions and answers, and no question changes anything.
 
-Near before far
-    Same host, then same data centre, then the rest, because distance is what a job pays for (rule 7). Across data
-    centres there is one reader for each shard, the seed; the hub sees to that. Racks only tip the scales.
-
-Over the network: chains
-    A source's link is the scarce thing, and one reader uses all of it. So the next reader is given the source with the
-    fewest readers, even one whose own bytes are still arriving: readers form a chain through which the bytes flow, and
-    K of them finish in little more than the time of one. Every hop delays by one segment, of which a shard has about
-    256; `HOPS_PER_READER` hops are as bad as a second reader, and then a second branch is begun. At equal distance a
-    reader that became a source comes before the publisher, who has a training step to get on with.
-
-Within a host: stars
-    There the memory is shared and a hop only adds a copy: who has all of it comes first, then the least busy.
-
-`Sources` keeps candidates in heaps by place, so that one question costs the logarithm of their number and not a scan.
+`RULES` is the table: for each candidate, in the order of its cost (candidates.py), the first rule that applies gives
+the verdict. `UplinkBudget` counts what crosses into a data centre: a lease is counted when it is granted, and a model
+is recorded as waiting after the decision, see `reading.Reading`.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from enum import Enum
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import msgspec
+from tensorhub_plugins.core.hub.candidates import Choice, Verdict
+from tensorhub_plugins.core.hub.state import Version, Worker
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
-from tensorhub_plugins.core.types import Location, distance
-
-HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
-RACK_READERS = 0.5  # another rack is worth half a reader
-
-
-class Verdict(Enum):
-    """Of the hub, on one candidate for one reader."""
-
-    GOOD = 0
-    LAST_RESORT = 1  # it failed this reader, or looks dead
-    FULL = 2  # as many readers as it may have: worth waiting for
-    NEVER = 3
+Model = tuple[str, str]  # run and model
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """A worker that could serve a shard. readers: on other hosts. depth: hops to a worker that has all of it."""
+@dataclass(slots=True, frozen=True)
+class Question:
+    """One shard for one reader, and where the rules look things up."""
 
-    location: Location
-    depth: int
-    readers: int
-    is_publisher: bool
+    reader: Worker
+    acquire: m.Acquire
+    key: ShardKey
+    workers: Mapping[bytes, Worker]
+    uplink: UplinkBudget
+    readers_per_source_max: int
 
+    def judge(self, session: bytes, far: int) -> Verdict:
+        source = self.workers[session]
+        for applies, verdict in RULES:
+            if applies(self, source, far):
+                return verdict
+        return Verdict.GOOD
 
-class Sources:
-    """The candidates for one shard."""
+    def is_complete(self, source: Worker) -> bool:
+        held = source.holdings.get(self.key)
+        return held is not None and held.complete
 
-    def __init__(self) -> None:
-        self._candidates: dict[bytes, tuple[Candidate, int]] = {}  # with the number of its newest heap entries
-        self._heaps: dict[tuple[str, ...], list[_Entry]] = {}
-        self._numbers = 0
-
-    def __len__(self) -> int:
-        return len(self._candidates)
-
-    def sessions(self) -> list[bytes]:
-        return list(self._candidates)
-
-    def get(self, session: bytes) -> Candidate | None:
-        return self._candidates.get(session, (None, 0))[0]
-
-    def put(self, session: bytes, candidate: Candidate) -> None:
-        """Add a candidate, or change what is known of it."""
-        if self.get(session) == candidate:
-            return
-        self._numbers += 1
-        self._candidates[session] = candidate, self._numbers
-        far = (candidate.is_publisher, candidate.readers + candidate.depth / HOPS_PER_READER)
-        for place in _places(candidate.location):
-            near = place[0] == "host"
-            cost = (candidate.depth, candidate.is_publisher + candidate.readers / HOPS_PER_READER) if near else far
-            heap = self._heaps.setdefault(place, [])
-            heapq.heappush(heap, (cost, self._numbers, session))
-            if len(heap) > 64 and len(heap) > 4 * len(self._candidates):
-                heap[:] = [entry for entry in heap if self._is_current(entry)]
-                heapq.heapify(heap)
-
-    def remove(self, session: bytes) -> None:
-        self._candidates.pop(session, None)
-        if not self._candidates:
-            self._heaps.clear()
-
-    def best(self, reader: Location, judge: Callable[[bytes, int], Verdict]) -> bytes | None:
-        """The best source; None: there is none, or waiting is better. judge(session, distance) is asked in order."""
-        last_resort: bytes | None = None
-        for near, places in _circles(reader):
-            found: list[tuple[tuple[float, float], bytes]] = []
-            full = False
-            for place, extra in places:
-                for cost, session in self._in_order(place):
-                    verdict = judge(session, distance(self._candidates[session][0].location, reader))
-                    if verdict is Verdict.GOOD:
-                        found.append(((cost[0], cost[1] + extra), session))
-                        break
-                    if verdict is Verdict.LAST_RESORT and last_resort is None:
-                        last_resort = session
-                    full |= verdict is Verdict.FULL
-            if found:
-                return min(found)[1]
-            if full and near:
-                return None  # its turn here comes sooner than a copy from far away, and costs less
-        return last_resort
-
-    def _in_order(self, place: tuple[str, ...]) -> Iterator[tuple[tuple[float, float], bytes]]:
-        """The candidates of a place, best first; dead entries are thrown away on the way."""
-        heap = self._heaps.get(place, [])
-        seen = []
-        try:
-            while heap:
-                entry = heap[0]
-                heapq.heappop(heap)
-                if self._is_current(entry):
-                    seen.append(entry)
-                    yield entry[0], entry[2]
-        finally:
-            for entry in seen:
-                heapq.heappush(heap, entry)
-
-    def _is_current(self, entry: _Entry) -> bool:
-        known = self._candidates.get(entry[2])
-        return known is not None and known[1] == entry[1]
+    @property
+    def is_for_idle(self) -> bool:
+        """The reader has sources that are fast enough: a further one must have nothing else to do."""
+        return bool(self.acquire.beside) and not self.acquire.urgent
 
 
-_Entry = tuple[tuple[float, float], int, bytes]  # cost, number, session
+def choose(question: Question, version: Version) -> Choice:
+    """The best source of this shard for this reader."""
+    sources = version.sources.get(question.key)
+    if sources is None:
+        return Choice(None)
+    return sources.best(question.reader.hello.location, question.judge)
 
 
-def _places(location: Location) -> list[tuple[str, ...]]:
-    """The heaps a candidate is in."""
-    places: list[tuple[str, ...]] = [("all",), ("data centre", location.data_center)]
-    if location.rack:
-        places.append(("rack", location.data_center, location.rack))
-    if location.host:
-        places.append(("host", location.data_center, location.host))
-    return places
+# --- the rules ---
 
 
-def _circles(reader: Location) -> list[tuple[bool, list[tuple[tuple[str, ...], float]]]]:
-    """Where to look, from near to far, and whether a full source there is worth waiting for. Places within one circle
-    compete, with what is added to their cost."""
-    host, rack, data_center = reader.host, reader.rack, reader.data_center
-    circles: list[tuple[bool, list[tuple[tuple[str, ...], float]]]] = []
-    if host:
-        circles.append((False, [(("host", data_center, host), 0.0)]))
-    if rack:
-        circles.append((True, [(("rack", data_center, rack), 0.0), (("data centre", data_center), RACK_READERS)]))
-    else:
-        circles.append((True, [(("data centre", data_center), 0.0)]))
-    return [*circles, (False, [(("all",), 0.0)])]
+def is_excluded(question: Question, source: Worker, far: int) -> bool:
+    """The reader itself, what it never wants again, and what it reads from already."""
+    acquire = question.acquire
+    return source is question.reader or source.session in acquire.exclude or source.session in acquire.beside
+
+
+def would_close_a_circle(question: Question, source: Worker, far: int) -> bool:
+    """Rule 3: what still arrives must not come from the reader, over any number of steps."""
+    return not question.is_complete(source) and reads_from(source, question.reader, question.workers)
+
+
+def is_not_idle(question: Question, source: Worker, far: int) -> bool:
+    return question.is_for_idle and (bool(source.readers) or not question.is_complete(source))
+
+
+def is_far_without_need(question: Question, source: Worker, far: int) -> bool:
+    """The reader already has a nearby source, or no slow one: do not open a second transfer across the WAN."""
+    return far == FAR and (question.is_for_idle or _has_nearby_source(question))
+
+
+def uplink_is_full(question: Question, source: Worker, far: int) -> bool:
+    reader = question.reader
+    return far == FAR and not question.uplink.has_room(reader.hello.location.data_center, reader.history.id)
+
+
+def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bool:
+    return len(source.readers) >= question.readers_per_source_max
+
+
+def has_failed(question: Question, source: Worker, far: int) -> bool:
+    """It failed this reader, or another one and has not been heard since."""
+    return source.session in question.acquire.avoid or source.suspect
+
+
+RULES: tuple[tuple[Callable[[Question, Worker, int], bool], Verdict], ...] = (
+    (is_excluded, Verdict.NEVER),
+    (would_close_a_circle, Verdict.NEVER),
+    (is_not_idle, Verdict.NEVER),
+    (is_far_without_need, Verdict.NEVER),
+    (uplink_is_full, Verdict.UPLINK_FULL),
+    (serves_as_many_as_it_may, Verdict.FULL),
+    (has_failed, Verdict.LAST_RESORT),
+)
+
+
+def _has_nearby_source(question: Question) -> bool:
+    here, workers = question.reader.hello.location, question.workers
+    known = [workers[session].hello.location for session in question.acquire.beside if session in workers]
+    return any(distance(here, location) < FAR for location in known)
+
+
+def reads_from(worker: Worker, reader: Worker, workers: Mapping[bytes, Worker]) -> bool:
+    """Whether worker's own reading depends on reader, over any number of steps, as far as the hub can see.
+
+    A source that has not said Hello since the hub's restart may depend on any reader.
+    """
+    if not reader.readers and not reader.history.leases_on_unknown_sources:
+        return False
+    seen: set[bytes] = set()
+    todo = [worker]
+    while todo:
+        for lease in todo.pop().leases.values():
+            for session in lease.sources.values():
+                if session == reader.session:
+                    return True
+                source = workers.get(session)
+                if source is None:
+                    return True
+                if session not in seen:
+                    seen.add(session)
+                    todo.append(source)
+    return False
+
+
+# --- what crosses between data centres ---
+
+
+class UplinkBudget:
+    """Leases that cross into each data centre, by model; in equal shares when several models want to cross."""
+
+    def __init__(self, readers_max: int) -> None:
+        self._readers_max = readers_max
+        self._crossing: dict[str, Counter[Model]] = {}
+        self._waiting: dict[str, dict[Model, None]] = {}
+
+    def has_room(self, data_center: str, model: Model) -> bool:
+        """Whether one more lease of this model may cross into the data centre."""
+        crossing = self._crossing.get(data_center)
+        used, used_by_model = (crossing.total(), crossing[model]) if crossing else (0, 0)
+        others = sum(waiting != model for waiting in self._waiting.get(data_center, ()))
+        share = max(1, self._readers_max // (1 + others))
+        return used < self._readers_max and used_by_model < share
+
+    def wait(self, data_center: str, model: Model) -> None:
+        """A reader of this model found no room: from now on the others leave it its share."""
+        self._waiting.setdefault(data_center, {})[model] = None
+
+    def reserve(self, data_center: str, model: Model) -> None:
+        self._crossing.setdefault(data_center, Counter())[model] += 1
+
+    def release(self, data_center: str, model: Model) -> list[Model]:
+        """A lease has ended: the models that are to try again."""
+        crossing = self._crossing.setdefault(data_center, Counter())
+        crossing[model] -= 1
+        if crossing[model] <= 0:  # below: a worker said Hello again from another place
+            del crossing[model]
+        return list(self._waiting.pop(data_center, {}))
+
+    def total(self) -> int:
+        """Leases that cross, into any data centre."""
+        return sum(crossing.total() for crossing in self._crossing.values())
+
+    def validate(self) -> None:
+        for data_center, crossing in self._crossing.items():
+            assert min(crossing.values(), default=1) > 0, data_center

@@ -21,6 +21,7 @@ import zmq
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, new_session
 
@@ -60,14 +61,21 @@ def _threads() -> set[int]:
 class Server:
     """A running hub.
 
-    address: "tcp://host:port"; port 0 takes a free one. The address it got is in `.address`. Raise UsageError when the
-    address cannot be bound.
+    address: "tcp://host:port"; port 0 takes a free one. The address it got is in `.address`. limits: times and numbers,
+    see there. clock: seconds, steady. Raise UsageError when the address cannot be bound.
     """
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0", *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        limits: HubLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         check_address(address)
         self._clock = clock
-        self._hub = hub.Hub(new_session(), clock())
+        self._limits = HubLimits() if limits is None else limits
+        self._hub = self._new_hub(clock())
         self._context, self._socket = _router()
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
@@ -101,6 +109,9 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _new_hub(self, now: float) -> hub.Hub:
+        return hub.Hub(new_session(), now, self._limits)
 
     def _run(self) -> None:
         log.info("hub %s listens on %s", self._hub.session.hex()[:8], self.address)
@@ -152,7 +163,7 @@ class Server:
             effects = self._hub.handle(event, now)
         except Exception:
             log.exception("the hub has failed over %.1000r and starts afresh: please report this", event)
-            self._hub = hub.Hub(new_session(), now)
+            self._hub = self._new_hub(now)
             if isinstance(event, hub.Received):  # or it would ask again, and again
                 hello = isinstance(event.message, messages.Hello)  # a refused Hello answers no request
                 request_id = 0 if hello else getattr(event.message, "request_id", 0)
@@ -183,6 +194,6 @@ class Server:
             log.warning("refused a message from %s: %s", session.hex()[:8], error)
 
 
-def start_server(address: str = "tcp://127.0.0.1:0") -> Server:
+def start_server(address: str = "tcp://127.0.0.1:0", *, limits: HubLimits | None = None) -> Server:
     """A hub in a thread of this process, for adapters that bring their own and for tests."""
-    return Server(address)
+    return Server(address, limits=limits)

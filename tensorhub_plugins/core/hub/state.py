@@ -1,7 +1,7 @@
-"""What the hub knows: workers, the shards they hold, the leases under which they read, and who waits for what.
+"""The hub's records: workers, the shards they hold, the leases under which they read, the requests that wait. PURE.
 
 A history (one model in one run) has versions and workers; a version has holdings, which are its workers'. Nothing here
-decides anything: `registry.Books` keeps these in step with each other, `hub.Hub` decides.
+decides anything: `registry.Registry` keeps all indexes in step with each other, `hub.Hub` decides.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from tensorhub_plugins.core.hub.selection import Sources
+from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -26,10 +26,15 @@ class Holding:
     size_bytes: int
     complete: bool
     origin: m.Origin
-    sequence: int  # the number under which the worker has last spoken of it
+    as_of: int  # the worker's latest request that named it
     offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
     unpublishing: int | None = None  # the request that withdraws it
-    must_retain: bool = False  # the holder wanted to give it up and was told to keep it
+    must_retain: bool = False  # the worker wanted to give it up, and it is the last copy
+
+    @property
+    def stays(self) -> bool:
+        """Whether it may be read, and counts as a copy: it is not about to go."""
+        return self.unpublishing is None or self.must_retain
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +71,11 @@ class Pending:
     deadline: float
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
-    line: tuple[int, object] | None = None  # in which it stands
+    queue: tuple[int, object] | None = None  # where it is parked: version and `waiters.wait_key`
+
+    @property
+    def id(self) -> tuple[bytes, int]:
+        return self.worker.session, self.message.request_id
 
 
 @dataclass(eq=False, slots=True)
@@ -76,13 +85,13 @@ class Worker:
     history: History
     last_heard: float
     suspect: bool = False  # a reader lost it and it has not been heard since
-    sequence: int = 0  # the highest number it has used, as far as we know
+    last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
     network_readers: int = 0  # of them, those on other hosts
-    depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to one who has all of it
+    depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to a worker that has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
     replies: dict[int, m.Reply] = field(default_factory=dict)
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
@@ -103,7 +112,10 @@ class Version:
     # (layout, shard_count, shard) -> root, size in bytes
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
-    may_be_lost: bool = True  # a complete copy has gone, or is about to, since somebody was seen to hold it
+    may_be_lost: bool = True  # a complete copy has gone, or is about to, since one was seen
+
+    def key(self, layout: str, shard: int, shard_count: int) -> ShardKey:
+        return ShardKey(self.number, layout, shard, shard_count)
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
@@ -117,10 +129,7 @@ class Version:
         """Whether each of these shards has a complete holder that stays. without: ids of holdings not to count."""
         by_shard = self.holdings.get((layout, shard_count), {})
         return all(
-            any(
-                h.complete and (h.unpublishing is None or h.must_retain) and id(h) not in without
-                for h in by_shard.get(shard, {}).values()
-            )
+            any(h.complete and h.stays and id(h) not in without for h in by_shard.get(shard, {}).values())
             for shard in shards
         )
 
@@ -136,13 +145,32 @@ class Version:
         return ", ".join(sorted({layout for layout, _ in self.holdings})) or "nothing"
 
 
-@dataclass
-class Latest:
-    """What the shards of a replica agree on. A shard that asks again begins the next generation, newer if it can be."""
+@dataclass(slots=True)
+class GroupResolution:
+    """What "latest" means to the shards of one replica (rule 2): one version for each generation.
+
+    A shard that asks again after its answer begins the next generation, for all of them.
+    """
 
     generation: int = 0
-    version: int = 0  # 0: they agree on nothing
-    told: set[int] = field(default_factory=set)  # shards
+    version: int = 0  # 0: none is agreed on
+    notified_shards: set[int] = field(default_factory=set)
+
+    def begin(self, version: int) -> None:
+        """The next generation."""
+        self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
+
+    def forget_version(self) -> None:
+        self.version = 0
+
+    def recall(self, shard: int, generation: int, version: int) -> None:
+        """A shard says in which generation it was answered last: what was agreed on before a hub's restart."""
+        if generation > self.generation:
+            self.generation, self.version, self.notified_shards = generation, version, {shard}
+        elif generation == self.generation:
+            self.notified_shards.add(shard)
+        else:
+            self.notified_shards.discard(shard)  # it never heard the answer, and asks again
 
 
 @dataclass
@@ -158,17 +186,26 @@ class History:
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
-    latest: dict[str, Latest] = field(default_factory=dict)  # by replica
+    groups: dict[str, GroupResolution] = field(default_factory=dict)  # by replica
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
-    leases_on_strangers: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
-    # source -> leases that readers have announced, after a hub's restart, before the source has
-    waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # in order of arrival
-    # What `_settle` has to look at, and nothing else: it runs after every message, and thousands may wait.
-    due: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # these requests
-    changed: dict[int, bool] = field(default_factory=dict)  # and the lines of these versions; True: there may be room
-    lines: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
-    # Who waits, by version and by what it needs of it: when the first of a line find no source, nor do the others.
-    # Version ANY: for a version to become visible.
+    leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
+    # source -> leases that readers have announced, after a hub's restart, before the source has said Hello
+    # Kept by `waiters.Waiters`:
+    waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival
+    ready: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # to be tried again
+    changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues are; True: there may be room
+    wait_queues: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
+
+    @property
+    def id(self) -> tuple[str, str]:
+        return self.run, self.model
+
+    @property
+    def name(self) -> str:
+        return f"{self.run}/{self.model}"
+
+    def group(self, worker: Worker) -> GroupResolution:
+        return self.groups[worker.hello.replica]
 
     def is_visible(self, number: int) -> bool:
         version = self.versions.get(number)
@@ -186,8 +223,20 @@ class History:
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
         self.directive_checksum = m.directive_checksum(directive)
 
+    def newest(self, at_least: int, without: Iterable[int] = ()) -> int | None:
+        """The newest visible version from this one on."""
+        visible = (n for n, v in self.versions.items() if v.visible and n >= at_least and n not in without)
+        return max(visible, default=None)
+
+    def latest(self, at_least: int) -> int | None:
+        """What "latest" means: the pinned version if it is visible, else the newest one."""
+        pin = self.directive.pin
+        if pin:
+            return pin if self.is_visible(pin) else None
+        return self.newest(at_least)
+
     def floor(self, seen: int) -> int:
-        """The version below which whoever has seen this one does not go: none, if it was withdrawn."""
+        """The version below which a worker that has seen this one does not go: none, if it was withdrawn."""
         return 0 if seen in self.withdrawn else seen
 
     def version_infos(self) -> tuple[VersionInfo, ...]:

@@ -285,23 +285,9 @@ class AskStatus(_Message, frozen=True):
     request_id: Count
 
 
-ClientMessage: TypeAlias = (
-    Hello
-    | Heartbeat
-    | Bye
-    | Publish
-    | Unpublish
-    | Acquire
-    | Release
-    | Abandon
-    | Wait
-    | Target
-    | Pin
-    | Withdraw
-    | Retain
-    | AskVersions
-    | AskStatus
-)
+# What a session asks, and is answered. Each has a `request_id`.
+Request: TypeAlias = Publish | Unpublish | Acquire | Abandon | Wait | Target | Pin | Withdraw | Retain | AskVersions
+ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Request
 
 # --- hub to client ---
 

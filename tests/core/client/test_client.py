@@ -59,7 +59,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client import client as client_module
-from tensorhub_plugins.core.hub import hub as hub_module
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory import moves as reads
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer.limits import TransferLimits
@@ -82,10 +82,8 @@ def small_segments(monkeypatch):
 
 @pytest.fixture(scope="module")
 def module_hub() -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hub_module, "GRACE_S", 0.2)
-        with start_server() as server:
-            yield server
+    with start_server(limits=HubLimits(grace_s=0.2)) as server:
+        yield server
 
 
 class Stage:
@@ -744,11 +742,8 @@ def test_a_converter_that_gives_up_is_replaced(stage):
     assert stage.client("fourth").fetch(layouts=(RUNTIME, CHECKPOINT), converts=False).layout == CHECKPOINT
 
 
-def test_a_converter_that_is_killed_is_replaced(monkeypatch, stage):
-    monkeypatch.setattr(hub_module, "GRACE_S", 0.2)
-    monkeypatch.setattr(hub_module, "HEARTBEAT_S", 0.3)
-    monkeypatch.setattr(hub_module, "SESSION_TIMEOUT_S", 3.0)
-    with start_server() as server:
+def test_a_converter_that_is_killed_is_replaced(stage):
+    with start_server(limits=HubLimits(grace_s=0.2, heartbeat_s=0.3, session_timeout_s=3.0)) as server:
         stage.address = server.address
         trainer, second = stage.client("trainer"), stage.client("second")
         trainer.publish(1, tensors_of(1))
@@ -1267,21 +1262,22 @@ def test_two_operators_pin_at_once_and_everybody_agrees(stage):
         assert {c.wait() for c in (trainer, one, other)} == {pinned}
 
 
-def test_the_only_holder_of_a_pinned_version_is_killed(stage, monkeypatch):
-    monkeypatch.setattr(hub_module, "SESSION_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(hub_module, "HEARTBEAT_S", 0.1)
-    trainer, rollout, holder = stage.client("trainer"), stage.client("rollout"), stage.worker("holder")
-    holder.call("publish", 1, 1)
-    trainer.publish(2, tensors_of(2))
-    trainer.pin(1)
-    holder.kill()
-    until(lambda: not any(info.visible for info in trainer.versions() if info.version == 1))
-    with pytest.raises(VersionGone, match=r"version 1 is pinned and nobody holds it: .*; held: \[2\]"):
-        rollout.target(2, timeout_s=0.1)
-    with pytest.raises(NotPublished, match="version 1, which is pinned,"):
-        rollout.fetch(timeout_s=0.1)
-    rollout.unpin()
-    assert rollout.fetch().version == 2
+def test_the_only_holder_of_a_pinned_version_is_killed(stage):
+    limits = HubLimits(grace_s=0.2, session_timeout_s=0.5, heartbeat_s=0.1)
+    with start_server(limits=limits) as server:
+        stage.address = server.address
+        trainer, rollout, holder = stage.client("trainer"), stage.client("rollout"), stage.worker("holder")
+        holder.call("publish", 1, 1)
+        trainer.publish(2, tensors_of(2))
+        trainer.pin(1)
+        holder.kill()
+        until(lambda: not any(info.visible for info in trainer.versions() if info.version == 1))
+        with pytest.raises(VersionGone, match=r"version 1 is pinned and nobody holds it: .*; held: \[2\]"):
+            rollout.target(2, timeout_s=0.1)
+        with pytest.raises(NotPublished, match="version 1, which is pinned,"):
+            rollout.fetch(timeout_s=0.1)
+        rollout.unpin()
+        assert rollout.fetch().version == 2
 
 
 # --- the hub is killed ---

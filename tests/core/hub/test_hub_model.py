@@ -6,10 +6,8 @@ model is sets and dicts that are recomputed from the start after every step; the
 
 from __future__ import annotations
 
-from typing import Any
-
+import broken_hubs
 import pytest
-from broken_hubs import DropsLastCopies, ForgetsLeases
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tensorhub_plugins.core.hub.hub import GRACE_S, Hub, Received, Send, Tick
+from tensorhub_plugins.core.hub.hub import Hub, Received, Send, Tick
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
@@ -39,12 +37,10 @@ def key(version: int) -> ShardKey:
 
 
 class HubBesideModel(RuleBasedStateMachine):
-    hub_class = Hub
-
     @initialize(retain=st.integers(0, 2))
     def start(self, retain: int) -> None:
-        self.hub = self.hub_class(b"H" * 16, 0.0)
-        self.now = GRACE_S + 1.0
+        self.hub = Hub(b"H" * 16, 0.0)
+        self.now = self.hub.limits.grace_s + 1.0
         self.number = 0
         self.answers: dict[tuple[str, int], m.HubMessage] = {}
         # the model
@@ -289,8 +285,8 @@ class HubBesideModel(RuleBasedStateMachine):
 
     @invariant()
     def the_hub_agrees(self) -> None:
-        validate(self.hub)
-        history = self.hub.histories.get(("r", "m"))
+        validate(self.hub.registry)
+        history = self.hub.registry.histories.get(("r", "m"))
         versions = history.versions if history else {}
         directive = history.directive if history else m.NO_DIRECTIVE
         assert (directive.pin, set(directive.withdrawn)) == (self.pin, self.withdrawn)
@@ -299,11 +295,11 @@ class HubBesideModel(RuleBasedStateMachine):
         assert {n: h for n, h in holders.items() if h} == {n: sorted(h) for n, h in self.holders.items() if h}
         leases = {
             (session.decode()[0], request): (lease.version, lease.sources[0].decode()[0])
-            for session, worker in self.hub.workers.items()
+            for session, worker in self.hub.registry.workers.items()
             for request, lease in worker.leases.items()
         }
         assert leases == self.leases
-        holdings = (h for worker in self.hub.workers.values() for h in worker.holdings.values())
+        holdings = (h for worker in self.hub.registry.workers.values() for h in worker.holdings.values())
         kept = {(h.worker.session.decode()[0], h.key.version) for h in holdings if h.must_retain}
         assert kept == self.kept
 
@@ -315,58 +311,21 @@ TestHubBesideModel.settings = settings(max_examples=100, stateful_step_count=40,
 # --- negative controls ---
 
 
-class LendsWhatIsLeaving(Hub):
-    def _wait(self, worker: Any, message: m.Acquire | m.Unpublish | m.Wait, now: float) -> None:
-        super()._wait(worker, message, now)
-        for holding in worker.holdings.values():
-            holding.unpublishing = None
-
-
-class AnswersWithAnOldVersion(Hub):
-    def _newest(self, history: Any, at_least: int, *without: Any) -> int | None:
-        return min((n for n, v in history.versions.items() if v.visible and n >= at_least), default=None)
-
-
-class FollowsTheNewestThoughAnotherIsPinned(Hub):
-    def _latest(self, history: Any, at_least: int) -> int | None:
-        return self._newest(history, at_least)
-
-
-class ShowsWhatIsWithdrawn(Hub):
-    def _direct(self, history: Any, directive: m.Directive, **welcomed: Any) -> None:
-        visible = {n for n, v in history.versions.items() if v.visible}
-        super()._direct(history, directive, **welcomed)
-        for number in visible:
-            history.versions[number].visible = True
-
-
-class LetsFollowersGoBackByThemselves(Hub):
-    def _try_target(self, pending: Any, target: m.Target, now: float) -> m.Reply | None:
-        newest = self._newest(pending.worker.history, 0, target.refused)
-        return None if newest in (None, target.installed) else m.Visible(target.request_id, newest)
-
-
-class TakesAWithdrawnVersionAgain(Hub):
-    def _cannot_be_new(self, *holding: Any) -> None:
-        return None
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "broken",
     [
-        ForgetsLeases,
-        DropsLastCopies,
-        LendsWhatIsLeaving,
-        AnswersWithAnOldVersion,
-        FollowsTheNewestThoughAnotherIsPinned,
-        ShowsWhatIsWithdrawn,
-        LetsFollowersGoBackByThemselves,
-        TakesAWithdrawnVersionAgain,
+        broken_hubs.forgets_leases,
+        broken_hubs.drops_last_copies,
+        broken_hubs.lends_what_is_leaving,
+        broken_hubs.answers_with_an_old_version,
+        broken_hubs.follows_the_newest_though_another_is_pinned,
+        broken_hubs.shows_what_is_withdrawn,
+        broken_hubs.lets_followers_go_back_by_themselves,
+        broken_hubs.takes_a_withdrawn_version_again,
     ],
 )
-def test_the_model_notices_a_broken_hub(broken: type[Hub]) -> None:
-    machine = type("Broken", (HubBesideModel,), {"hub_class": broken})
+def test_the_model_notices_a_broken_hub(broken: broken_hubs.Broken) -> None:
     quick = settings(max_examples=200, stateful_step_count=40, deadline=None, phases=[Phase.generate])
-    with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine, settings=quick)
+    with broken(), pytest.raises(AssertionError):
+        run_state_machine_as_test(HubBesideModel, settings=quick)

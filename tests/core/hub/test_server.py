@@ -173,7 +173,7 @@ def test_a_fault_of_ours_starts_the_hub_afresh_and_the_workers_tell_it_all(serve
 
     def handle(self, event, now):
         if isinstance(event, hub.Received) and isinstance(event.message, messages.Retain):
-            self.workers.clear()  # half a state, to make it worse
+            self.registry.workers.clear()  # half a state, to make it worse
             raise KeyError("a bug")
         return true_handle(self, event, now)
 

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.errors import (
     TensorHubError,
     UsageError,
 )
-from tensorhub_plugins.core.hub.hub import GRACE_S, Hub, Received, Tick
+from tensorhub_plugins.core.hub.hub import Hub, Received, Tick
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.manifest import (
     DIGEST_SIZE_BYTES,
@@ -415,15 +415,16 @@ strange_messages = st.one_of(
 @given(st.lists(st.tuples(sessions, strange_messages | st.none(), st.sampled_from([0.0, 0.1, 4.0])), max_size=30))
 def test_nothing_that_decodes_breaks_the_hub(conversation):
     """Sent by strangers, out of order, with numbers and shards that fit nothing."""
-    hub, now = Hub(b"H" * 16, 0.0), GRACE_S - 1.0
+    hub = Hub(b"H" * 16, 0.0)
+    now = hub.limits.grace_s - 1.0
     for session, message, wait in conversation:
         now += wait
         if message is None:
             effects = hub.handle(Tick(), now)
         else:
             effects = hub.handle(Received(session, m.decode_from_client(m.encode(message))), now)
-        validate(hub)
+        validate(hub.registry)
         for effect in effects:
             if hasattr(effect, "message"):
                 m.decode_from_hub(m.encode(effect.message))  # a client can read all that it says
-    report(hub, now)
+    report(hub.registry, now)

@@ -1,0 +1,169 @@
+"""Which sources there are for one shard, and the cheapest of them for a reader. PURE: no clock, no randomness.
+
+Near before far
+    Same host, then same data centre, then the rest, because distance is what a job pays for (rule 7). Across data
+    centres there is one reader for each shard, the seed; `selection` sees to that. Rack locality only breaks ties:
+    another rack costs half a reader.
+
+Over the network: chains
+    A source's link is the scarce thing, and one reader uses all of it. So the next reader is given the source with the
+    fewest readers, even one whose own bytes are still arriving: readers form a chain through which the bytes flow, and
+    K of them finish in little more than the time of one. Every hop delays by one segment, of which a shard has about
+    256; `HOPS_PER_READER` hops are as bad as a second reader, and then a second branch is begun. At equal distance a
+    reader that became a source comes before the publisher, whose training step needs its link.
+
+Within a host: stars
+    There the memory is shared and a hop only adds a copy: a source that has all of the shard comes first, then the
+    least busy one.
+
+`Sources` keeps candidates in heaps by area, so that one question costs the logarithm of their number and not a scan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+import msgspec
+
+from tensorhub_plugins.core.protocol.messages import Origin
+from tensorhub_plugins.core.types import Location, distance
+
+HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
+RACK_READERS = 0.5  # what another rack costs
+
+
+class Verdict(Enum):
+    """On one candidate for one reader, see `selection.RULES`."""
+
+    GOOD = 0
+    LAST_RESORT = 1  # it failed this reader, or looks dead
+    FULL = 2  # as many readers as it may have: worth waiting for
+    UPLINK_FULL = 3  # as many readers cross into the data centre as may
+    NEVER = 4
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A worker that could serve a shard. readers: on other hosts. depth: hops to a worker that has all of it."""
+
+    location: Location
+    depth: int
+    readers: int
+    origin: Origin
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """session: of the best source; None: there is none, or waiting is better. uplink_full: one was too far for now."""
+
+    session: bytes | None
+    uplink_full: bool = False
+
+
+class Sources:
+    """The candidates for one shard."""
+
+    def __init__(self) -> None:
+        self._candidates: dict[bytes, tuple[Candidate, int]] = {}  # with the number of its newest heap entries
+        self._heaps: dict[tuple[str, ...], list[_Entry]] = {}
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+    def sessions(self) -> list[bytes]:
+        return list(self._candidates)
+
+    def get(self, session: bytes) -> Candidate | None:
+        return self._candidates.get(session, (None, 0))[0]
+
+    def put(self, session: bytes, candidate: Candidate) -> None:
+        """Add a candidate, or change what is known of it."""
+        if self.get(session) == candidate:
+            return
+        self._numbers += 1
+        self._candidates[session] = candidate, self._numbers
+        published = candidate.origin == "published"
+        within_host = (candidate.depth, published + candidate.readers / HOPS_PER_READER)
+        over_network = (published, candidate.readers + candidate.depth / HOPS_PER_READER)
+        for area in _areas(candidate.location):
+            cost = within_host if area[0] == "host" else over_network
+            heap = self._heaps.setdefault(area, [])
+            heapq.heappush(heap, (cost, self._numbers, session))
+            if len(heap) > 64 and len(heap) > 4 * len(self._candidates):
+                heap[:] = [entry for entry in heap if self._is_current(entry)]
+                heapq.heapify(heap)
+
+    def remove(self, session: bytes) -> None:
+        self._candidates.pop(session, None)
+        if not self._candidates:
+            self._heaps.clear()
+
+    def best(self, reader: Location, judge: Callable[[bytes, int], Verdict]) -> Choice:
+        """The best source for a reader at this location. judge(session, distance) is asked in order of cost."""
+        last_resort: bytes | None = None
+        uplink_full = False
+        for wait_if_full, areas in _search_order(reader):
+            found: list[tuple[tuple[float, float], bytes]] = []
+            full = False
+            for area, extra in areas:
+                for cost, session in self._in_order(area):
+                    verdict = judge(session, distance(self._candidates[session][0].location, reader))
+                    if verdict is Verdict.GOOD:
+                        found.append(((cost[0], cost[1] + extra), session))
+                        break
+                    if verdict is Verdict.LAST_RESORT and last_resort is None:
+                        last_resort = session
+                    full |= verdict is Verdict.FULL
+                    uplink_full |= verdict is Verdict.UPLINK_FULL
+            if found:
+                return Choice(min(found)[1], uplink_full)
+            if full and wait_if_full:
+                return Choice(None, uplink_full)  # a place here is free sooner than a copy from far away, and cheaper
+        return Choice(last_resort, uplink_full)
+
+    def _in_order(self, area: tuple[str, ...]) -> Iterator[tuple[tuple[float, float], bytes]]:
+        """The candidates of an area, best first. Asking drops stale entries of the heap and changes nothing else."""
+        heap = self._heaps.get(area, [])
+        seen = []
+        try:
+            while heap:
+                entry = heap[0]
+                heapq.heappop(heap)
+                if self._is_current(entry):
+                    seen.append(entry)
+                    yield entry[0], entry[2]
+        finally:
+            for entry in seen:
+                heapq.heappush(heap, entry)
+
+    def _is_current(self, entry: _Entry) -> bool:
+        known = self._candidates.get(entry[2])
+        return known is not None and known[1] == entry[1]
+
+
+_Entry = tuple[tuple[float, float], int, bytes]  # cost, number, session
+
+
+def _areas(location: Location) -> list[tuple[str, ...]]:
+    """The heaps a candidate is in."""
+    areas: list[tuple[str, ...]] = [("all",), ("data centre", location.data_center)]
+    if location.rack:
+        areas.append(("rack", location.data_center, location.rack))
+    if location.host:
+        areas.append(("host", location.data_center, location.host))
+    return areas
+
+
+def _search_order(reader: Location) -> list[tuple[bool, list[tuple[tuple[str, ...], float]]]]:
+    """Where to look, from near to far, and whether a full source there is worth waiting for. Areas of one step
+    compete, with what is added to their cost."""
+    host, rack, data_center = reader.host, reader.rack, reader.data_center
+    order: list[tuple[bool, list[tuple[tuple[str, ...], float]]]] = []
+    if host:
+        order.append((False, [(("host", data_center, host), 0.0)]))
+    if rack:
+        order.append((True, [(("rack", data_center, rack), 0.0), (("data centre", data_center), RACK_READERS)]))
+    else:
+        order.append((True, [(("data centre", data_center), 0.0)]))
+    return [*order, (False, [(("all",), 0.0)])]

@@ -1,0 +1,153 @@
+"""Which version is to be run: what followers wait for, and what operators decide. PURE.
+
+A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
+retained; newer ones become visible meanwhile and are not followed. A *withdrawn* version is not visible any more: it is
+not lent, and a reader that has seen it may go back. A worker that reads it is told to stop, and its lease ends with its
+own word, because until then it reads. Both are in the history's directive (messages.py), which every worker keeps and
+announces. A follower asks for its `Target`; it goes back only if one of the two says so.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorhub_plugins.core.hub.outbox import Outbox
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import History, Pending
+from tensorhub_plugins.core.hub.waiters import ANY_VERSION
+from tensorhub_plugins.core.protocol import messages as m
+
+VERSIONS_LISTED_MAX = 16  # in one sentence
+
+
+class Following:
+    def __init__(self, registry: Registry, outbox: Outbox) -> None:
+        self._registry = registry
+        self._outbox = outbox
+
+    # --- followers ---
+
+    def try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
+        history = pending.worker.history
+        number = history.latest(max(wait.newer_than + 1, history.floor(pending.worker.seen_version)))
+        if number is not None and number <= wait.newer_than:  # pinned
+            number = None
+        if wait.version:
+            number = wait.version if history.is_visible(wait.version) else None
+            withdrawn = wait.version in history.withdrawn
+            if number is None and (withdrawn or self._registry.is_gone(history, wait.version, now)):
+                return gone(wait.request_id, history, wait.version)
+        if number is not None:
+            pending.worker.seen_version = max(pending.worker.seen_version, number)
+            return m.Visible(wait.request_id, number)
+        if pending.deadline <= now:
+            what = f"version {wait.version}" if wait.version else f"a version newer than {wait.newer_than}"
+            return m.Refused(wait.request_id, "NotPublished", f"{what} was not published before the deadline")
+        return None
+
+    def try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
+        """What a follower is to run. It goes back to a pinned version, or from a withdrawn one, and never else."""
+        history, installed = pending.worker.history, target.installed
+        pin = history.directive.pin if target.pins else 0
+        if pin:
+            overruled = history.directive.serial > target.serial  # pinned after it was refused
+            number = pin if history.is_visible(pin) and (pin not in target.refused or overruled) else None
+        else:
+            number = history.newest(history.floor(installed), target.refused)
+            if number is not None and number < installed and self._registry.recovering(now):
+                number = None  # a worker that has not said Hello yet may hold a newer one
+        if number is not None and number != installed:
+            pending.worker.seen_version = max(pending.worker.seen_version, number)
+            return m.Visible(target.request_id, number)
+        if pending.deadline > now:
+            return None
+        error, text = "NotPublished", f"no other version than {installed or 'none'} was to be run before the deadline"
+        if self._registry.recovering(now):
+            pass  # others may still say what they hold
+        elif pin and not history.is_visible(pin):
+            error = "VersionGone"
+            text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {listed(history)}"
+        elif installed in history.withdrawn:
+            error = "VersionGone"
+            text = f"version {installed}, which is installed, was withdrawn, and there is no other to run: publish one"
+        return m.Refused(target.request_id, error, text)
+
+    # --- operators ---
+
+    def try_direct(self, pending: Pending, message: m.Pin | m.Withdraw, now: float) -> m.Reply | None:
+        """An operator's decision, once it is known what is held and what was decided before."""
+        history, number = pending.worker.history, message.version
+        if self._registry.recovering(now):
+            if pending.deadline > now:
+                return None
+            text = "the hub has just been started and does not know yet what is held: ask again in a few seconds"
+            return m.Refused(message.request_id, "DeadlineExceeded", text)
+        old = history.directive
+        if isinstance(message, m.Pin):
+            problem = _cannot_pin(history, number) if number else None
+            # The same pin once more is a new decision: engines that have refused the version try it again.
+            new = m.Directive(old.serial + 1, number, old.withdrawn) if number or old.pin else old
+        else:
+            new = m.merge(old, m.Directive(old.serial, old.pin, (number,)))
+            problem = _cannot_withdraw(history, number, new)
+            if new != old:
+                new = msgspec.structs.replace(new, serial=old.serial + 1)
+        if problem is None and new.serial > m.SERIAL_MAX:
+            problem = f"{m.SERIAL_MAX} directives were given in {history.name}: use another run name"
+        if problem is not None:
+            self._outbox.log(f"{pending.worker.name}: refused: {problem}")
+            return m.Refused(message.request_id, "UsageError", problem)
+        self.direct(history, new)
+        return m.Done(message.request_id)
+
+    def direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
+        """From now on this is what operators have decided. welcomed: this worker hears it with its Welcome."""
+        old, waiters = history.directive, self._registry.waiters
+        if directive == old:
+            return
+        history.direct(directive)
+        for number in (number for number in directive.withdrawn if number not in old.withdrawn):
+            self._outbox.log(f"{history.name}: version {number} is withdrawn")
+            version = history.versions.get(number)
+            if version is not None:
+                version.visible = False
+                version.claims.clear()
+                waiters.mark_changed(history, number, room=True)
+        if directive.pin != old.pin:
+            self._outbox.log(f"{history.name}: pinned version {directive.pin or 'none'}, before {old.pin or 'none'}")
+        waiters.mark_changed(history, ANY_VERSION, room=False)
+        for session in history.workers:
+            if session != welcomed:
+                self._outbox.send(session, m.Alive((), directive))
+
+
+def _cannot_pin(history: History, number: int) -> str | None:
+    if number in history.withdrawn:
+        return f"version {number} was withdrawn and cannot be pinned; held: {listed(history)}"
+    if not history.is_visible(number):
+        return f"version {number} cannot be pinned because nobody holds it; held: {listed(history)}"
+    return None
+
+
+def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | None:
+    if number not in new.withdrawn:
+        return f"version {number} cannot be withdrawn: {m.WITHDRAWN_MAX} newer ones are, and no more are remembered"
+    if number in history.withdrawn or number <= history.newest_visible:
+        return None
+    return f"version {number} cannot be withdrawn because it was never published; held: {listed(history)}"
+
+
+def gone(request_id: int, history: History, number: int) -> m.Refused:
+    why = "has been unpublished or lost with its last holder"
+    if number in history.withdrawn:
+        why = "was withdrawn, and nobody is to use it any more"
+    return m.Refused(request_id, "VersionGone", f"version {number} {why}; visible now: {listed(history)}")
+
+
+def listed(history: History) -> str:
+    """The versions that can be had, for people."""
+    visible = history.visible()
+    if not visible:
+        return "none"
+    more = ["..."] if len(visible) > VERSIONS_LISTED_MAX else []
+    return f"[{', '.join([*more, *map(str, reversed(visible[:VERSIONS_LISTED_MAX]))])}]"

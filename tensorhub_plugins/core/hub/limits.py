@@ -1,0 +1,50 @@
+"""What operators and tests may change of a hub. PURE."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tensorhub_plugins.core.errors import UsageError
+
+HEARTBEAT_S_MIN = 0.01  # more often, and the hub does nothing else
+DAY_S = 86_400.0
+READERS_MAX = 65_536  # as many as a version has shards
+
+# Each limit: from, to, and what it does, also for the flags of `tensorhub server`.
+LIMITS: dict[str, tuple[float, float, str]] = {
+    "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence after which a worker is given up"),
+    "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
+    "grace_s": (0.0, DAY_S, "seconds after its start in which the hub decides nothing that depends on all workers"),
+    "claim_s": (0.0, DAY_S, "seconds for a worker to convert what it has promised, then another one does"),
+    "readers_per_source_max": (1, READERS_MAX, "leases on one source; more readers wait, or read from another one"),
+    "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
+}
+
+
+class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What each does stands in `LIMITS`. Raise UsageError for a value that is out of bounds, and name it."""
+
+    # A worker whose interpreter is held by one long kernel launch or compile must not be given up.
+    session_timeout_s: float = 15.0
+    heartbeat_s: float = 1.0
+    # Three heartbeats: every live worker has said Hello again by then.
+    grace_s: float = 3.0
+    # Reading and converting the largest models takes less; a dead converter is noticed much sooner.
+    claim_s: float = 120.0
+    # Beyond that one source's link is shared so thinly that waiting for a peer is faster.
+    readers_per_source_max: int = 16
+    # As many as a large model has shards.
+    uplink_readers_max: int = 32
+
+    def __post_init__(self) -> None:
+        for name, (least, most, _) in LIMITS.items():
+            given, whole = getattr(self, name), name.endswith("_max")
+            kinds = (int,) if whole else (int, float)
+            if isinstance(given, bool) or not isinstance(given, kinds) or not least <= given <= most:
+                kind = "a whole number" if whole else "a number of seconds"
+                raise UsageError(f"{name}={given!r}: must be {kind} from {least:g} to {most:g}")
+        if self.session_timeout_s <= self.heartbeat_s:
+            raise UsageError(
+                f"session_timeout_s={self.session_timeout_s!r}: must be more than heartbeat_s={self.heartbeat_s!r}, "
+                "or every worker is given up between two heartbeats"
+            )

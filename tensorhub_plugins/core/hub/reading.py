@@ -1,0 +1,221 @@
+"""Acquire: which version a reader gets, in which layout, from which sources. PURE.
+
+`try_acquire` is the way of one request: resolve "latest" for its replica (rule 2), find a source for each shard that it
+needs, and grant the lease; with it goes the promise to convert, when no worker has the layout that the reader wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub_plugins.core.hub import selection
+from tensorhub_plugins.core.hub.following import gone
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    """A source for every shard that the reader needs of this layout."""
+
+    layout: str
+    shard_count: int
+    sources: dict[int, Worker]
+    converts: bool  # the reader is to make of it the layout that it asked for first
+
+
+class Reading:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
+        worker, history = pending.worker, pending.worker.history
+        number = acquire.version or self.resolve_latest(pending, acquire, now)
+        if isinstance(number, m.Refused):
+            return number
+        if number in history.withdrawn:
+            return gone(acquire.request_id, history, number)
+        if number and history.is_visible(number):
+            version = history.versions[number]
+            found = self.find_sources(worker, acquire, version, now)
+            if found is not None:
+                return self._grant(pending, acquire, version, found, now)
+        elif number and self._registry.is_gone(history, number, now):
+            return gone(acquire.request_id, history, number)
+        return self._refuse_late(pending, acquire, number) if pending.deadline <= now else None
+
+    # --- which version ---
+
+    def resolve_latest(self, pending: Pending, acquire: m.Acquire, now: float) -> int | m.Refused:
+        """Rule 2: one version for all shards of the reading replica; 0 when there is none yet."""
+        worker, history = pending.worker, pending.worker.history
+        if history.is_visible(pending.version):
+            return pending.version
+        replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
+        present = {w.hello.shard for w in history.replicas[replica].values()}
+        if len(present) < shard_count:
+            return 0  # the one we do not know may have been answered already, by a hub that was restarted since
+        at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
+        group = history.group(worker)
+        if group.version and shard_count > 1 and (shard not in group.notified_shards or pending.version):
+            too_old = group.version < at_least and group.version != history.directive.pin
+            if too_old or not history.is_visible(group.version):
+                if self._registry.recovering(now):
+                    return 0
+                text = (
+                    f"other shards of {replica} took version {group.version} as the latest, and this one cannot: "
+                    "let all of them read again, naming one version"
+                )
+                group.forget_version()
+                return m.Refused(acquire.request_id, "VersionGone", text)
+        else:
+            newest = history.latest(at_least)
+            if newest is None:
+                return 0
+            group.begin(newest)
+        group.notified_shards.add(shard)
+        pending.version = group.version
+        return group.version
+
+    # --- from whom ---
+
+    def find_sources(self, worker: Worker, acquire: m.Acquire, version: Version, now: float) -> Found | None:
+        """In the first layout that can be had now; None: in none, or it is better to wait for a conversion."""
+        for layout in acquire.layouts:
+            converts = acquire.claim and layout != acquire.layouts[0]
+            for shard_count in sorted({count for held, count in version.layouts() if held == layout}):
+                shards = shards_needed(worker, acquire, layout, shard_count)
+                sources = self._choose_all(
+                    worker, acquire, version, [version.key(layout, s, shard_count) for s in shards]
+                )
+                if sources is None:
+                    continue
+                if converts and self._registry.recovering(now):
+                    break
+                return Found(layout, shard_count, sources, converts)
+            if acquire.claim and self.is_converted_elsewhere(version, worker, layout):
+                return None  # wait for it instead of reading the next layout and doing the same work
+        return None
+
+    def _choose_all(
+        self, worker: Worker, acquire: m.Acquire, version: Version, keys: list[ShardKey]
+    ) -> dict[int, Worker] | None:
+        """A source for each of these shards, or None."""
+        sources: dict[int, Worker] = {}
+        for key in keys:
+            question = selection.Question(
+                reader=worker,
+                acquire=acquire,
+                key=key,
+                workers=self._registry.workers,
+                uplink=self._registry.uplink,
+                readers_per_source_max=self._registry.limits.readers_per_source_max,
+            )
+            choice = selection.choose(question, version)
+            if choice.uplink_full:
+                self._registry.uplink.wait(worker.hello.location.data_center, worker.history.id)
+            if choice.session is None:
+                return None
+            sources[key.shard] = self._registry.workers[choice.session]
+        return sources or None
+
+    # --- who converts ---
+
+    def is_converted_elsewhere(self, version: Version, worker: Worker, layout: str) -> bool:
+        # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
+        # each would wait for the other: none can install, and so convert, before all its own workers are ready.
+        mine = _claim_key(version, worker, layout)
+        for key, claim in version.claims.items():
+            others = claim.worker.hello.replica != worker.hello.replica
+            same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
+            if (key == mine and claim.worker is not worker) or (others and same):
+                return True
+        # all its holders may be busy, or on their way: that is still cheaper than to convert again
+        return layout != CHECKPOINT and any(
+            h.unpublishing is None and h.worker is not worker for h in version.holders(mine).values()
+        )
+
+    # --- the answer ---
+
+    def _grant(self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, now: float) -> m.Granted:
+        worker, registry = pending.worker, self._registry
+        grants = tuple(
+            _grant_of(version, version.key(found.layout, shard, found.shard_count), source)
+            for shard, source in found.sources.items()
+        )
+        claim = None
+        if found.converts:
+            claim = _claim_key(version, worker, acquire.layouts[0])
+            registry.add_claim(version, worker, claim, now)
+        lease = Lease(
+            reader=worker,
+            request_id=acquire.request_id,
+            version=version.number,
+            layout=found.layout,
+            shard_count=found.shard_count,
+            sources={shard: source.session for shard, source in found.sources.items()},
+            deadline=pending.deadline,
+            serves=acquire.serve,
+            beside=bool(acquire.beside),
+        )
+        registry.add_lease(lease)
+        worker.seen_version = max(worker.seen_version, version.number)
+        group, generation = worker.history.group(worker), 0
+        if group.version == version.number:
+            generation = group.generation
+            group.notified_shards.add(worker.hello.shard)  # also if it missed the generation and names its version
+        return m.Granted(
+            request_id=acquire.request_id,
+            version=version.number,
+            layout=found.layout,
+            shard_count=found.shard_count,
+            grants=grants,
+            claim=claim,
+            generation=generation,
+            hub=registry.session,
+        )
+
+    def _refuse_late(self, pending: Pending, acquire: m.Acquire, number: int) -> m.Refused:
+        """The deadline has passed: why there was nothing to grant."""
+        history = pending.worker.history
+        if number and history.is_visible(number):
+            text = (
+                f"version {number} is visible but no source had room or a readable layout "
+                f"({', '.join(acquire.layouts)}) before the deadline; held: {history.versions[number].held_text()}"
+            )
+            return m.Refused(acquire.request_id, "DeadlineExceeded", text)
+        what = f"version {number}" if number else f"a version from {acquire.at_least} on"
+        if not number and history.directive.pin:
+            what = f"version {history.directive.pin}, which is pinned,"
+        return m.Refused(acquire.request_id, "NotPublished", f"{what} was not published before the deadline")
+
+
+def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: int) -> tuple[int, ...]:
+    """Of this layout in so many shards; none: the reader cannot use it."""
+    if layout != CHECKPOINT and shard_count != worker.hello.shard_count:
+        return ()
+    if acquire.shards and (layout, shard_count) == (acquire.shards_layout, acquire.shard_count):
+        return acquire.shards
+    return tuple(range(shard_count)) if layout == CHECKPOINT else (worker.hello.shard,)
+
+
+def _grant_of(version: Version, key: ShardKey, source: Worker) -> m.Grant:
+    root, size_bytes = version.contents[key.layout, key.shard_count, key.shard]
+    held = source.holdings.get(key)
+    promised = [lease.request_id for lease in source.leases.values() if lease.serves]
+    return m.Grant(
+        shard=key.shard,
+        session=source.session,
+        worker=source.name,
+        endpoints=source.hello.endpoints,
+        location=source.hello.location,
+        root=root,
+        size_bytes=size_bytes,
+        as_of=held.as_of if held is not None else max(promised, default=0),
+    )
+
+
+def _claim_key(version: Version, worker: Worker, layout: str) -> ShardKey:
+    return version.key(layout, worker.hello.shard, worker.hello.shard_count)

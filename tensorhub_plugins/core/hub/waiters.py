@@ -1,0 +1,135 @@
+"""Which requests wait for what, and which of them are to be tried again. PURE.
+
+A request that cannot be answered now is parked in a queue: of the version it waits for, and within it of those with an
+equal `wait_key`. Requests with equal keys are interchangeable: if one of them finds no source, neither will the others.
+So when a version changes, only the first few of each of its queues are tried, however many thousands wait.
+
+What happens to records is noted here (`mark_ready`, `mark_changed`) and acted on by `hub.Hub` when the event has been
+taken in completely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tensorhub_plugins.core.hub.state import History, Pending
+from tensorhub_plugins.core.protocol import messages as m
+
+ANY_VERSION = 0  # in the place of a version: that one becomes visible, or is lost
+Queue = dict[tuple[bytes, int], Pending]
+
+
+class Waiters:
+    def __init__(self) -> None:
+        self._dirty: dict[tuple[str, str], History] = {}  # there is something to do
+        self._arrivals = 0
+
+    # --- who waits ---
+
+    def add(self, pending: Pending) -> None:
+        self._arrivals += 1
+        pending.order = self._arrivals
+        pending.worker.pending[pending.message.request_id] = pending
+        pending.worker.history.waiting[pending.id] = pending
+        self.mark_ready(pending)
+
+    def remove(self, pending: Pending) -> None:
+        """It was answered, or is not wanted any more."""
+        history = pending.worker.history
+        pending.worker.pending.pop(pending.message.request_id, None)
+        history.waiting.pop(pending.id, None)
+        history.ready.pop(pending.id, None)
+        _leave_queue(pending)
+
+    def is_waiting(self, pending: Pending) -> bool:
+        return pending.worker.history.waiting.get(pending.id) is pending
+
+    def park(self, pending: Pending) -> None:
+        """It cannot be answered now; it is found in this queue when what it needs may have come."""
+        history, message = pending.worker.history, pending.message
+        number, key = ANY_VERSION, None
+        if isinstance(message, m.Acquire) and history.is_visible(message.version or pending.version):
+            number = message.version or pending.version
+            key = wait_key(pending, message, number)
+        if pending.queue != (number, key):
+            _leave_queue(pending)
+            pending.queue = number, key
+            history.wait_queues.setdefault(number, {}).setdefault(key, {})[pending.id] = pending
+
+    # --- who is to be tried again ---
+
+    def mark_dirty(self, history: History) -> None:
+        self._dirty[history.id] = history
+
+    def mark_ready(self, pending: Pending) -> None:
+        """It may be possible to answer this request now."""
+        history = pending.worker.history
+        history.ready[pending.id] = pending
+        self.mark_dirty(history)
+
+    def mark_all_ready(self, pending: Iterable[Pending]) -> None:
+        for each in pending:
+            self.mark_ready(each)
+
+    def mark_changed(self, history: History, number: int, *, room: bool) -> None:
+        """Something about this version has changed. room: so that readers may find a source."""
+        history.changed[number] = history.changed.get(number, False) or room
+        self.mark_dirty(history)
+
+    def pop_dirty(self) -> History | None:
+        """A history with something to do."""
+        return self._dirty.popitem()[1] if self._dirty else None
+
+    def pop_unpublishes(self, history: History) -> list[Pending]:
+        found = [pending for pending in in_order(history.ready) if isinstance(pending.message, m.Unpublish)]
+        for pending in found:
+            del history.ready[pending.id]
+        return found
+
+    def pop_changed(self, history: History) -> dict[int, bool]:
+        changed, history.changed = history.changed, {}
+        return changed
+
+    def pop_ready(self, history: History, changed: Iterable[int]) -> list[Pending]:
+        """Those that were marked, and all that wait for versions that changed and are not visible (any more)."""
+        ready, history.ready = history.ready, {}
+        for number in changed:
+            if not history.is_visible(number):
+                for queue in history.wait_queues.get(number, {}).values():
+                    ready.update(queue)
+        return in_order(ready)
+
+    def queues_with_room(self, history: History, changed: dict[int, bool]) -> Iterator[Queue]:
+        """The queues of visible versions for which there may be a source now."""
+        for number, room in changed.items():
+            if room and history.is_visible(number):
+                yield from list(history.wait_queues.get(number, {}).values())
+
+
+def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
+    """Equal for requests that can be served by the same sources."""
+    worker, hello = pending.worker, pending.worker.hello
+    if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
+        return pending.id
+    if any(held.version == number for held in worker.holdings):
+        return pending.id
+    claimant = hello.replica if acquire.claim else None
+    data_center = hello.location.data_center
+    return acquire.layouts, acquire.serve, claimant, hello.shard, hello.shard_count, data_center
+
+
+def in_order(pending: Queue) -> list[Pending]:
+    """As they arrived."""
+    return sorted(pending.values(), key=lambda each: each.order)
+
+
+def _leave_queue(pending: Pending) -> None:
+    if pending.queue is None:
+        return
+    (number, key), pending.queue = pending.queue, None
+    queues = pending.worker.history.wait_queues
+    del queues[number][key][pending.id]
+    if not queues[number][key]:
+        del queues[number][key]
+    if not queues[number]:
+        del queues[number]

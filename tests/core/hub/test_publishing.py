@@ -1,0 +1,224 @@
+"""Rules 1, 2 and 4 as stories: when a version becomes visible, and how a copy is given up or retained."""
+
+from __future__ import annotations
+
+import pytest
+from hub_scenarios import RUNTIME, Scenario
+
+from tensorhub_plugins.core.hub.report import report
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    return Scenario()
+
+
+# --- rule 2: atomic visibility, one version for a group ---
+
+
+def test_a_version_is_visible_once_every_shard_of_one_replica_holds_it(scenario: Scenario) -> None:
+    scenario.join("trainer/0", 2)
+    scenario.join("trainer/1", 2)
+    scenario.join("rollout/0")
+    scenario.say("rollout/0", m.Wait, version=0, newer_than=0, timeout_s=60.0)
+    scenario.publish("trainer/0", 1)
+    assert scenario.heard("rollout/0") == []
+    scenario.publish("trainer/1", 1)
+    assert scenario.heard("rollout/0") == ["visible 1"]
+
+
+def test_shards_of_two_replicas_do_not_make_a_version_visible(scenario: Scenario) -> None:
+    scenario.join("a/0", 2)
+    scenario.join("b/1", 2)
+    scenario.join("rollout/0")
+    scenario.publish("a/0", 1)
+    scenario.publish("b/1", 1)
+    scenario.say("rollout/0", m.Wait, version=0, newer_than=0, timeout_s=5.0)
+    scenario.wait(6)
+    assert scenario.heard("rollout/0") == ["refused NotPublished"]
+
+
+def test_an_incomplete_shard_does_not_make_a_version_visible(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1, complete=False)
+    assert not scenario.hub.registry.histories["run", "actor"].versions[1].visible
+    scenario.publish("trainer/0", 1)
+    assert scenario.hub.registry.histories["run", "actor"].versions[1].visible
+
+
+def test_a_reading_group_agrees_on_latest_though_a_newer_version_appears_in_between(scenario: Scenario) -> None:
+    for name in ("trainer", "rollout"):
+        scenario.join(f"{name}/0", 2)
+        scenario.join(f"{name}/1", 2)
+    for shard in (0, 1):
+        scenario.publish(f"trainer/{shard}", 1, RUNTIME)
+    scenario.acquire("rollout/0", layouts=(RUNTIME,))
+    for shard in (0, 1):
+        scenario.publish(f"trainer/{shard}", 2, RUNTIME)
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    assert scenario.heard("rollout/0") == [f"read 1 {RUNTIME} 0<-trainer/0"]
+    assert scenario.heard("rollout/1") == [f"read 1 {RUNTIME} 1<-trainer/1"]
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))  # the next round
+    scenario.acquire("rollout/0", layouts=(RUNTIME,))
+    assert scenario.heard("rollout/1") == [f"read 2 {RUNTIME} 1<-trainer/1"]
+    assert scenario.heard("rollout/0") == [f"read 2 {RUNTIME} 0<-trainer/0"]
+
+
+def test_latest_never_goes_backwards_for_a_reader(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.join("old/0")
+    scenario.join("rollout/0")
+    scenario.publish("old/0", 1)
+    scenario.publish("trainer/0", 2)
+    scenario.acquire("rollout/0")
+    scenario.tell("trainer/0", m.Bye())
+    scenario.heard("rollout/0")
+    scenario.acquire("rollout/0", timeout_s=5.0)
+    scenario.join("fresh/0")
+    scenario.acquire("fresh/0")
+    scenario.wait(6)
+    assert scenario.heard("rollout/0") == ["refused NotPublished"]  # it has seen 2
+    assert scenario.heard("fresh/0") == [f"read 1 {CHECKPOINT} 0<-old/0"]
+
+
+def test_other_bytes_under_a_published_version_are_refused(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.join("twin/0")
+    scenario.publish("trainer/0", 1)
+    scenario.publish("twin/0", 1, root=b"something else..")
+    assert scenario.heard("twin/0") == ["refused UsageError"]
+    scenario.publish("twin/0", 1)  # the same bytes are welcome
+    assert scenario.heard("twin/0") == []
+
+
+# --- rule 1: leases and unpublish ---
+
+
+def test_unpublish_waits_for_its_reader_and_grants_nothing_new(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.join("peer/0")
+    scenario.join("rollout/0")
+    scenario.publish("trainer/0", 1)
+    scenario.publish("trainer/0", 2)
+    lease = scenario.acquire("rollout/0", version=1)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == []
+    scenario.acquire("peer/0", version=1, timeout_s=1.0)
+    scenario.wait(2)
+    assert scenario.heard("peer/0") == ["refused VersionGone"]
+    scenario.tell("rollout/0", m.Release(lease))
+    assert scenario.heard("trainer/0") == ["unpublished"]
+
+
+@pytest.mark.parametrize(("again", "left"), [(True, [1, 2]), (False, [2])])
+def test_an_unpublish_that_comes_late_does_not_mean_what_is_offered_since(
+    scenario: Scenario, again: bool, left: list[int]
+) -> None:
+    scenario.join("a/0")
+    scenario.join("b/0")
+    scenario.publish("a/0", 1)
+    for version in (1, 2):
+        scenario.publish("b/0", version)
+    scenario.requests["a/0"] += 1  # asked twice; the first one takes longer on the way
+    scenario.unpublish("a/0", 1)
+    if again:
+        scenario.publish("a/0", 1)
+    late = m.Unpublish(scenario.requests["a/0"] - 1 - again, (ShardKey(1, CHECKPOINT),), 30.0)
+    scenario.tell("b/0", m.Unpublish(9, (ShardKey(1, CHECKPOINT),), 30.0))
+    scenario.tell("a/0", late)
+    assert scenario.heard("a/0") == ["unpublished", "unpublished"]
+    versions = scenario.hub.registry.histories["run", "actor"].versions
+    assert [number for number, version in versions.items() if version.visible] == left
+
+
+def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.join("rollout/0")
+    scenario.publish("trainer/0", 1)
+    scenario.publish("trainer/0", 2)
+    scenario.acquire("rollout/0", version=1)
+    scenario.unpublish("trainer/0", 1, timeout_s=5.0)
+    scenario.wait(4.5)
+    assert scenario.heard("trainer/0") == []
+    scenario.wait(1)
+    assert scenario.heard("trainer/0") == ["unpublished cut off rollout/0"]
+
+
+def test_a_lost_reader_or_an_expired_lease_does_not_hold_unpublish_up(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    for name in ("dies/0", "sleeps/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    scenario.publish("trainer/0", 2)
+    scenario.acquire("dies/0", version=1)
+    scenario.acquire("sleeps/0", version=1, timeout_s=3.0)
+    scenario.unpublish("trainer/0", 1)
+    scenario.wait(4)
+    scenario.tell("dies/0", m.Bye())
+    assert scenario.heard("trainer/0") == ["unpublished"]
+
+
+def test_a_heartbeat_that_does_not_name_a_lease_ends_it(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.join("rollout/0")
+    scenario.publish("trainer/0", 1)
+    lease = scenario.acquire("rollout/0", version=1)
+    scenario.tell("rollout/0", m.Heartbeat(scenario.hub.session, last_request_id=lease, leases={lease: 1}))
+    assert report(scenario.hub.registry, scenario.now)["models"][0]["leases"]
+    scenario.tell(
+        "rollout/0", m.Heartbeat(scenario.hub.session, last_request_id=lease - 1)
+    )  # sent before: says nothing of it
+    assert report(scenario.hub.registry, scenario.now)["models"][0]["leases"]
+    scenario.tell("rollout/0", m.Heartbeat(scenario.hub.session, last_request_id=lease))  # its Release was lost
+    assert not report(scenario.hub.registry, scenario.now)["models"][0]["leases"]
+
+
+# --- rule 4: retention ---
+
+
+def test_the_last_copy_of_the_newest_version_is_kept_until_a_newer_one_is_visible(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == ["keep it"]
+    scenario.join("rollout/0")
+    scenario.acquire("rollout/0")
+    assert scenario.heard("rollout/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+    scenario.tell("trainer/0", m.Heartbeat(scenario.hub.session))
+    assert scenario.heard("trainer/0") == ["Alive"]
+    scenario.publish("trainer/0", 2)
+    scenario.tell("trainer/0", m.Heartbeat(scenario.hub.session))
+    assert scenario.heard("trainer/0") == ["Alive", "may release 1"]
+
+
+def test_the_last_checkpoint_copy_is_kept_even_when_a_runtime_copy_is_left(scenario: Scenario) -> None:
+    """Only the checkpoint layout can be read by an engine of another build."""
+    scenario.join("trainer/0")
+    scenario.join("a/0")
+    scenario.publish("trainer/0", 1)
+    scenario.publish("a/0", 1, RUNTIME)
+    scenario.unpublish("a/0", 1, RUNTIME)
+    assert scenario.heard("a/0") == ["unpublished"]
+    scenario.publish("a/0", 1, RUNTIME)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == ["keep it"]
+
+
+def test_a_copy_that_another_holds_too_is_not_kept(scenario: Scenario) -> None:
+    for name in ("trainer/0", "a/0"):
+        scenario.join(name)
+        scenario.publish(name, 1)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == ["unpublished"]
+
+
+def test_retain_counts_versions(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.say("trainer/0", m.Retain, newest=2)
+    for version in (1, 2, 3):
+        scenario.publish("trainer/0", version)
+    for version in (1, 2, 3):
+        scenario.unpublish("trainer/0", version)
+    assert scenario.heard("trainer/0") == ["unpublished", "keep it", "keep it"]

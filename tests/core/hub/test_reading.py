@@ -1,0 +1,291 @@
+"""Which source a reader is given, and which reader converts, as stories."""
+
+from __future__ import annotations
+
+import pytest
+from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
+
+from tensorhub_plugins.core.hub.hub import Received
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+
+
+@pytest.fixture
+def scenario() -> Scenario:
+    return Scenario()
+
+
+# --- sources ---
+
+
+def test_readers_become_sources_and_are_preferred_to_the_publisher(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        scenario.join(name)
+    scenario.acquire("a/0")
+    assert scenario.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+    scenario.publish("a/0", 1, origin="replicated")
+    scenario.acquire("b/0")
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+
+
+def test_near_sources_come_before_far_ones(scenario: Scenario) -> None:
+    scenario.join("far/0", location=Location("dc1", "r1", "h1"))
+    scenario.join("rack/0", location=Location("dc2", "r1", "h2"))
+    scenario.join("host/0", location=Location("dc2", "r1", "h3"))
+    for name in ("far/0", "rack/0", "host/0"):
+        scenario.publish(name, 1)
+    scenario.join("rollout/0", location=Location("dc2", "r1", "h3"))
+    order = []
+    for _ in range(3):
+        scenario.acquire("rollout/0", avoid=tuple(scenario.sessions[name] for name in order))
+        order.append(scenario.heard("rollout/0")[0].rsplit("<-", 1)[1])
+    assert order == ["host/0", "rack/0", "far/0"]
+
+
+def test_a_shard_that_still_arrives_is_a_source_but_never_in_a_circle(scenario: Scenario) -> None:
+    for name in ("trainer/0", "a/0", "b/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    scenario.acquire("a/0", version=1)
+    scenario.publish("a/0", 1, complete=False, origin="replicated")
+    scenario.acquire("b/0", version=1)
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+    scenario.publish("b/0", 1, complete=False, origin="replicated")
+    scenario.heard("a/0")
+    scenario.tell("a/0", m.Release(scenario.requests["a/0"] - 1, lost=True))
+    trainer = scenario.sessions["trainer/0"]
+    again = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1}
+    scenario.acquire("a/0", version=1, avoid=(trainer,), **again)
+    assert scenario.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]  # b would be free, but reads from a
+
+
+def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(scenario: Scenario) -> None:
+    for name in ("a/0", "b/0", "x/0", "y/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1)
+    lease = scenario.acquire("x/0")
+    scenario.publish("b/0", 1)
+    scenario.tell("x/0", m.Release(lease, lost=True))
+    scenario.heard("x/0")
+    for _ in range(2):  # though b becomes busier than a
+        scenario.acquire("y/0")
+        assert scenario.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-b/0"]
+    scenario.tell("a/0", m.Heartbeat(scenario.hub.session))
+    scenario.acquire("y/0")
+    assert scenario.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
+
+
+def test_readers_per_source_are_limited_and_the_next_waits_for_room() -> None:
+    scenario = Scenario(limits=HubLimits(readers_per_source_max=2))
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    leases = {}
+    for name in ("a/0", "b/0", "c/0"):
+        scenario.join(name)
+        leases[name] = scenario.acquire(name)
+    assert scenario.heard("c/0") == []
+    scenario.tell("a/0", m.Release(leases["a/0"]))
+    assert scenario.heard("c/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+
+
+def test_a_herd_that_waits_becomes_a_chain_at_once_without_a_word_from_its_links(scenario: Scenario) -> None:
+    scenario.join("trainer/0", location=Location("dc", "", "t"))
+    readers = herd(scenario, 20)
+    scenario.publish("trainer/0", 1)
+    sources = [source_of(scenario, reader) for reader in readers]
+    assert sources == ["trainer/0", *readers[:-1]]
+
+
+def test_readers_that_do_not_pass_on_share_the_publisher(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        scenario.join(name)
+        scenario.acquire(name)
+        assert source_of(scenario, name) == "trainer/0"
+
+
+def test_a_promise_ends_with_the_lease_it_came_from(scenario: Scenario) -> None:
+    scenario.join("trainer/0", location=Location("dc", "", "t"))
+    scenario.publish("trainer/0", 1)
+    (first,) = herd(scenario, 1)
+    assert source_of(scenario, first) == "trainer/0"
+    scenario.tell(first, m.Release(scenario.requests[first]))
+    scenario.join("late/0", location=Location("dc", "", "late"))
+    scenario.acquire("late/0")
+    assert source_of(scenario, "late/0") == "trainer/0"
+
+
+def test_one_seed_crosses_into_a_data_centre_and_another_takes_over(scenario: Scenario) -> None:
+    scenario.join("trainer/0", location=Location("home", "", "t"))
+    readers = herd(scenario, 5, data_center="far")
+    scenario.publish("trainer/0", 1)
+    assert [source_of(scenario, reader) for reader in readers] == ["trainer/0", *readers[:-1]]
+    scenario.tell(readers[0], m.Bye())
+    assert scenario.heard(readers[1]) == [f"gone {readers[0]}"]
+    scenario.tell(readers[1], m.Release(scenario.requests[readers[1]], 0, True))
+    again = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "serve": True}
+    scenario.acquire(readers[1], version=1, **again)
+    assert source_of(scenario, readers[1]) == "trainer/0"  # all others depend on it
+    assert scenario.hub.registry.uplink.total() == 1
+
+
+def test_an_uplink_is_limited_and_shared_fairly_between_models() -> None:
+    scenario = Scenario(limits=HubLimits(uplink_readers_max=2))
+    for model in ("one", "two"):
+        for shard in range(4):
+            for kind, place in (("trainer", "home"), ("reader", "far")):
+                name = f"{model}-{kind}/{shard}"
+                session = scenario.sessions.setdefault(name, name.encode().ljust(16, b"."))
+                location = Location(place, "", f"{name}")
+                hello = m.Hello("run", model, f"{model}-{kind}", shard, 4, location, {"tcp": name})
+                scenario._deliver(Received(session, hello))
+    for model in ("one", "two"):
+        for shard in range(4):
+            scenario.publish(f"{model}-trainer/{shard}", 1, RUNTIME, root=f"{model}{shard}".encode().ljust(16, b"-"))
+    for model in ("one", "two"):
+        for shard in range(4):
+            scenario.acquire(f"{model}-reader/{shard}", version=1, layouts=(RUNTIME,))
+
+    def granted() -> list[str]:
+        return [name for name in scenario.sessions if "reader" in name and scenario.heard(name)]
+
+    assert granted() == ["one-reader/0", "one-reader/1"]  # the first ones took all there was
+    order = []
+    running = ["one-reader/0", "one-reader/1"]
+    while running:
+        scenario.tell(running[0], m.Release(scenario.requests[running[0]]))
+        running = running[1:] + (now := granted())
+        order += now
+    assert sorted(order) == sorted(f"{model}-reader/{n}" for model in ("one", "two") for n in range(4))[2:]
+    assert order[0].startswith("two") and {name[:3] for name in order[1:3]} == {"one", "two"}
+
+
+def test_a_further_source_is_one_with_nothing_to_do_unless_it_is_urgent(scenario: Scenario) -> None:
+    for name in ("a/0", "b/0", "x/0", "y/0"):
+        scenario.join(name, location=Location("dc", "", name))
+    scenario.publish("a/0", 1)
+    scenario.publish("b/0", 1)
+    first = {}
+    for name in ("x/0", "y/0"):
+        first[name] = scenario.acquire(name, version=1)
+        assert source_of(scenario, name) == {"x/0": "a/0", "y/0": "b/0"}[name]
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (scenario.sessions["a/0"],)}
+    scenario.acquire("x/0", version=1, **beside)
+    assert scenario.heard("x/0") == []  # b has a reader
+    scenario.acquire("x/0", version=1, urgent=True, **beside)
+    assert source_of(scenario, "x/0") == "b/0"
+    scenario.tell("x/0", m.Release(scenario.requests["x/0"]))
+    scenario.tell("y/0", m.Release(first["y/0"]))
+    assert source_of(scenario, "x/0") == "b/0"  # what it asked for first
+
+
+def test_a_slow_source_in_reach_is_no_reason_to_cross_a_long_way(scenario: Scenario) -> None:
+    scenario.join("trainer/0", location=Location("home", "", "t"))
+    scenario.join("peer/0", location=Location("far", "", "p"))
+    scenario.join("x/0", location=Location("far", "", "x"))
+    scenario.publish("trainer/0", 1)
+    scenario.publish("peer/0", 1, origin="replicated")
+    scenario.acquire("x/0", version=1)
+    assert source_of(scenario, "x/0") == "peer/0"
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (scenario.sessions["peer/0"],)}
+    scenario.acquire("x/0", version=1, urgent=True, **beside)
+    assert scenario.heard("x/0") == []
+
+
+def test_over_a_long_way_a_further_source_is_only_given_when_the_first_is_slow(scenario: Scenario) -> None:
+    scenario.join("a/0", location=Location("home", "", "a"))
+    scenario.join("b/0", location=Location("home", "", "b"))
+    scenario.join("x/0", location=Location("far", "", "x"))
+    scenario.publish("a/0", 1)
+    scenario.publish("b/0", 1)
+    scenario.acquire("x/0", version=1)
+    assert source_of(scenario, "x/0") == "a/0"
+    beside = {"shards": (0,), "shards_layout": CHECKPOINT, "shard_count": 1, "beside": (scenario.sessions["a/0"],)}
+    scenario.acquire("x/0", version=1, timeout_s=0.0, **beside)
+    scenario.wait(0.5)
+    assert scenario.heard("x/0") == ["refused DeadlineExceeded"]
+    scenario.acquire("x/0", version=1, urgent=True, **beside)
+    assert source_of(scenario, "x/0") == "b/0"
+
+
+def test_a_checkpoint_is_read_whole_and_a_runtime_layout_shard_by_shard(scenario: Scenario) -> None:
+    for shard in (0, 1):
+        scenario.join(f"trainer/{shard}", 2)
+        scenario.publish(f"trainer/{shard}", 1)
+        scenario.join(f"engine/{shard}", 2)
+        scenario.publish(f"engine/{shard}", 1, RUNTIME)
+        scenario.join(f"rollout/{shard}", 2)
+    scenario.acquire("rollout/1")
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    assert scenario.heard("rollout/1") == [
+        f"read 1 {CHECKPOINT} 0<-trainer/0 1<-trainer/1",
+        f"read 1 {RUNTIME} 1<-engine/1",
+    ]
+
+
+def herd(scenario: Scenario, count: int, **location: str) -> list[str]:
+    """So many workers on hosts of their own that wait for version 1 and pass on what they read."""
+    names = []
+    for number in range(count):
+        place = Location(location.get("data_center", "dc"), "", f"{location.get('data_center', 'dc')}-{number}")
+        names.append(f"{place.host}/0")
+        scenario.join(names[-1], location=place)
+        scenario.acquire(names[-1], version=1, serve=True)
+    return names
+
+
+# --- who converts ---
+
+
+def test_one_reader_converts_and_the_others_wait_for_its_layout(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        scenario.join(name)
+        scenario.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True)
+    assert scenario.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+    assert scenario.heard("b/0") == []
+    scenario.publish("a/0", 1, RUNTIME)
+    assert scenario.heard("b/0") == [f"read 1 {RUNTIME} 0<-a/0"]
+
+
+def test_all_shards_of_a_version_are_converted_by_one_replica(scenario: Scenario) -> None:
+    """Else a would wait for b's second shard and b for a's first: none converts before all its workers are ready."""
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("a/0", "b/1", "b/0", "a/1"):
+        scenario.join(name, 2)
+        scenario.acquire(name, 1, layouts=(RUNTIME, CHECKPOINT), claim=True)
+    for name in ("a/0", "a/1"):
+        assert scenario.heard(name) == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+    for name in ("b/0", "b/1"):
+        assert scenario.heard(name) == []
+    scenario.publish("a/0", 1, RUNTIME)
+    scenario.publish("a/1", 1, RUNTIME)
+    for shard in (0, 1):
+        assert scenario.heard(f"b/{shard}") == [f"read 1 {RUNTIME} {shard}<-a/{shard}"]
+
+
+@pytest.mark.parametrize("end", ["abandons", "leaves", "is silent", "is too slow"])
+def test_another_converts_when_the_first_does_not(scenario: Scenario, end: str) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("a/0", "b/0"):
+        scenario.join(name)
+        scenario.acquire(name, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=1000.0)
+    if end == "abandons":
+        scenario.say("a/0", m.Abandon, key=ShardKey(1, RUNTIME))
+    elif end == "leaves":
+        scenario.tell("a/0", m.Bye())
+    elif end == "is silent":
+        scenario.silent = ("a/0",)
+        scenario.wait(LIMITS.session_timeout_s + 1)
+    else:
+        scenario.wait(LIMITS.claim_s - 1)
+        assert scenario.heard("b/0") == []
+        scenario.wait(2)
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
