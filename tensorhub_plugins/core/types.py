@@ -22,7 +22,6 @@ class Location(msgspec.Struct, frozen=True, gc=False):
     data_center: str = ""
     rack: str = ""
     host: str = ""
-    device: str = ""
 
 
 def distance(a: Location, b: Location) -> int:

@@ -930,7 +930,6 @@ def here() -> Location:
         data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
-        device=os.environ.get("TENSORHUB_DEVICE", ""),
     )
 
 

@@ -171,7 +171,7 @@ def test_errors_are_also_what_python_calls_them():
 KEY = ShardKey(5, CHECKPOINT, 1, 2)
 SESSION, ROOT = b"s" * 16, b"r" * 16
 HOLDING = m.Holding(KEY, ROOT, 100, False, "replicated")
-GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host", "gpu"), ROOT, 100)
+GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host"), ROOT, 100)
 
 DIRECTIVE = m.Directive(2, 5, (3, 4))
 
