@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import lru_cache
 
 import msgspec
 
@@ -32,6 +33,7 @@ from tensorhub_plugins.core.types import Location, distance
 
 HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
 RACK_READERS = 0.5  # what another rack costs
+LOCATIONS_CACHED = 8192  # hosts of one hub
 
 
 class Verdict(Enum):
@@ -143,27 +145,25 @@ class Sources:
 
 
 _Entry = tuple[tuple[float, float], int, bytes]  # cost, number, session
+_Area = tuple[str, ...]
 
 
-def _areas(location: Location) -> list[tuple[str, ...]]:
+@lru_cache(maxsize=LOCATIONS_CACHED)
+def _areas(location: Location) -> tuple[_Area, ...]:
     """The heaps a candidate is in."""
-    areas: list[tuple[str, ...]] = [("all",), ("data centre", location.data_center)]
+    areas: list[_Area] = [("all",), ("data centre", location.data_center)]
     if location.rack:
         areas.append(("rack", location.data_center, location.rack))
     if location.host:
         areas.append(("host", location.data_center, location.host))
-    return areas
+    return tuple(areas)
 
 
-def _search_order(reader: Location) -> list[tuple[bool, list[tuple[tuple[str, ...], float]]]]:
+@lru_cache(maxsize=LOCATIONS_CACHED)
+def _search_order(reader: Location) -> tuple[tuple[bool, tuple[tuple[_Area, float], ...]], ...]:
     """Where to look, from near to far, and whether a full source there is worth waiting for. Areas of one step
     compete, with what is added to their cost."""
-    host, rack, data_center = reader.host, reader.rack, reader.data_center
-    order: list[tuple[bool, list[tuple[tuple[str, ...], float]]]] = []
-    if host:
-        order.append((False, [(("host", data_center, host), 0.0)]))
-    if rack:
-        order.append((True, [(("rack", data_center, rack), 0.0), (("data centre", data_center), RACK_READERS)]))
-    else:
-        order.append((True, [(("data centre", data_center), 0.0)]))
-    return [*order, (False, [(("all",), 0.0)])]
+    here: tuple[_Area, ...] = (("host", reader.data_center, reader.host),) if reader.host else ()
+    rack: tuple[_Area, ...] = (("rack", reader.data_center, reader.rack),) if reader.rack else ()
+    near = *((area, 0.0) for area in rack), (("data centre", reader.data_center), RACK_READERS if rack else 0.0)
+    return *((False, ((area, 0.0),)) for area in here), (True, near), (False, ((("all",), 0.0),))

@@ -44,7 +44,7 @@ from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.report import report
-from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Version, Worker
+from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 
@@ -299,7 +299,7 @@ class Hub:
                 )
                 self.registry.add_lease(lease)
         for claimed in hello.claims:
-            version = worker.history.versions.setdefault(claimed.version, Version(claimed.version))
+            version = worker.history.version(claimed.version)
             if claimed not in version.claims:
                 self.registry.add_claim(version, worker, claimed, now)
 

@@ -89,7 +89,7 @@ class Publishing:
             return f"no such shard: {key}"
         if len(worker.holdings) >= HOLDINGS_PER_SESSION_MAX and key not in worker.holdings:
             return f"more than {HOLDINGS_PER_SESSION_MAX} shards held by one worker"
-        version = worker.history.versions.setdefault(key.version, Version(key.version))
+        version = worker.history.version(key.version)
         said = announced.root, announced.size_bytes
         root, _ = version.contents.setdefault((key.layout, key.shard_count, key.shard), said)
         if root != announced.root:

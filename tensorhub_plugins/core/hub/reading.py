@@ -6,7 +6,7 @@ needs, and grant the lease; with it goes the promise to convert, when no worker 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from tensorhub_plugins.core.hub import selection
 from tensorhub_plugins.core.hub.following import gone
@@ -16,8 +16,7 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 
-@dataclass(slots=True, frozen=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """A source for every shard that the reader needs of this layout."""
 
     layout: str

@@ -98,7 +98,10 @@ class Registry:
     # --- workers ---
 
     def history(self, hello: m.Hello) -> History:
-        return self.histories.setdefault((hello.run, hello.model), History(hello.run, hello.model))
+        history = self.histories.get((hello.run, hello.model))
+        if history is None:
+            history = self.histories[hello.run, hello.model] = History(hello.run, hello.model)
+        return history
 
     def add_worker(self, worker: Worker) -> None:
         session, hello, history = worker.session, worker.hello, worker.history
@@ -171,7 +174,7 @@ class Registry:
         version = history.versions.get(key.version)
         if version is None:
             return
-        held = worker.holdings.get(key)
+        held, sources = worker.holdings.get(key), version.sources.get(key)
         arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
         lives = self.workers.get(worker.session) is worker
         if lives and (arriving or (held is not None and held.stays)):
@@ -181,10 +184,12 @@ class Registry:
                 readers=worker.network_readers,
                 origin="replicated" if held is None else held.origin,
             )
-            version.sources.setdefault(key, Sources()).put(worker.session, candidate)
-        elif key in version.sources:
-            version.sources[key].remove(worker.session)
-            if not version.sources[key]:
+            if sources is None:
+                sources = version.sources[key] = Sources()
+            sources.put(worker.session, candidate)
+        elif sources is not None:
+            sources.remove(worker.session)
+            if not sources:
                 del version.sources[key]
         self.waiters.mark_changed(history, key.version, room=True)
 

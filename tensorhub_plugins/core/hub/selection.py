@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from tensorhub_plugins.core.hub.candidates import Choice, Verdict
 from tensorhub_plugins.core.hub.state import Version, Worker
@@ -19,8 +20,7 @@ from tensorhub_plugins.core.types import FAR, ShardKey, distance
 Model = tuple[str, str]  # run and model
 
 
-@dataclass(slots=True, frozen=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """One shard for one reader, and where the rules look things up."""
 
     reader: Worker

@@ -72,10 +72,10 @@ class Pending:
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
     queue: tuple[int, object] | None = None  # where it is parked: version and `waiters.wait_key`
+    id: tuple[bytes, int] = field(init=False)  # session and request
 
-    @property
-    def id(self) -> tuple[bytes, int]:
-        return self.worker.session, self.message.request_id
+    def __post_init__(self) -> None:
+        self.id = self.worker.session, self.message.request_id
 
 
 @dataclass(eq=False, slots=True)
@@ -196,13 +196,16 @@ class History:
     changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues are; True: there may be room
     wait_queues: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
 
-    @property
-    def id(self) -> tuple[str, str]:
-        return self.run, self.model
+    def __post_init__(self) -> None:
+        self.id = self.run, self.model
+        self.name = f"{self.run}/{self.model}"
 
-    @property
-    def name(self) -> str:
-        return f"{self.run}/{self.model}"
+    def version(self, number: int) -> Version:
+        """What is known of this version, from now on."""
+        version = self.versions.get(number)
+        if version is None:
+            version = self.versions[number] = Version(number)
+        return version
 
     def group(self, worker: Worker) -> GroupResolution:
         return self.groups[worker.hello.replica]

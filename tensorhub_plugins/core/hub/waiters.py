@@ -81,10 +81,12 @@ class Waiters:
         return self._dirty.popitem()[1] if self._dirty else None
 
     def pop_unpublishes(self, history: History) -> list[Pending]:
-        found = [pending for pending in in_order(history.ready) if isinstance(pending.message, m.Unpublish)]
-        for pending in found:
-            del history.ready[pending.id]
-        return found
+        if not history.ready:
+            return []
+        found = {key: each for key, each in history.ready.items() if isinstance(each.message, m.Unpublish)}
+        for key in found:
+            del history.ready[key]
+        return in_order(found)
 
     def pop_changed(self, history: History) -> dict[int, bool]:
         changed, history.changed = history.changed, {}
@@ -120,7 +122,7 @@ def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
 
 def in_order(pending: Queue) -> list[Pending]:
     """As they arrived."""
-    return sorted(pending.values(), key=lambda each: each.order)
+    return sorted(pending.values(), key=lambda each: each.order) if len(pending) > 1 else list(pending.values())
 
 
 def _leave_queue(pending: Pending) -> None:
