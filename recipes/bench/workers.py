@@ -13,11 +13,7 @@ import torch
 import xxhash
 
 from recipes.bench.network import Host, now
-from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.hub.server import Server
-from tensorhub_plugins.core.types import (
-    Location,
-)
+from tensorhub_plugins.core import Client, Location, Server
 
 TENSOR_SIZE_BYTES = 8 << 20
 TIMEOUT_S = 120.0

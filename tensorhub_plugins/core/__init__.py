@@ -2,6 +2,8 @@
 
 `Client` is a worker's way in, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
 framework; torch comes with the first name that needs it, so that the hub, which never sees a tensor, does without.
+
+Adapters and recipes import from here, and from `options`, `log` and `run_log`; all other modules may change.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from tensorhub_plugins.core.manifest import (
     TensorSpec,
     TensorTable,
 )
+from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
+from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -47,20 +51,31 @@ if TYPE_CHECKING:
         UnpublishReport,
         here,
     )
+    from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.memory.slab import Slab
-    from tensorhub_plugins.core.memory.tensors import spec_of
+    from tensorhub_plugins.core.memory.tensors import (
+        contiguous_spec,
+        flat_bytes,
+        in_memory_order,
+        same_bytes,
+        spec_of,
+        without_aliases,
+    )
 
 _WITH_TORCH = {
     **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport"), "client.client"),
     **dict.fromkeys(("UnpublishReport", "here"), "client.client"),
     "Slab": "memory.slab",
-    "spec_of": "memory.tensors",
+    "Publisher": "client.publisher",
+    **dict.fromkeys(("contiguous_spec", "flat_bytes", "in_memory_order"), "memory.tensors"),
+    **dict.fromkeys(("same_bytes", "spec_of", "without_aliases"), "memory.tensors"),
 }
 
 __all__ = [
     "CHECKPOINT",
     "DEFAULT_TRANSPORTS",
     "LATEST",
+    "REFUSED_MAX",
     "Client",
     "CorruptBytes",
     "DeadlineExceeded",
@@ -73,6 +88,7 @@ __all__ = [
     "Part",
     "ProtocolError",
     "PublishReport",
+    "Publisher",
     "ReplicateReport",
     "Server",
     "ShardKey",
@@ -86,9 +102,15 @@ __all__ = [
     "VersionGone",
     "VersionInfo",
     "VersionRefused",
+    "contiguous_spec",
+    "flat_bytes",
     "here",
+    "in_memory_order",
+    "record",
+    "same_bytes",
     "spec_of",
     "start_server",
+    "without_aliases",
 ]
 
 

@@ -59,7 +59,7 @@ def _command() -> list[str]:
 
 
 def _switch_on() -> None:
-    from tensorhub_plugins.core.errors import TensorHubError
+    from tensorhub_plugins.core import TensorHubError
     from tensorhub_plugins.openrlhf import install as driver
 
     try:

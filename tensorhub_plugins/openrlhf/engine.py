@@ -18,8 +18,7 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, here
-from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, here, record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed

@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.errors import HubUnreachable, UsageError
+from tensorhub_plugins.core import Client, HubUnreachable, UsageError
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
 

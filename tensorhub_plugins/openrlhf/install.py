@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.config import FLAG
 

@@ -19,9 +19,7 @@ import ray
 from openrlhf.trainer.ppo_utils import samples_generator
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
-from tensorhub_plugins.core import Client, here
-from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, VersionGone
-from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core import Client, DeadlineExceeded, NotPublished, TensorHubError, VersionGone, here, record
 from tensorhub_plugins.openrlhf.config import Options
 
 log = logging.getLogger(__name__)

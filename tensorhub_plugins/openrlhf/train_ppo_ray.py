@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.openrlhf.install import install, refuse, wanted
 
 

@@ -20,9 +20,7 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Client, TensorSpec, here
-from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.memory.tensors import contiguous_spec
+from tensorhub_plugins.core import Client, Publisher, TensorSpec, contiguous_spec, here
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator

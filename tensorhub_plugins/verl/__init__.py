@@ -13,7 +13,7 @@ Options: config.py.
 
 from __future__ import annotations
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.verl.config import ROLLOUT, TESTED_VERL
 
 

@@ -19,9 +19,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client
-from tensorhub_plugins.core.errors import TensorHubError
-from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core import Client, TensorHubError, record
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step

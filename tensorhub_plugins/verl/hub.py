@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from tensorhub_plugins.core.errors import HubUnreachable
+from tensorhub_plugins.core import HubUnreachable
 from tensorhub_plugins.verl.config import WHERE, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
 

@@ -13,7 +13,7 @@ import ray
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.engine import TensorHubServer
 

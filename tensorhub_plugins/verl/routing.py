@@ -20,8 +20,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core.errors import TensorHubError
-from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core import TensorHubError, record
 from tensorhub_plugins.verl.health import Watch
 from tensorhub_plugins.verl.versions import Span, cuts
 

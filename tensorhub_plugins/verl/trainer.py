@@ -18,12 +18,7 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from tensorhub_plugins.core import Client, run_log
-from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.types import (
-    CHECKPOINT,
-)
+from tensorhub_plugins.core import CHECKPOINT, Client, Publisher, TensorHubError, UsageError, run_log
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.versions import version_of_step
 

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

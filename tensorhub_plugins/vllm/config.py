@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
-from tensorhub_plugins.core.types import LATEST, Location
+from tensorhub_plugins.core import DEFAULT_TRANSPORTS, LATEST, Client, Location, UsageError
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 

@@ -27,11 +27,14 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionRefused
-from tensorhub_plugins.core.types import (
+from tensorhub_plugins.core import (
     CHECKPOINT,
     LATEST,
+    NotPublished,
+    TensorHubError,
+    UsageError,
     VersionInfo,
+    VersionRefused,
 )
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import cpu, reload

@@ -15,7 +15,7 @@ def check_version(version: str) -> None:
         minor = ()
     first, last = VERSIONS_SUPPORTED
     if not (first <= minor <= last):
-        from tensorhub_plugins.core.errors import UsageError  # plugin.py imports this module in every vLLM process
+        from tensorhub_plugins.core import UsageError  # plugin.py imports this module in every vLLM process
 
         raise UsageError(
             f"vLLM {version} is outside the supported range {_dotted(first)} to {_dotted(last)}: "

@@ -43,12 +43,7 @@ from vllm.distributed.weight_transfer.base import (
     materialize_full_tensor,
 )
 
-from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.memory.tensors import contiguous_spec
-from tensorhub_plugins.core.types import (
-    LATEST,
-)
+from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure
 from tensorhub_plugins.vllm.plugin import register

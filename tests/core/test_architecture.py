@@ -68,6 +68,10 @@ NEVER = [
 ]
 EXCEPTIONS = {("core.cli", "vllm")}
 
+# What adapters may know of core, besides the names that its package offers.
+ADAPTERS = ("vllm", "verl", "openrlhf")
+FOR_ADAPTERS = {"options", "run_log", "log"}
+
 Import = tuple[str, str]  # module, what it imports; both below tensorhub_plugins, or a name of the standard library
 
 
@@ -134,11 +138,21 @@ def forbidden(found: Iterable[Import]) -> list[str]:
     ]
 
 
+def inner(found: Iterable[Import]) -> list[str]:
+    return [
+        f"{module} imports {imported}"
+        for module, imported in found
+        if module.split(".")[0] in ADAPTERS
+        for first, *rooms in [imported.split(".")]
+        if first == "core" and rooms and rooms[0] in LEVEL.keys() - FOR_ADAPTERS
+    ]
+
+
 def found_in(package: Path) -> list[Import]:
     return list(imports(sorted(package.rglob("*.py")), package))
 
 
-@pytest.mark.parametrize("rule", [upward, impure, forbidden])
+@pytest.mark.parametrize("rule", [upward, impure, forbidden, inner])
 def test_the_rules_hold(rule: object) -> None:
     assert rule(found_in(PACKAGE)) == []  # type: ignore[operator]
 
@@ -156,6 +170,8 @@ def test_the_rules_hold(rule: object) -> None:
         (forbidden, "core/client/client.py", "from tensorhub_plugins.core.hub.server import start_server"),
         (forbidden, "verl/config.py", "import tensorhub_plugins.openrlhf.config"),
         (forbidden, "core/client/client.py", "from tensorhub_plugins import vllm"),
+        (inner, "verl/config.py", "from tensorhub_plugins.core.errors import UsageError"),
+        (inner, "vllm/worker/updater.py", "def f():\n    from tensorhub_plugins.core import client"),
     ],
 )
 def test_a_file_that_breaks_a_rule_is_found(rule: object, file: str, line: str, tmp_path: Path) -> None:

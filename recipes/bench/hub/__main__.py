@@ -30,17 +30,10 @@ from typing import Any
 import zmq
 
 from recipes.bench.results import save
+from tensorhub_plugins.core import HubLimits, Location, Server, ShardKey
 from tensorhub_plugins.core.hub import hub as hub_machine
-from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.protocol.address import (
-    new_session,
-)
-from tensorhub_plugins.core.types import (
-    Location,
-    ShardKey,
-)
+from tensorhub_plugins.core.protocol.address import new_session
 
 LAYOUT = "runtime:bench"
 VERSION = 1

@@ -30,7 +30,7 @@ import torch
 
 from recipes.bench.loopback import methods
 from recipes.bench.results import save
-from tensorhub_plugins.core.hub.server import start_server
+from tensorhub_plugins.core import start_server
 
 CELL_S_MAX = 120.0
 BLOCK = 1 << 20

@@ -15,10 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tensorhub_plugins.core import Client, spec_of
-from tensorhub_plugins.core.types import (
-    Location,
-)
+from tensorhub_plugins.core import Client, Location, spec_of
 
 IOV_MAX = 512
 TIMEOUT_S = 60.0

@@ -25,17 +25,10 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core.errors import SourceLost
-from tensorhub_plugins.core.manifest import (
-    TensorSpec,
-)
-from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core import ShardKey, Slab, SourceLost, TensorSpec
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.transports import Offer, Transport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
 
 KEY = ShardKey(1, "checkpoint")
 TENSOR_SIZE_BYTES = 64 << 20

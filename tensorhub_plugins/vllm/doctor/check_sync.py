@@ -32,9 +32,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.hub.server import start_server
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, start_server
 from tensorhub_plugins.vllm.doctor.engines import (
     EngineFailed,
     Process,

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core import TensorHubError
 
 EXTENSION = "tensorhub_plugins.vllm.doctor.check_sync.Patient"
 PRELOAD = ("vllm.entrypoints.llm", "vllm.v1.executor.uniproc_executor", "tensorhub_plugins.vllm.doctor.check_sync")

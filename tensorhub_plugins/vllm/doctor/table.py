@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync as doctor
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import family

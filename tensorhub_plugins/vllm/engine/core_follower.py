@@ -24,8 +24,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any, Literal
 
-from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
 from tensorhub_plugins.vllm.names import NAME

@@ -21,15 +21,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tensorhub_plugins.core import (
+    REFUSED_MAX,
     DeadlineExceeded,
     HubUnreachable,
     NotPublished,
     TensorHubError,
     VersionGone,
     VersionRefused,
+    record,
 )
-from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
-from tensorhub_plugins.core.run_log import record
 
 log = logging.getLogger(__name__)
 

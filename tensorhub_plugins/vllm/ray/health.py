@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 

@@ -49,8 +49,7 @@ def _hub_class() -> type:
     # importing the framework, which takes many seconds.
     class TensorHub:
         def __init__(self, host: str, port: int) -> None:
-            from tensorhub_plugins.core import start_server
-            from tensorhub_plugins.core.run_log import record
+            from tensorhub_plugins.core import record, start_server
 
             host = f"[{host}]" if ":" in host else host
             self.server = start_server(f"tcp://{host}:{port}")

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorhub_plugins.core.errors import VersionRefused
-from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core import VersionRefused, same_bytes
 
 logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 

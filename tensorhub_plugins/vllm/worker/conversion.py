@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.memory.tensors import without_aliases
+from tensorhub_plugins.core import UsageError, without_aliases
 from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk

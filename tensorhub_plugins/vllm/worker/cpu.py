@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core import UsageError
 
 
 @contextmanager

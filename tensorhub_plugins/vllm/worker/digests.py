@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import run_log
-from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core import Slab, run_log
 from tensorhub_plugins.vllm.worker import weights
 from tensorhub_plugins.vllm.worker.update_state import Staged
 

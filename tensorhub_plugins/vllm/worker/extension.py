@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights

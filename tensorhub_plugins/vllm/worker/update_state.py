@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core import TensorHubError, UsageError
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client.client import Fetched as FetchedShards
-    from tensorhub_plugins.core.client.client import ReplicateReport
+    from tensorhub_plugins.core import Fetched as FetchedShards
+    from tensorhub_plugins.core import ReplicateReport
 
 ASLEEP = "the engine sleeps and its weights are not there: wake it up first"
 

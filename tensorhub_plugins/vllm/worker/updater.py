@@ -21,9 +21,16 @@ from typing import Any
 import torch
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core import run_log
-from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionRefused
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    DeadlineExceeded,
+    NotPublished,
+    ShardKey,
+    TensorHubError,
+    UsageError,
+    VersionRefused,
+    run_log,
+)
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import xxhash
 
-from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.memory.tensors import flat_bytes, in_memory_order, without_aliases
+from tensorhub_plugins.core import UsageError, flat_bytes, in_memory_order, without_aliases
 
 # Tensors that layers keep as plain attributes: the matrices MLA absorbs (names differ by version and back
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
