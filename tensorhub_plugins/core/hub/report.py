@@ -5,64 +5,60 @@ from __future__ import annotations
 import msgspec
 
 from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import Lease, Worker
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.types import ShardKey, VersionInfo
 
 
 def report(registry: Registry, now: float) -> dict[str, object]:
     """All of the state as plain lists and dicts, for `tensorhub status`."""
-    models = []
-    for history in registry.histories.values():
-        versions = [
-            {
-                "version": info.version,
-                "visible": info.visible,
-                "layouts": {k: list(v) for k, v in info.layouts.items()},
-            }
-            for info in history.version_infos()
-        ]
-        workers = [
-            {
-                "worker": w.name,
-                "location": msgspec.to_builtins(w.hello.location),
-                "endpoints": dict(w.hello.endpoints),
-                "last_heard_s": round(now - w.last_heard, 3),
-                "holds": sorted({h.key.version for h in w.holdings.values() if h.complete}),
-                "bytes_held": sum(h.size_bytes for h in w.holdings.values() if h.complete),
-                "pending": len(w.pending),
-            }
-            for w in history.workers.values()
-        ]
-        leases = [
-            {
-                "reader": w.name,
-                "version": lease.version,
-                "layout": lease.layout,
-                "sources": {
-                    str(shard): registry.workers[s].name if s in registry.workers else "unknown"
-                    for shard, s in lease.sources.items()
-                },
-                "seconds_left": round(lease.deadline - now, 3),
-            }
-            for w in history.workers.values()
-            for lease in w.leases.values()
-        ]
-        models.append(
-            {
-                "run": history.run,
-                "model": history.model,
-                "newest": history.newest_visible,
-                "retain_newest": history.retain_newest,
-                "pinned": history.directive.pin or None,
-                "withdrawn": list(history.directive.withdrawn),
-                "versions": versions,
-                "workers": workers,
-                "leases": leases,
-            }
-        )
+    models = [
+        {
+            "run": history.run,
+            "model": history.model,
+            "newest": history.newest_visible,
+            "retain_newest": history.retain_newest,
+            "pinned": history.directive.pin or None,
+            "withdrawn": list(history.directive.withdrawn),
+            "versions": [_version(info) for info in history.version_infos()],
+            "workers": [_worker(worker, now) for worker in history.workers.values()],
+            "leases": [
+                _lease(registry, lease, now) for worker in history.workers.values() for lease in worker.leases.values()
+            ],
+        }
+        for history in registry.histories.values()
+    ]
     return {"hub": registry.session.hex(), "up_s": round(now - registry.started, 3), "models": models}
+
+
+def _version(info: VersionInfo) -> dict[str, object]:
+    layouts = {layout: list(workers) for layout, workers in info.layouts.items()}
+    return {"version": info.version, "visible": info.visible, "layouts": layouts}
+
+
+def _worker(worker: Worker, now: float) -> dict[str, object]:
+    complete = [h for h in worker.holdings.values() if h.complete]
+    return {
+        "worker": worker.name,
+        "location": msgspec.to_builtins(worker.hello.location),
+        "endpoints": dict(worker.hello.endpoints),
+        "last_heard_s": round(now - worker.last_heard, 3),
+        "holds": sorted({h.key.version for h in complete}),
+        "bytes_held": sum(h.size_bytes for h in complete),
+        "pending": len(worker.pending),
+    }
+
+
+def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
+    workers = registry.workers
+    sources = {str(shard): workers[s].name if s in workers else "unknown" for shard, s in lease.sources.items()}
+    return {
+        "reader": lease.reader.name,
+        "version": lease.version,
+        "layout": lease.layout,
+        "sources": sources,
+        "seconds_left": round(lease.deadline - now, 3),
+    }
 
 
 def validate(registry: Registry) -> None:
