@@ -33,6 +33,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -43,15 +44,9 @@ from tensorhub_plugins.core.types import (
 )
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client.client import (
-        Client,
-        Fetched,
-        PublishReport,
-        ReplicateReport,
-        UnpublishReport,
-        here,
-    )
+    from tensorhub_plugins.core.client.client import Client, here
     from tensorhub_plugins.core.client.publisher import Publisher
+    from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
     from tensorhub_plugins.core.memory.slab import Slab
     from tensorhub_plugins.core.memory.tensors import (
         contiguous_spec,
@@ -63,8 +58,8 @@ if TYPE_CHECKING:
     )
 
 _WITH_TORCH = {
-    **dict.fromkeys(("Client", "Fetched", "PublishReport", "ReplicateReport"), "client.client"),
-    **dict.fromkeys(("UnpublishReport", "here"), "client.client"),
+    **dict.fromkeys(("Client", "here"), "client.client"),
+    **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "Publisher": "client.publisher",
     **dict.fromkeys(("contiguous_spec", "flat_bytes", "in_memory_order"), "memory.tensors"),
@@ -97,6 +92,7 @@ __all__ = [
     "TensorHubError",
     "TensorSpec",
     "TensorTable",
+    "TransferLimits",
     "UnpublishReport",
     "UsageError",
     "VersionGone",

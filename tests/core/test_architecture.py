@@ -47,6 +47,7 @@ PURE = {
     "transfer.replication",
     "transfer.sharing",
     "client.session",
+    "client.shelf",
 }
 PURE_IN_ADAPTERS = {"vllm.worker.update_state", "verl.health", "verl.versions"}
 CLOCKS_AND_CHANCE = {"time", "random", "os"}

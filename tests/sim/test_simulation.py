@@ -1,6 +1,6 @@
 """The rules under faults, 1,000 seeds; and that the simulator would notice if a rule were broken.
 
-A failure names its seed; `python tests/sim/simulator.py SEED` replays it and prints all that hub and workers said.
+A failure names its seed; `python tests/sim/programs.py SEED` replays it and prints all that hub and workers said.
 """
 
 from __future__ import annotations
@@ -8,10 +8,25 @@ from __future__ import annotations
 import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import broken_hubs
 import pytest
-from simulator import Faults, Violation, World, simulate
+from broken_shelves import (
+    DropsWhatItIsToRetain,
+    ExpectsNothing,
+    ForgetsToRetainElsewhere,
+    ForgetsToRetract,
+    ForgetsToSayThatAllIsHere,
+    ForgetsToWithdraw,
+    LeavesWhatIsGivenUp,
+    OffersWhatHasNotArrived,
+    ServesOnWhatWasDropped,
+    ServesRetainedFromTheOldMemory,
+)
+from checks import Violation
+from programs import cluster, simulate
+from world import Faults
 
 from tensorhub_plugins.core.hub import candidates
 
@@ -49,7 +64,7 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
 
 def test_a_seed_is_the_same_run_every_time() -> None:
     def trace(seed: int) -> bytes:
-        world = World(seed)
+        world = cluster(seed)
         world.run()
         return world.trace.digest()
 
@@ -60,7 +75,7 @@ def test_a_seed_is_the_same_run_every_time() -> None:
 def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
     """Nor operators: they withdraw what is being read, and pin what only engines of another kind hold."""
     for seed in range(10):
-        world = World(seed)
+        world = cluster(seed)
         world.faults = Faults()
         world.groups = [group for group in world.groups if group.kind != "operator"]
         total = world.run()
@@ -68,11 +83,25 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
         assert not [name for name in total if name.startswith("gave_up")], total
 
 
+def losses_without_faults(seed: int, **broken: Any) -> int:
+    world = cluster(seed, **broken)
+    world.faults = Faults()
+    total = world.run()
+    return total["lost_sources"] - total["cut_off"]
+
+
+def test_a_shelf_that_expects_nothing_turns_away_who_was_sent_to_it() -> None:
+    """The control of what the hub relies on when it lends a shard to many at once, of which most have nothing yet."""
+    seeds = range(10)
+    assert sum(losses_without_faults(seed, shelf_class=ExpectsNothing) for seed in seeds) > 10
+    assert not sum(losses_without_faults(seed) for seed in seeds)
+
+
 def crossings(seeds: range) -> tuple[int, int]:
     """(segments read from another data centre, different ones among them) in runs without faults."""
     times = different = 0
     for seed in seeds:
-        world = World(seed)
+        world = cluster(seed)
         world.faults = Faults()
         world.run()
         times += world.crossed.total()
@@ -121,12 +150,32 @@ def test_a_broken_rule_of_the_hub_is_caught(rule: str, broken: broken_hubs.Broke
     pytest.fail(f"{CONTROL_SEEDS} seeds with a broken rule, and nobody noticed")
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("served", ForgetsToWithdraw),
+        ("served", ServesOnWhatWasDropped),
+        ("served", OffersWhatHasNotArrived),
+        ("served", ForgetsToRetainElsewhere),
+        ("served ghost", ServesRetainedFromTheOldMemory),
+        ("retained ghost", DropsWhatItIsToRetain),
+        ("ghost", LeavesWhatIsGivenUp),
+        ("ghost", ForgetsToRetract),
+        ("ghost", ForgetsToSayThatAllIsHere),
+    ],
+)
+def test_a_broken_rule_of_the_shelf_is_caught(rule: str, broken: type[Any]) -> None:
+    found = next(filter(None, (violation(seed, shelf_class=broken) for seed in range(CONTROL_SEEDS))))
+    assert found.rule in rule.split(), found
+
+
 def test_a_reader_that_does_not_verify_is_caught() -> None:
     found = next(filter(None, (violation(seed, verify=False) for seed in range(CONTROL_SEEDS))))
     assert found.rule == "torn", found
 
 
-def violation(seed: int, **broken: bool) -> Violation | None:
+def violation(seed: int, **broken: Any) -> Violation | None:
     try:
         simulate(seed, **broken)
     except Violation as found:

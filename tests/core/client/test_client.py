@@ -58,7 +58,7 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.client import client as client_module
+from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory import moves as reads
 from tensorhub_plugins.core.protocol import messages
@@ -144,15 +144,15 @@ class Progress:
 
 @pytest.fixture
 def progress(monkeypatch) -> Progress:
-    progress, verified = Progress(), client_module._Targets.verified
+    progress, verified = Progress(), Destinations.verified
 
     def count(self, shard: int, segment: int) -> None:
         verified(self, shard, segment)
         with progress.changed:
-            progress.verified.append((self._client.replica, shard, segment))
+            progress.verified.append((self.worker.partition("/")[0], shard, segment))
             progress.changed.notify_all()
 
-    monkeypatch.setattr(client_module._Targets, "verified", count)
+    monkeypatch.setattr(Destinations, "verified", count)
     return progress
 
 
@@ -421,7 +421,7 @@ def test_other_tensors_than_in_the_version_before(stage, caplog, change, copy):
     with pytest.raises(UsageError, match=f"{words}.* Nothing was published.* new run or model name.* strict=False"):
         client.publish(3, other, copy=copy, strict=True)
     assert what_is_there() == before and [key.version for key in client.serving()] == [1, 2]
-    assert caplog.text == "" and all(slab.specs == spec_table(tensors_of(1)) for slab in client._pool)
+    assert caplog.text == "" and all(slab.specs == spec_table(tensors_of(1)) for slab in client._pool._free)
     client.publish(3, other, "other layout", copy=copy, strict=True)  # the first of it
 
     client.publish(3, other, copy=copy)
@@ -562,7 +562,7 @@ def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy
     with pytest.raises(UsageError, match=words):
         trainer.publish(2, tensors, copy=copy, **options)
     assert trainer.serving() == [ShardKey(1, CHECKPOINT)] and rollout.wait() == 1
-    assert what_is_there() == before or len(trainer._pool) == 1  # which the next version is written into
+    assert what_is_there() == before or len(trainer._pool._free) == 1  # which the next version is written into
     with pytest.raises(UsageError, match=words):
         rollout.replicate(tensors, 1, **options)
     trainer.publish(2, {"a": ONE}, copy=copy)  # the control
@@ -975,16 +975,17 @@ def test_two_threads_unpublish_the_same_and_it_is_read_again_in_between(stage, m
     trainer.publish(1, tensors_of(1))
     first = engine.fetch(1, serve=True)
     asking, answered = threading.Event(), threading.Event()
-    ask = engine._ask
+    ask = engine._hub.ask
 
-    def ask_and_wait(make: Callable[[int], Any], timeout_s: float) -> Any:
-        reply = ask(make, timeout_s)
+    def ask_and_wait(make: Callable[[int], Any], deadline: float) -> Future[Any]:
+        reply = ask(make, deadline)
         if threading.current_thread() is not threading.main_thread():
+            reply.result()
             asking.set()
             assert answered.wait(SOON_S)
         return reply
 
-    monkeypatch.setattr(engine, "_ask", ask_and_wait)
+    monkeypatch.setattr(engine._hub, "ask", ask_and_wait)
     other = stage.begin(engine.unpublish, 1)
     assert asking.wait(SOON_S)
     engine.unpublish(1)

@@ -20,7 +20,7 @@ import torch
 from client_processes import hold_back, let_go
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
-from tensorhub_plugins.core.client import client as client_module
+from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.manifest import (
     segment_size_for,
 )
@@ -335,14 +335,14 @@ def test_a_reader_goes_on_while_what_it_reads_moves(client, threads, monkeypatch
     tensors = published(1 << 20, equal=True)
     trainer.publish(1, tensors)
     moved = threading.Event()
-    settle = client_module._Targets.settle
+    complete = Destinations.complete
 
-    def settle_while_it_is_read(self, version):
-        if self._client is first:
+    def complete_while_it_is_read(self, version):
+        if self.worker == "first/0":
             assert moved.wait(SOON_S)
-        settle(self, version)
+        complete(self, version)
 
-    monkeypatch.setattr(client_module._Targets, "settle", settle_while_it_is_read)
+    monkeypatch.setattr(Destinations, "complete", complete_while_it_is_read)
     reading = threads.submit(first.replicate, tied_like(tensors), 1)
     offer = until(lambda: first.find(ShardKey(1, CHECKPOINT)))
     until(lambda: offer.poll_ready(32, 0.0) and all(offer._ready))

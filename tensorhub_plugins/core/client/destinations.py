@@ -1,0 +1,133 @@
+"""Where the bytes of one read go: into the caller's tensors, or into memory of the client's own; and who else may read
+them meanwhile. The shell of a `Transfer` asks for memory and says what has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
+from tensorhub_plugins.core.memory.moves import check_cover, with_parts
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tied import LiveTensors
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+
+class LiveMemory:
+    """The caller's tensors, read into in place. parts: where they lie in larger ones.
+
+    UsageError for what cannot be a target, before anything moves.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None = None) -> None:
+        self.live = LiveTensors(tensors)
+        self._names = tensors.keys()
+        self._whole: Slab | None = self.live.adopt()  # until a source shard has been given it
+        self._wanted = with_parts(self._whole.specs, parts)
+        self._parts = dict(parts or {})
+        self._sources: dict[int, TensorTable] = {}
+
+    def of(self, key: ShardKey, manifest: Manifest) -> Slab:
+        """The tensors that this source shard has. UsageError for some that would not fit, or would be missing."""
+        self._sources[key.shard] = manifest.tensors
+        if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
+            check_cover(self._sources, self._wanted)
+        slab, self._whole = self._whole, None
+        if slab is not None and slab.specs == manifest.tensors and not self._parts:
+            return slab  # what the rest would find out, without looking at thousands of tensors
+        names = [spec.name for spec in manifest.tensors if spec.name in self._names]
+        if slab is None or len(names) < len(self._names):  # else one source shard has all of it
+            slab = self.live.adopt(names)
+        slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
+        return slab
+
+    def restart(self) -> None:
+        """What was read is void: other source shards will come."""
+        self._sources.clear()
+
+
+class Destinations:
+    """The memory of one read.
+
+    into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
+    serve: what arrives is offered to others.
+    """
+
+    def __init__(
+        self, serving: Serving, *, serve: bool, into: LiveMemory | None = None, in_place: str | None = None
+    ) -> None:
+        self.serve = serve
+        self.worker = serving.worker
+        self._serving = serving
+        self._into = into
+        self._in_place = in_place
+        self._read = 0  # its number on the shelf
+        self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
+        self._live: LiveMemory | None = None  # `into`, once it is read into
+        self.slabs: dict[int, Slab] = {}  # by source shard
+        self.allocated: dict[int, Slab] = {}  # those of them that are from the pool
+
+    def begin(self) -> None:
+        """Sources are asked for from now on."""
+        if self.serve:
+            self._read = self._serving.begin_read()
+
+    # --- for the transfer ---
+
+    def expect(self, key: ShardKey) -> None:
+        if self.serve:
+            self._serving.grant(self._read, key)
+
+    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
+        slab = self.slabs[key.shard] = self._memory_for(key, manifest)
+        if self.serve and slab.specs == manifest.tensors:
+            self._offered[key.shard] = key
+            self._serving.prepare(self._read, key, manifest, slab)
+        return slab
+
+    def verified(self, shard: int, segment: int) -> None:
+        if shard in self._offered:
+            self._serving.verified(self._read, self._offered[shard], segment)
+
+    def restart(self) -> None:
+        self._drop(restarts=True)
+
+    # --- the end ---
+
+    def complete(self, version: int) -> None:
+        """Everything has arrived. UsageError when it cannot stay as it is (see tied.py)."""
+        if self._live is not None and self._live.live.tied:
+            self._live.live.check(version)
+            for offer in self._serving.arriving(self._read) if self.serve else ():
+                offer.move(self._live.live.settled(offer.slab))
+        for slab in self.allocated.values():
+            slab.mark_written()
+        self._serving.holds_fetched(self.allocated.values())
+        if self.serve:
+            self._serving.complete(self._read)
+
+    def fail(self) -> None:
+        """Nothing of what was prepared will be completed."""
+        self._drop(restarts=False)
+
+    # --- inside ---
+
+    def _memory_for(self, key: ShardKey, manifest: Manifest) -> Slab:
+        if self._into is not None and self._in_place in (None, key.layout):
+            self._live = self._into
+            return self._into.of(key, manifest)
+        slab = self.allocated[key.shard] = self._serving.take(manifest.tensors)
+        return slab
+
+    def _drop(self, *, restarts: bool) -> None:
+        if self.serve:
+            self._serving.drop(self._read, restarts=restarts)
+        for slab in self.allocated.values():
+            self._serving.recycle(slab)
+        if self._live is not None:
+            self._live.restart()
+        self._live = None
+        for each in (self._offered, self.slabs, self.allocated):
+            each.clear()

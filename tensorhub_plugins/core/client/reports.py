@@ -1,0 +1,117 @@
+"""What the calls of a client return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError, VersionRefused
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import same_bytes
+from tensorhub_plugins.core.transfer.runner import Outcome
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What `publish` did. seconds by phase: "copy" (into the slab), "digest", "announce" (until the hub knew)."""
+
+    version: int
+    layout: str
+    size_bytes: int
+    seconds: dict[str, float]
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class UnpublishReport:
+    """What `unpublish` did, in so many seconds.
+
+    cut_off: "replica/shard" of the readers that had not finished by the deadline. kept: it was the last copy of a
+    retained version, or may have been, and is served on from memory of the store's own.
+    """
+
+    version: int
+    seconds: float
+    cut_off: tuple[str, ...] = ()
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class ReplicateReport:
+    """What `replicate` or `fetch` did.
+
+    seconds by phase: "find" (until sources were granted), "read" (until all was verified). sources: "replica/shard" ->
+    bytes. transports: name -> bytes. losses: the sources that failed on the way, and why.
+    """
+
+    version: int
+    layout: str
+    size_bytes: int
+    seconds: dict[str, float]
+    sources: dict[str, int]
+    transports: dict[str, int]
+    losses: tuple[str, ...]
+    roots: dict[int, str]  # source shard -> hex of its manifest's root
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> ReplicateReport:
+        return cls(
+            outcome.version,
+            outcome.layout,
+            outcome.size_bytes,
+            outcome.seconds,
+            dict(outcome.sources),
+            dict(outcome.transports),
+            outcome.losses,
+            {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
+        )
+
+
+@dataclass
+class Fetched:
+    """One version in memory of its own. slabs and manifests are by source shard.
+
+    converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it.
+    """
+
+    version: int
+    layout: str
+    slabs: dict[int, Slab]
+    manifests: dict[int, Manifest]
+    report: ReplicateReport
+    converts: str | None = None
+    _release: Callable[[], None] | None = field(default=None, repr=False)
+
+    @property
+    def slab(self) -> Slab:
+        """The only slab; UsageError when the source had several shards."""
+        if len(self.slabs) != 1:
+            raise UsageError(f"version {self.version} came in {len(self.slabs)} shards: use .slabs or .tensors()")
+        return next(iter(self.slabs.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, sharing the slabs' memory.
+
+        VersionRefused when two source shards have published one name with different bytes.
+        """
+        found: dict[str, torch.Tensor] = {}
+        shard_of: dict[str, int] = {}
+        for shard, slab in sorted(self.slabs.items()):  # in the order of shards, whichever came first
+            for name, tensor in slab.tensors().items():
+                if name in found and not same_bytes(found[name], tensor):
+                    raise VersionRefused(
+                        f"tensor {name!r} is published by shard {shard_of[name]} and by shard {shard}, with different "
+                        "bytes: publish it in one of them",
+                        version=self.version,
+                    )
+                found[name], shard_of[name] = tensor, shard
+        return found
+
+    def release(self) -> None:
+        """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
+        if self._release is not None:
+            self._release()
+        self._release, self.slabs = None, {}

@@ -1,0 +1,278 @@
+"""The shell of the pure `Shelf`: serves what lies there, and tells the hub of it.
+
+Transports' threads look things up here (`find`, `expect`); the client's callers publish, unpublish and read. Decisions
+are taken under one lock; what they have led to, a word to the hub or a reader that is cut off, is done outside of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from weakref import WeakSet
+
+import torch
+from typing_extensions import assert_never
+
+from tensorhub_plugins.core.client import shelf
+from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.client.reports import UnpublishReport
+from tensorhub_plugins.core.client.shelf import Published, Shelf
+from tensorhub_plugins.core.deadline import NEVER, Deadline
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
+from tensorhub_plugins.core.manifest import Manifest, TensorSpec
+from tensorhub_plugins.core.memory.pool import SlabPool
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import share_memory
+from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.transports import Offer
+from tensorhub_plugins.core.types import ShardKey
+
+log = logging.getLogger("tensorhub.client")
+
+BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
+ANNOUNCE_S = 1.0  # a hub that is there has long answered by then; one that is away is told when it is back
+
+
+class Serving:
+    """What one worker ("replica/shard") offers. `hub` is to be set before anything is published or read."""
+
+    hub: HubLink
+
+    def __init__(self, worker: str, pool: SlabPool) -> None:
+        self.worker = worker
+        self.pool = pool
+        self._shelf: Shelf[Offer] = Shelf()
+        self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
+        self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
+
+    # --- for the transports' serving threads ---
+
+    def find(self, key: ShardKey) -> Offer | None:
+        """Part of the transports' Shelf protocol."""
+        with self._changed:
+            return self._shelf.find(key)
+
+    def expect(self, key: ShardKey, request_id: int, deadline: float) -> Offer | None:
+        """Part of the transports' Shelf protocol: the hub may lend what this worker has just been told to read."""
+        until = Deadline(deadline)
+        with self._changed:
+            while self._shelf.find(key) is None and self._shelf.is_expected(key, request_id) and not until.expired:
+                self._changed.wait(until.remaining())
+            return self._shelf.find(key)
+
+    # --- publish and unpublish ---
+
+    def keys(self) -> list[ShardKey]:
+        """The shards that are offered, sorted."""
+        with self._changed:
+            return sorted(self._shelf.entries)
+
+    def check(self, key: ShardKey) -> None:
+        """Raise UsageError when this may not be published now, whatever its bytes."""
+        with self._changed:
+            self._shelf.check(key, returns=self._returns(key))
+
+    def published(self, layout: str) -> Published | None:
+        """The newest version that was published here in this layout."""
+        with self._changed:
+            return self._shelf.published.get(layout)
+
+    def publish(self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline) -> None:
+        """Offer a whole shard; returns when the hub knows of it. On an error nothing was published."""
+        offer = Offer(key, manifest, slab, birth=self.hub.sequence + 1)
+        offer.mark_all_ready()
+        was_read = slab in self._fetched
+        with self._changed:
+            effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
+        try:
+            for answer in self._carry_out(effects, deadline):
+                answer.result()  # the session machine ends every request at its deadline
+        except BaseException:
+            with self._changed:
+                effects = self._shelf.refused(key, offer)
+            self._carry_out(effects)
+            raise
+        with self._changed:
+            self._shelf.announced(key, manifest)
+
+    def unpublish(self, version: int, layout: str | None, timeout_s: float) -> UnpublishReport:
+        """As `Client.unpublish`."""
+        with self._changed:
+            ticket = self._shelf.unpublish(version, layout)
+        return self._unpublish(version, ticket, timeout_s)
+
+    def may_release(self, keys: Iterable[ShardKey]) -> None:
+        """The hub says that these copies need not be retained any more. Does not block."""
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._release, tuple(keys))
+
+    def _release(self, keys: tuple[ShardKey, ...]) -> None:
+        with self._changed:
+            ticket = self._shelf.may_release(keys)
+        try:
+            self._unpublish(0, ticket, BACKGROUND_TIMEOUT_S)
+        except TensorHubError as error:
+            log.info("%s: retained copies stay for now: %s", self.worker, error)
+
+    def _unpublish(self, version: int, ticket: shelf.Ticket, timeout_s: float) -> UnpublishReport:
+        if not ticket:
+            return UnpublishReport(version, 0.0)
+        began, deadline = time.monotonic(), Deadline.after(timeout_s)
+        try:
+            reply = self.hub.ask(lambda n: messages.Unpublish(n, tuple(ticket), timeout_s), deadline).result()
+            assert isinstance(reply, messages.Unpublished)
+        except HubUnreachable:  # it may be the last copy; the hub says when it is back
+            log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
+            reply = messages.Unpublished(0, must_retain=True)
+        with self._changed:
+            effects = self._shelf.unpublished(ticket, keep=reply.must_retain)
+        self._carry_out(effects, deadline)
+        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.must_retain)
+
+    # --- what is read is served on ---
+
+    def begin_read(self) -> int:
+        with self._changed:
+            return self._shelf.begin_read(self.hub.sequence + 1)
+
+    def grant(self, read: int, key: ShardKey) -> None:
+        with self._changed:
+            self._shelf.grant(read, key)
+            self._changed.notify_all()
+
+    def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
+        with self._changed:
+            offer = Offer(key, manifest, slab, birth=self._shelf.readings[read].created_after)
+            effects = self._shelf.prepare(read, key, offer)
+            self._changed.notify_all()
+        self._carry_out(effects)
+
+    def verified(self, read: int, key: ShardKey, segment: int) -> None:
+        with self._changed:
+            effects = self._shelf.verified(read, key, segment)
+        self._carry_out(effects)
+
+    def arriving(self, read: int) -> list[Offer]:
+        with self._changed:
+            return self._shelf.arriving(read)
+
+    def complete(self, read: int) -> None:
+        """Everything is here. The hub hears of it, which the caller need not wait for."""
+        with self._changed:
+            effects = self._shelf.complete(read)
+            self._changed.notify_all()
+        if wait(self._carry_out(effects), ANNOUNCE_S).not_done:
+            log.info("%s: the hub has not heard yet what was read", self.worker)
+
+    def drop(self, read: int, *, restarts: bool) -> None:
+        with self._changed:
+            effects = self._shelf.drop(read, restarts=restarts)
+            self._changed.notify_all()
+        self._carry_out(effects)
+
+    # --- memory ---
+
+    def check_free(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """UsageError when some of these are published in place: they must not change."""
+        with self._changed:
+            offers = [(key, entry.offer) for key, entry in self._shelf.entries.items()]
+        for key, offer in offers:
+            if offer.slab.kind == "adopted" and share_memory(offer.slab.tensors(), tensors):
+                raise UsageError(
+                    "these tensors are published: unpublish that version before they change", version=key.version
+                )
+
+    def take(self, specs: Iterable[TensorSpec]) -> Slab:
+        slab = self.pool.take(specs)
+        self._fetched.discard(slab)
+        return slab
+
+    def holds_fetched(self, slabs: Iterable[Slab]) -> None:
+        """These slabs hold what was read from others, until they are used for something else."""
+        self._fetched.update(slabs)
+
+    def recycle(self, slab: Slab, hand_out: int | None = None) -> None:
+        """Nobody uses this slab any more, unless it is on the shelf. hand_out: as in `SlabPool.give_back`."""
+        with self._changed:
+            is_offered = any(entry.offer.slab is slab for entry in self._shelf.entries.values())
+        if not is_offered:
+            self.pool.give_back(slab, hand_out)
+
+    def close(self) -> None:
+        """Nothing more is promised: what waits for an offer hears so. Idempotent."""
+        with self._changed:
+            self._shelf.closed = True
+            self._changed.notify_all()
+
+    def free(self) -> None:
+        """Cut readers off and let go of all memory. The transports serve no more."""
+        self._background.shutdown(wait=True, cancel_futures=True)
+        with self._changed:
+            effects = self._shelf.close()
+        self.pool.close()
+        self._carry_out(effects)
+
+    # --- inside ---
+
+    def _carry_out(
+        self, effects: list[shelf.Effect[Offer]], deadline: Deadline = NEVER
+    ) -> list[Future[messages.Reply]]:
+        """Returns what the hub will answer."""
+        answers = []
+        for effect in effects:
+            match effect:
+                case shelf.Announce(offer, is_whole, was_read):
+                    answers.append(self._announce(offer, is_whole, was_read, deadline))
+                case shelf.MarkReady(offer, segment):
+                    if segment is None:
+                        offer.mark_all_ready()
+                    else:
+                        offer.mark_ready(segment)
+                case shelf.Retract(keys):
+                    self._retract(keys)
+                case shelf.Withdraw(_, offer):
+                    offer.withdraw()
+                    self.recycle(offer.slab)
+                case shelf.Retain(key, offer):
+                    self._retain(key, offer, deadline)
+                case _:
+                    assert_never(effect)
+        return answers
+
+    def _announce(self, offer: Offer, is_whole: bool, was_read: bool, deadline: Deadline) -> Future[messages.Reply]:
+        manifest = offer.manifest
+        origin: messages.Origin = "replicated" if was_read else "published"
+        holding = messages.Holding(offer.key, manifest.root(), manifest.size_bytes, is_whole, origin)
+        return self.hub.ask(lambda n: messages.Publish(n, holding), deadline)
+
+    def _retract(self, keys: tuple[ShardKey, ...]) -> None:
+        with suppress(UsageError):  # closed meanwhile: the hub knows, or will
+            deadline = Deadline.after(BACKGROUND_TIMEOUT_S)
+            self.hub.ask(lambda n: messages.Unpublish(n, keys, 0.0, gone=True), deadline)
+
+    def _retain(self, key: ShardKey, offer: Offer, deadline: Deadline) -> None:
+        """Rule 4: serve the last copy on, from memory that the caller does not touch."""
+        if offer.slab.kind == "allocated":
+            return
+        copy = self.pool.take_once(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
+        for name, tensor in offer.slab.tensors().items():
+            copy.write(name, tensor)
+        moved = Offer(key, offer.manifest, copy, birth=offer.birth)
+        moved.mark_all_ready()
+        with self._changed:
+            replaced = self._shelf.replace(key, offer, moved)
+        if not replaced:
+            self.pool.discard(copy)
+            return
+        offer.wait_no_readers(deadline)
+        offer.withdraw()
+
+    def _returns(self, key: ShardKey) -> bool:
+        """Whether operators make the fleet go back from the newest version that was published here to this one."""
+        directive, last = self.hub.directive, self._shelf.published.get(key.layout)
+        return key.version == directive.pin or (last is not None and last.version in directive.withdrawn)

@@ -1,0 +1,86 @@
+"""Slabs that are kept for the next version, and let go when the tensors change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.pool import IDLE_ROUNDS_MAX, POOLED_SLABS_MAX, SlabPool
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
+
+OLD, NEW = [spec_of("w", torch.zeros(10))], [spec_of("w", torch.zeros(11))]
+
+
+@pytest.fixture
+def pool():
+    pool = SlabPool()
+    yield pool
+    pool.close()
+
+
+def is_closed(slab: Slab) -> bool:
+    try:
+        slab.tensors()
+    except UsageError:
+        return True
+    return False
+
+
+def test_a_slab_is_used_again_and_counts_as_unwritten(pool):
+    slab = pool.take(OLD)
+    slab.write("w", torch.ones(10))
+    pool.give_back(slab)
+    pool.give_back(slab)  # twice is fine
+    assert pool.take(NEW) is not slab and pool.take(OLD) is slab and slab.unwritten == ("w",)
+    assert pool.take(OLD) is not slab
+
+
+def test_a_slab_that_is_in_use_again_is_not_given_back_by_its_old_user(pool):
+    slab = pool.take(OLD)
+    before = pool.hand_out(slab)
+    pool.give_back(slab, before)
+    assert pool.take(OLD) is slab
+    pool.give_back(slab, before)
+    assert pool.take(OLD) is not slab
+
+
+def test_only_so_many_are_kept_and_strangers_never(pool):
+    slabs = [pool.take(OLD) for _ in range(POOLED_SLABS_MAX + 1)]
+    for slab in slabs:
+        pool.give_back(slab)
+    assert [is_closed(slab) for slab in slabs] == [False] * POOLED_SLABS_MAX + [True]
+    theirs, once = Slab.allocate(OLD), pool.take_once(OLD)
+    for slab in (theirs, once):
+        pool.give_back(slab)
+        assert pool.hand_out(slab) == 0
+    assert is_closed(once) and not is_closed(theirs)
+
+
+def test_slabs_of_tensors_that_come_no_more_are_let_go(pool):
+    old = [pool.take(OLD), pool.take(OLD)]
+    for slab in old:
+        pool.give_back(slab)
+    for _ in range(IDLE_ROUNDS_MAX * 3 + 1):
+        pool.give_back(pool.take(NEW))
+    assert all(map(is_closed, old))
+
+
+def test_slabs_that_are_taken_in_turn_are_all_kept(pool):
+    shards = [[spec_of(f"w{k}", torch.zeros(10))] for k in range(6)]
+    first = [pool.take(specs) for specs in shards]
+    for _ in range(4 * IDLE_ROUNDS_MAX):
+        for slab in first:
+            pool.give_back(slab)
+        assert [pool.take(specs) for specs in shards] == first
+
+
+def test_what_is_given_back_to_a_closed_pool_is_closed():
+    pool = SlabPool()
+    used, lies = pool.take(OLD), pool.take(OLD)
+    pool.give_back(lies)
+    pool.close()
+    assert is_closed(lies) and not is_closed(used)
+    pool.give_back(used)
+    assert is_closed(used)

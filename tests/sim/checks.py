@@ -1,0 +1,243 @@
+"""What must hold in a simulated cluster, and what the bytes of a version are.
+
+The run has two phases: faults, then calm, in which everybody must reach the last version and the hub must end up
+knowing exactly what is true. In both, these are checked whenever they could break (`Violation` names the seed):
+
+    torn        what a finished read hands over is, byte for byte, what was published under that name
+    group       the shards of a replica that read "latest" together get one version
+    backwards   no reader is given an older version than before, unless an operator said so
+    withdrawn   no version is lent or named that the hub has been told is bad
+    pinned      "latest" is the pinned version as long as the hub has been told of a pin
+    atomic      a version is visible only if one replica really held all of it
+    retained    no unpublish drops the last copy of a retained version
+    served      what an offer that stands has to give are the published bytes
+    lease       no byte is read without a lease at the hub, and no unpublish is confirmed while somebody it does not
+                name is reading
+    circle      nobody waits for bytes that depend on his own
+    late        every operation ends by its deadline
+    twice       no segment that has arrived intact is read again
+    stuck       in the calm, everybody finishes
+    ghost       in the calm, the hub's holdings, leases and waiters are the workers' own
+    forgotten   in the calm, all know the same of what operators have decided
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from tensorhub_plugins.core.hub import hub as hub_machine
+from tensorhub_plugins.core.manifest import (
+    Manifest,
+    TensorSpec,
+    TensorTable,
+)
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    ShardKey,
+)
+
+if TYPE_CHECKING:
+    from workers import Link, Worker
+    from world import World
+
+SEGMENT_SIZE_BYTES = 8
+SEGMENTS = 5
+
+
+class Violation(AssertionError):
+    def __init__(self, rule: str, world: World, text: str) -> None:
+        super().__init__(f"{rule}: {text} (seed {world.seed}, at {world.now:.3f} s)")
+        self.rule = rule
+
+
+# --- what the bytes of a version are ---
+
+
+def some_bytes(*what: object) -> bytes:
+    return hashlib.blake2b(repr(what).encode(), digest_size=SEGMENT_SIZE_BYTES).digest()
+
+
+@lru_cache(maxsize=4096)
+def checkpoint_content(version: int, shard: int) -> tuple[bytes, ...]:
+    return tuple(some_bytes("checkpoint", version, shard, k) for k in range(SEGMENTS))
+
+
+def convert(checkpoint: Iterable[tuple[bytes, ...]], shard: int) -> tuple[bytes, ...]:
+    """The runtime layout of one shard from all shards of the checkpoint: a torn byte in, a torn shard out."""
+    whole = b"".join(segment for content in checkpoint for segment in content)
+    return tuple(some_bytes("runtime", whole, shard, k) for k in range(SEGMENTS))
+
+
+@lru_cache(maxsize=4096)
+def truth(key: ShardKey, trainer_shards: int) -> tuple[bytes, ...]:
+    if key.layout == CHECKPOINT:
+        return checkpoint_content(key.version, key.shard)
+    return convert([checkpoint_content(key.version, i) for i in range(trainer_shards)], key.shard)
+
+
+@lru_cache(maxsize=4096)
+def manifest_of(content: tuple[bytes, ...]) -> Manifest:
+    spec = TensorSpec("w", "uint8", (SEGMENTS * SEGMENT_SIZE_BYTES,), SEGMENTS * SEGMENT_SIZE_BYTES)
+    return Manifest(TensorTable.of((spec,)), b"".join(xxhash.xxh3_128_digest(c) for c in content), SEGMENT_SIZE_BYTES)
+
+
+@lru_cache(maxsize=4096)
+def root_of(content: tuple[bytes, ...]) -> bytes:
+    return manifest_of(content).root()
+
+
+# --- what the hub says, and what readers do ---
+
+
+def _check_directed(world: World, session: bytes, reply: m.HubMessage) -> None:
+    """What the hub decides agrees with what operators have decided."""
+    if not isinstance(reply, m.Done | m.Granted | m.Visible):
+        return
+    asked, old = world.asked.get((session, reply.request_id)), world.directive
+    match reply, asked:
+        case m.Done(), m.Pin(_, version):
+            world.ever_pinned.add(version)
+            world.directive = m.Directive(old.serial + bool(version or old.pin), version, old.withdrawn)
+        case m.Done(), m.Withdraw(_, version):
+            world.ever_withdrawn.add(version)
+            known = version in old.withdrawn
+            new = m.merge(old, m.Directive(0, 0, (version,)))
+            world.directive = m.Directive(old.serial + (not known), new.pin, new.withdrawn)
+        case ((m.Granted() | m.Visible()), _):
+            version = reply.version
+            if version in old.withdrawn:
+                raise Violation("withdrawn", world, f"version {version} is named, and was withdrawn")
+            if isinstance(asked, m.Wait | m.Target) and old.pin and version != old.pin:
+                raise Violation("pinned", world, f"version {version} is named, and {old.pin} is pinned")
+            returns = version == old.pin or getattr(asked, "installed", 0) in old.withdrawn
+            if isinstance(asked, m.Target) and version < asked.installed and not returns:
+                raise Violation("backwards", world, f"{asked} is answered with version {version}")
+
+
+def check_reply(world: World, effect: hub_machine.Send) -> None:
+    answer = (world.lives, effect.session, getattr(effect.message, "request_id", 0))
+    repeated = answer in world.answered  # what it says again was decided before
+    world.answered.add(answer)
+    if not repeated:
+        _check_directed(world, effect.session, effect.message)
+    if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:
+        return
+    for key in world.unpublishing.get((effect.session, effect.message.request_id), ()):
+        world.cut_off.setdefault((effect.session, key), set()).update(effect.message.cut_off)
+    source = world.workers.get(effect.session)
+    asked = source.machine.asked.get(effect.message.request_id) if source else None
+    if asked is None or not isinstance(asked.message, m.Unpublish):
+        return
+    for key in asked.message.keys:
+        offer = source.shelf.find(key)
+        if not repeated and not asked.message.gone and offer is not None and offer.complete:
+            _check_retained(world, source, key)
+    for link in world.links:
+        # Another unpublish of the same shard may have ended before, and named it, though nobody waits for it now.
+        named = link.reader.name in world.cut_off.get((effect.session, link.key), ())
+        if link.source is source and link.key in asked.message.keys and not named:
+            _check_lease(world, link, f"unpublish of {link.key} was confirmed to {source.name}")
+
+
+def _check_lease(world: World, link: Link, what: str) -> None:
+    """The hub must know of this read, unless it could not: it was down, or its word or the reader's was lost."""
+    hub = world.hub
+    if hub is None or hub.registry.recovering(world.now) or world.now >= link.lease_deadline:
+        return
+    reader = hub.registry.workers.get(link.reader.session)
+    if reader is None or link.source.session not in hub.registry.workers:
+        return
+    if world.last_word[link.reader.session] < link.began:
+        return  # its grant may have been overtaken on the way by what ended it; its next heartbeat tells the hub
+    lease = reader.leases.get(link.request)
+    if lease is None or lease.sources.get(link.key.shard) != link.source.session:
+        raise Violation("lease", world, f"{what} while {link.reader.name} reads without a lease")
+
+
+def check_read(world: World, link: Link) -> None:
+    source = world.hub.registry.workers.get(link.source.session) if world.hub is not None else None
+    if source is not None and link.key in source.holdings:
+        # Else the unpublish has reached its deadline, and the source is about to be told whom to cut off.
+        _check_lease(world, link, f"{link.key} is read from {link.source.name}")
+    if link.offer is not None and link.offer.complete:
+        return  # it waits for nobody
+    waits_for: dict[bytes, set[bytes]] = {}
+    for each in world.links:
+        offer = each.source.shelf.find(each.key)
+        # A reader whose deadline has passed gives up as soon as it wakes: what it asked for is nothing to wait for.
+        if offer is not None and not offer.complete and world.now < each.lease_deadline:
+            waits_for.setdefault(each.reader.session, set()).add(each.source.session)
+    todo, seen = [link.source.session], set()
+    while todo:
+        session = todo.pop()
+        if session == link.reader.session and link.reader.session in waits_for:
+            raise Violation("circle", world, f"{link.reader.name} waits for itself through {link.source.name}")
+        if session not in seen:
+            seen.add(session)
+            todo.extend(waits_for.get(session, ()))
+
+
+def _check_retained(world: World, worker: Worker, key: ShardKey) -> None:
+    """The hub has just allowed worker to drop this complete copy: was it the last of a retained version?"""
+    assert world.hub is not None
+    # How many are retained is known to the hub while one lives who has asked for it.
+    asker = any(w.session in world.hub.registry.workers for w in world.trainers.workers)
+    count = world.retain_newest if asker else min(1, world.retain_newest)
+    good = world.ever_visible - set(world.directive.withdrawn)
+    if world.ever_withdrawn:  # what was given up as too old before is not retained when a newer one is withdrawn
+        good &= world.visible_before
+    retained = sorted(good, reverse=True)[:count]
+    if world.directive.pin in world.visible_before:
+        retained.append(world.directive.pin)
+    if key.version not in retained or key.layout != CHECKPOINT:
+        return
+    others = [other for other in world.workers.values() if other is not worker]
+    held = {k for other in others for k, offer in other.offers.items() if offer.complete}
+    # A holder that died is believed alive for a while; what dies is not lost by an unpublish.
+    recently = world.now - world.hub.limits.session_timeout_s - 6.0  # its last words may be that late
+    buried = {k for session, keys in world.graves.items() if world.dead[session] > recently for k in keys}
+    rest = {ShardKey(key.version, key.layout, shard, key.shard_count) for shard in range(key.shard_count)} - {key}
+    rest -= {k for k, offer in worker.offers.items() if offer.complete}
+    known = {k for other in world.hub.registry.workers.values() for k, h in other.holdings.items() if h.complete}
+    if key not in held | buried and rest <= held & known:  # without the rest, the hub thinks it lost already
+        raise Violation("retained", world, f"{worker.name} was allowed to drop the last copy of {key}")
+
+
+def check_no_ghosts(world: World) -> None:
+    assert world.hub is not None
+    for session, known in world.hub.registry.workers.items():
+        worker = world.workers.get(session)
+        if worker is None:
+            raise Violation("ghost", world, f"the hub still knows {known.name}, which is dead")
+        true = {key: offer.complete for key, offer in worker.offers.items() if not offer.withdrawn}
+        if {key: h.complete for key, h in known.holdings.items()} != true:
+            said, real = sorted(map(str, known.holdings)), sorted(map(str, true))
+            raise Violation("ghost", world, f"{known.name} holds {real}, the hub believes {said}")
+        if known.leases or known.readers:
+            raise Violation("ghost", world, f"{known.name} has leases though nobody reads")
+        if any(not isinstance(pending.message, m.Wait | m.Target) for pending in known.pending.values()):
+            raise Violation("ghost", world, f"{known.name} waits, says the hub: {list(known.pending.values())}")
+    if len(world.hub.registry.workers) != len(world.workers):
+        raise Violation("ghost", world, "the hub has forgotten a worker that lives")
+
+
+def check_nothing_forgotten(world: World) -> None:
+    assert world.hub is not None
+    known = {worker.name: worker.machine.directive for worker in world.workers.values()}
+    known["hub"] = world.hub.registry.histories["run", "actor"].directive
+    if len(set(known.values())) > 1 or known["hub"] != world.directive:
+        raise Violation("forgotten", world, f"{known} differ, or from {world.directive}")
+
+
+def check_served(link: Link, segment: int, data: bytes) -> None:
+    """An offer stands until it is withdrawn, and until then nobody uses its memory for anything else."""
+    world, offer = link.world, link.offer
+    assert offer is not None
+    if world.verify and not offer.withdrawn and data != truth(link.key, world.trainers.shard_count)[segment]:
+        raise Violation("served", world, f"{link.source.name} serves segment {segment} of {link.key}, with other bytes")

@@ -1,0 +1,158 @@
+"""What simulated trainers, rollouts and operators do. `python tests/sim/programs.py SEED` replays a seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from checks import checkpoint_content, convert
+from reading import Got, Replicate
+from workers import FAILED, Group, Meet, Program, Publish, Request, Sleep, Worker
+from world import World
+
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+
+RUNTIME = "runtime:5eed"
+
+
+def trainer(worker: Worker) -> Program:
+    world = worker.world
+    yield Request(lambda number: m.Retain(number, world.retain_newest), 30.0)
+    while True:
+        yield Sleep(world.rng.uniform(0.2, 4.0))
+        met = yield Meet()
+        version = met.round + 1000 * (worker.group.life - 1)  # a group that starts again goes on higher
+        held = [key for key in worker.offers if key.version < version]
+        key = ShardKey(version, CHECKPOINT, worker.shard, worker.group.shard_count)
+        reply = yield Publish(key, checkpoint_content(version, worker.shard))
+        world.counts["published" if reply is not None else "publish_expired"] += 1
+        yield from unpublish(worker, held)
+        if met.calm:
+            world.last_version = version
+            worker.finished = True
+            return
+
+
+def rollout(worker: Worker) -> Program:
+    world, group = worker.world, worker.group
+    layouts = (RUNTIME, CHECKPOINT) if group.kind == "runtime" else (CHECKPOINT,)
+    current = 0
+    while not group.finished:
+        timeout_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Wait(number, 0, current, timeout_s), timeout_s)  # noqa: B023
+        if isinstance(reply, m.Visible):
+            worker.see(reply.version)
+        met = yield Meet()
+        if met.version == FAILED:
+            worker.finished = world.calm and current == world.last_version
+            continue
+        if world.rng.random() < 0.3 and len(layouts) == 1:  # direct: the old bytes are overwritten in place
+            yield from unpublish(worker, worker.offers)
+        claim = len(layouts) > 1
+        timeout_s = world.rng.choice([3.0, 10.0, 30.0])
+        got = yield Replicate(met.version, 0 if met.version else worker.seen, layouts, claim, timeout_s)
+        worker.outcome = got.version if isinstance(got, Got) else FAILED
+        if not isinstance(got, Got):
+            continue
+        group.note(worker.shard, met.round, got.version)
+        old = [key for key in worker.offers if key.version < got.version]
+        if claim and got.layout == CHECKPOINT:
+            yield from convert_and_publish(worker, got)
+        yield from unpublish(worker, old)
+        current = got.version
+        yield Sleep(world.rng.uniform(0.0, 1.0))
+        worker.finished = world.calm and current == world.last_version
+
+
+def follower(worker: Worker) -> Program:
+    """It runs what it is told to run, and goes back, too."""
+    world = worker.world
+    current = 0
+    while not worker.group.finished:
+        timeout_s = world.rng.choice([2.0, 10.0, 30.0])
+        reply = yield Request(lambda number: m.Target(number, current, timeout_s), timeout_s)  # noqa: B023
+        if isinstance(reply, m.Visible):
+            got = yield Replicate(reply.version, 0, (CHECKPOINT,), False, world.rng.choice([3.0, 10.0]))
+            if isinstance(got, Got):
+                yield from unpublish(worker, [key for key in worker.offers if key.version != got.version])
+                current = got.version
+        yield Sleep(world.rng.uniform(0.0, 1.0))
+        worker.finished = world.calm and current == world.last_version
+
+
+def operator(worker: Worker) -> Program:
+    """Pins, unpins and withdraws as it likes; in the calm, what is pinned still is let go."""
+    world = worker.world
+    while not world.calm:
+        yield Sleep(world.rng.uniform(0.5, 8.0))
+        reply = yield Request(m.AskVersions, 5.0)
+        held = [info.version for info in reply.versions if info.visible] if isinstance(reply, m.Versions) else []
+        what = world.rng.choice([m.Pin, m.Pin, m.Withdraw])
+        version = world.rng.choice(held) if held and (what is m.Withdraw or world.rng.random() < 0.6) else 0
+        if not world.calm and (what is m.Pin or version):  # the last version is everybody's goal
+            reply = yield Request(lambda number: what(number, version, 10.0), 10.0)  # noqa: B023
+            done = "pinned" if version and what is m.Pin else "unpinned" if what is m.Pin else "withdrawn"
+            world.counts[done] += isinstance(reply, m.Done)
+    worker.finished = True
+    while not all(group.finished for group in world.groups):
+        yield Sleep(1.0)
+        if worker.machine.directive.pin:
+            yield Request(lambda number: m.Pin(number, 0, 10.0), 10.0)
+
+
+def convert_and_publish(worker: Worker, got: Got) -> Program:
+    world = worker.world
+    world.counts["conversions"] += 1
+    yield Sleep(world.rng.uniform(0.0, 1.0))
+    key = ShardKey(got.version, RUNTIME, worker.shard, worker.group.shard_count)
+    if world.rng.random() < 0.1 and not world.calm:
+        world.counts["abandoned"] += 1
+        yield Request(lambda number: m.Abandon(number, key), 10.0)
+        return
+    content = convert([got.shards[i] for i in sorted(got.shards)], worker.shard)
+    if key in worker.offers:  # from before, retained
+        world.counts["converted_before"] += 1
+        yield Request(lambda number: m.Abandon(number, key), 10.0)
+    else:
+        yield Publish(key, content, was_read=True)
+    yield from unpublish(worker, [k for k in worker.offers if k.layout == CHECKPOINT])
+
+
+def unpublish(worker: Worker, keys: Iterable[ShardKey]) -> Program:
+    yield from worker.unpublish(worker.shelf.may_release(keys))
+
+
+# --- a cluster ---
+
+
+def cluster(seed: int, **broken: Any) -> World:
+    """A world with groups of workers in it. broken: a shelf_class, or verify=False."""
+    world = World(seed, **broken)
+    rng = world.rng
+    world.trainers = Group(world, "trainer", rng.choice([1, 1, 2, 3]), Location("dc", "r0", "h0"), "trainer", trainer)
+    world.groups = [world.trainers]
+    for i in range(rng.randint(2, 4)):
+        kind = rng.choice(["checkpoint", "runtime", "follower"])
+        location = Location(rng.choice(["dc", "dc", "far"]), f"r{i % 2}", f"h{i}")
+        shards = 1 if kind == "follower" else rng.choice([1, 1, 2])
+        program = follower if kind == "follower" else rollout
+        world.groups.append(Group(world, f"rollout-{i}", shards, location, kind, program))
+    if rng.random() < 0.5:
+        world.groups.append(Group(world, "operator", 1, Location("dc", "r0", "h0"), "operator", operator))
+    return world
+
+
+def simulate(seed: int, **broken: Any) -> Counter[str]:
+    """Run one seed to its end; raise Violation when a rule is broken. broken: as in `cluster`."""
+    return cluster(seed, **broken).run()
+
+
+if __name__ == "__main__":
+    import sys
+
+    for argument in sys.argv[1:]:  # the whole talk of one seed: python tests/sim/programs.py 17
+        world = cluster(int(argument))
+        world.log = print
+        print(dict(world.run()))

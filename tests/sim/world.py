@@ -1,0 +1,267 @@
+"""A simulated cluster around the real hub and the real client machines.
+
+Real: `Hub`, `Session`, `Shelf`, `Replication` and the wire's encode and decode. Simulated, all from one seed: time, the
+network (loss, duplication, delay and thereby reordering), memory, crashes, freezes, partitions, flipped bits. The thin
+shells around the machines are written again, without threads, in workers.py and reading.py. What must hold: checks.py.
+What trainers and rollouts do: programs.py, which also replays a seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from checks import Violation, check_no_ghosts, check_nothing_forgotten, check_reply, some_bytes
+
+from tensorhub_plugins.core.client.shelf import Shelf
+from tensorhub_plugins.core.hub import hub as hub_machine
+from tensorhub_plugins.core.hub.report import validate
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import ShardKey
+
+if TYPE_CHECKING:
+    from workers import Group, Link, Worker
+
+FAULTS_S = 40.0
+CALM_S_MAX = 150.0
+QUIET_S = 20.0  # longer than a session's time-out: what is dead has been forgotten by then
+
+
+@dataclass
+class Faults:
+    """Probabilities, and mean seconds between two events of a kind (0: never)."""
+
+    loss: float = 0.0
+    duplicate: float = 0.0
+    slow: float = 0.0  # a message that takes seconds
+    corrupt: float = 0.0  # a segment with a flipped bit
+    hub_crash_every_s: float = 0.0
+    worker_crash_every_s: float = 0.0
+    freeze_every_s: float = 0.0
+    tire_every_s: float = 0.0  # a worker that answers, but serves slowly
+    cut_every_s: float = 0.0  # a worker's line to the hub
+
+    @classmethod
+    def random(cls, rng: random.Random) -> Faults:
+        return cls(
+            loss=rng.choice([0.0, 0.02, 0.1, 0.25]),
+            duplicate=rng.choice([0.0, 0.05, 0.3]),
+            slow=rng.choice([0.0, 0.02, 0.1]),
+            corrupt=rng.choice([0.0, 0.01, 0.1]),
+            hub_crash_every_s=rng.choice([0.0, 12.0, 25.0]),
+            worker_crash_every_s=rng.choice([0.0, 10.0, 25.0]),
+            freeze_every_s=rng.choice([0.0, 12.0, 30.0]),
+            tire_every_s=rng.choice([0.0, 6.0, 20.0]),
+            cut_every_s=rng.choice([0.0, 12.0, 30.0]),
+        )
+
+
+class World:
+    """Time, the network and the hub. `programs.cluster` puts groups of workers into it."""
+
+    trainers: Group
+
+    def __init__(
+        self,
+        seed: int,
+        shelf_class: type[Shelf[Any]] = Shelf,
+        verify: bool = True,
+    ) -> None:
+        self.seed, self.shelf_class, self.verify = seed, shelf_class, verify
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.faults = Faults.random(self.rng)
+        self.calm = False
+        self.log: Callable[[str], None] | None = None
+        self.counts: Counter[str] = Counter()
+        self.trace = hashlib.blake2b(digest_size=16)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self.hub: hub_machine.Hub | None = None
+        self.lives = 0
+        self.workers: dict[bytes, Worker] = {}
+        self.links: dict[Link, None] = {}
+        self.dead: dict[bytes, float] = {}  # session -> when it died
+        self.graves: dict[bytes, set[ShardKey]] = {}  # what the dead held
+        self.ever_whole: set[int] = set()
+        self.ever_visible: set[int] = set()
+        self.crossed: Counter[tuple[ShardKey, str, int]] = (
+            Counter()
+        )  # shard, data centre, segment -> times read into it
+        self.cut_off: dict[
+            tuple[bytes, ShardKey], set[str]
+        ] = {}  # source, shard -> readers that it was told to cut off
+        self.unpublishing: dict[tuple[bytes, int], tuple[ShardKey, ...]] = {}  # session, request -> what it gives up
+        self.directive = m.NO_DIRECTIVE  # what this life of the hub has been told
+        self.asked: dict[tuple[bytes, int], m.Wait | m.Target | m.Pin | m.Withdraw] = {}  # by session and request
+        self.answered: set[tuple[int, bytes, int]] = set()  # hub's life, session, request
+        self.ever_pinned: set[int] = set()
+        self.ever_withdrawn: set[int] = set()
+        self.visible_before: set[int] = set()  # the event that the hub is handling
+        self.rounds: dict[tuple[str, int], dict[int, int]] = {}
+        self.last_version = -1
+        self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
+        self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
+        self.groups: list[Group] = []
+
+    # --- time ---
+
+    def at(self, delay: float, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (self.now + delay, self._order, action))
+
+    def run_until(self, stop: float, done: Callable[[], bool] = lambda: False) -> bool:
+        while self._queue and self._queue[0][0] <= stop and not done():
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        if done():
+            return True
+        self.now = stop
+        return False
+
+    def run(self) -> Counter[str]:
+        self.start_hub()
+        for group in self.groups:
+            self.at(self.rng.uniform(0, 1), group.start)
+        self._every(lambda: self.faults.hub_crash_every_s, self._crash_hub)
+        self._every(lambda: self.faults.worker_crash_every_s, self._crash_worker)
+        self._every(lambda: self.faults.freeze_every_s, self._freeze)
+        self._every(lambda: self.faults.cut_every_s, self._cut)
+        self._every(lambda: self.faults.tire_every_s, self._tire)
+        self.run_until(FAULTS_S)
+        self.calm, self.faults = True, Faults()
+        for worker in self.workers.values():
+            worker.cut_until = worker.tired_until = 0.0
+        if not self.run_until(self.now + CALM_S_MAX, lambda: all(g.finished for g in self.groups)):
+            missing = [w.name for g in self.groups for w in g.workers if not w.finished]
+            raise Violation("stuck", self, f"{missing or 'a group that is down'} did not reach the last version")
+        self.counts["calm_ms"] += int(1000 * (self.now - FAULTS_S))
+        self.run_until(self.now + QUIET_S)
+        check_no_ghosts(self)
+        check_nothing_forgotten(self)
+        return self.counts
+
+    def _every(self, mean_s: Callable[[], float], action: Callable[[], None]) -> None:
+        def go() -> None:
+            if not self.calm:
+                action()
+                self.at(self.rng.expovariate(1 / mean_s()), go)
+
+        if mean_s():
+            self.at(self.rng.expovariate(1 / mean_s()), go)
+
+    # --- faults ---
+
+    def start_hub(self) -> None:
+        self.lives += 1
+        self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, self.now)
+        self.directive = m.NO_DIRECTIVE
+        self._tick_hub(self.lives)
+
+    def _crash_hub(self) -> None:
+        if self.hub is not None:
+            self.hub = None
+            self.counts["hub_crashes"] += 1
+            self.at(self.rng.choice([0.1, 1.0, 8.0]), self.start_hub)
+
+    def _crash_worker(self) -> None:
+        group = self.rng.choice(self.groups)
+        if group.workers:
+            self.counts["worker_crashes"] += 1
+            group.crash(self.rng.uniform(0.2, 6.0))
+
+    def _freeze(self) -> None:
+        if self.workers:
+            self.counts["freezes"] += 1
+            worker = self.rng.choice(list(self.workers.values()))
+            worker.frozen_until = max(worker.frozen_until, self.now + self.rng.choice([0.5, 4.0, 18.0]))
+
+    def _tire(self) -> None:
+        if self.workers:
+            self.counts["tired"] += 1
+            self.rng.choice(list(self.workers.values())).tired_until = self.now + self.rng.choice([2.0, 8.0])
+
+    def _cut(self) -> None:
+        if self.workers:
+            self.counts["cuts"] += 1
+            worker = self.rng.choice(list(self.workers.values()))
+            worker.cut_until = self.now + self.rng.choice([1.0, 4.0, 18.0])
+
+    # --- the network between workers and hub ---
+
+    def _deliveries(self) -> list[float]:
+        """Delays after which copies of a message arrive."""
+        rng, faults = self.rng, self.faults
+        copies = 0 if rng.random() < faults.loss else 2 if rng.random() < faults.duplicate else 1
+        fast, slow = (0.0002, 0.02), (0.5, 4.0)
+        return [rng.uniform(*(slow if rng.random() < faults.slow else fast)) for _ in range(copies)]
+
+    def to_hub(self, worker: Worker, message: m.ClientMessage) -> None:
+        frame, sent = m.encode(message), self.now
+        if isinstance(message, m.Unpublish):
+            self.unpublishing[worker.session, message.request_id] = message.keys
+        elif isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw):
+            self.asked[worker.session, message.request_id] = message
+        if self.now >= worker.cut_until:
+            for delay in self._deliveries():
+                self.at(delay, lambda: self._hub_receives(worker, frame, sent))
+
+    def _hub_receives(self, worker: Worker, frame: bytes, sent: float) -> None:
+        if self.hub is not None and self.now >= worker.cut_until:
+            message = m.decode_from_client(frame)
+            if isinstance(message, m.Hello | m.Heartbeat):
+                self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
+            if isinstance(message, m.Hello):
+                self.directive = m.merge(self.directive, message.directive)
+            self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
+
+    def _tick_hub(self, life: int) -> None:
+        if self.hub is not None and life == self.lives:
+            self._feed_hub(hub_machine.Tick())
+            self.at(self.hub.next_deadline(self.now) - self.now, lambda: self._tick_hub(life))
+
+    def _feed_hub(self, event: hub_machine.Event) -> None:
+        assert self.hub is not None
+        self.visible_before = self._visible()
+        effects = self.hub.handle(event, self.now)
+        if self.log is not None:
+            self._log(event, effects)
+        if not isinstance(event, hub_machine.Tick) or effects:
+            validate(self.hub.registry)
+        self.trace.update(f"{self.now:.6f} {len(effects)}".encode())
+        for effect in effects:
+            if isinstance(effect, hub_machine.Send):
+                check_reply(self, effect)
+                frame = m.encode(effect.message)
+                worker = self.workers.get(effect.session)
+                if worker is not None and self.now >= worker.cut_until:
+                    for delay in self._deliveries():
+                        self.at(delay, lambda worker=worker, frame=frame: worker.receive(frame))
+        history = self.hub.registry.histories.get(("run", "actor"))
+        for number, version in history.versions.items() if history else ():
+            if version.visible and number not in self.ever_visible:
+                self.ever_visible.add(number)
+                if number not in self.ever_whole:
+                    raise Violation("atomic", self, f"version {number} is visible and was never whole anywhere")
+
+    def _log(self, event: hub_machine.Event, effects: list[hub_machine.Effect]) -> None:
+        """One line for what the hub was told, one for each thing it said. For reading a failed seed."""
+        assert self.log is not None
+        names = {session: worker.name for session, worker in self.workers.items()}
+        quiet = m.Heartbeat | m.Alive
+        if isinstance(event, hub_machine.Received) and not isinstance(event.message, quiet):
+            self.log(f"{self.now:8.3f} {names.get(event.session, 'dead'):>14} > {event.message}")
+        for effect in effects:
+            if isinstance(effect, hub_machine.Log):
+                self.log(f"{self.now:8.3f} {'hub':>14} : {effect.text}")
+            elif not isinstance(effect.message, quiet):
+                self.log(f"{self.now:8.3f} {names.get(effect.session, 'dead'):>14} < {effect.message}")
+
+    def _visible(self) -> set[int]:
+        history = self.hub.registry.histories.get(("run", "actor")) if self.hub is not None else None
+        return {number for number, version in history.versions.items() if version.visible} if history else set()

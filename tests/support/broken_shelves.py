@@ -1,0 +1,69 @@
+"""Shelves that break a rule on purpose, for the negative controls of the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tensorhub_plugins.core.client.shelf import Effect, MarkReady, Retain, Retract, Shelf, Ticket, Withdraw
+from tensorhub_plugins.core.types import ShardKey
+
+
+class ForgetsToWithdraw(Shelf[Any]):
+    """Takes a shard off the shelf, and leaves the readers at its memory."""
+
+    def _remove(self, keys: Iterable[ShardKey]) -> list[Effect[Any]]:
+        super()._remove(keys)
+        return []
+
+
+class OffersWhatHasNotArrived(Shelf[Any]):
+    def prepare(self, read: int, key: ShardKey, offer: Any) -> list[Effect[Any]]:
+        effects = super().prepare(read, key, offer)
+        return [*effects, MarkReady(offer, None)] if effects else []
+
+
+class LeavesWhatIsGivenUp(Shelf[Any]):
+    """Goes on offering what the hub was told is given up."""
+
+    def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[Any]]:
+        return super().unpublished(ticket, keep=True)
+
+
+class DropsWhatItIsToRetain(Shelf[Any]):
+    def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[Any]]:
+        return super().unpublished(ticket, keep=False)
+
+
+class ServesRetainedFromTheOldMemory(Shelf[Any]):
+    def replace(self, key: ShardKey, old: Any, new: Any) -> bool:
+        return super().replace(key, old, old)
+
+
+class ForgetsToRetract(Shelf[Any]):
+    """Drops what will never be whole, and does not tell the hub."""
+
+    def drop(self, read: int, *, restarts: bool) -> list[Effect[Any]]:
+        return [effect for effect in super().drop(read, restarts=restarts) if not isinstance(effect, Retract)]
+
+
+class ServesOnWhatWasDropped(Shelf[Any]):
+    def drop(self, read: int, *, restarts: bool) -> list[Effect[Any]]:
+        return [effect for effect in super().drop(read, restarts=restarts) if not isinstance(effect, Withdraw)]
+
+
+class ForgetsToSayThatAllIsHere(Shelf[Any]):
+    def complete(self, read: int) -> list[Effect[Any]]:
+        return [effect for effect in super().complete(read) if isinstance(effect, MarkReady)]
+
+
+class ExpectsNothing(Shelf[Any]):
+    def is_expected(self, key: ShardKey, request_id: int) -> bool:
+        return False
+
+
+class ForgetsToRetainElsewhere(Shelf[Any]):
+    """Goes on serving what it is to retain from memory that its owner uses again."""
+
+    def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[Any]]:
+        return [effect for effect in super().unpublished(ticket, keep=keep) if not isinstance(effect, Retain)]
