@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import (
     CorruptBytes,
     DeadlineExceeded,
@@ -73,6 +74,7 @@ __all__ = [
     "REFUSED_MAX",
     "Client",
     "CorruptBytes",
+    "Deadline",
     "DeadlineExceeded",
     "Fetched",
     "HubLimits",

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import zmq
 
 from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.deadline import Deadline, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
@@ -171,8 +171,8 @@ def fetch_status(address: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
         except zmq.ZMQError as error:
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
         socket.send(messages.encode(messages.AskStatus(1)))
-        end = time.monotonic() + timeout_s
-        while socket.poll(int(1000 * max(0.0, end - time.monotonic()))):
+        deadline = Deadline.after(timeout_s)
+        while socket.poll(int(1000 * deadline.remaining())):
             reply = messages.decode_from_hub(socket.recv())
             if isinstance(reply, messages.Status):
                 return reply.report
@@ -202,8 +202,8 @@ def direct(address: str, run: str, model: str, command: str, version: int, timeo
         on_may_drop=lambda effect: None,
     )
     try:
-        timeout_s = min(max(0.0, timeout_s), messages.SECONDS_MAX)
-        link.ask(lambda number: kind(number, version, timeout_s), time.monotonic() + timeout_s).result()
+        timeout_s = bounded(timeout_s)
+        link.ask(lambda number: kind(number, version, timeout_s), Deadline.after(timeout_s)).result()
         return directive_text(run, model, link.directive.pin, link.directive.withdrawn)
     finally:
         link.close()

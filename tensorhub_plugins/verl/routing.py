@@ -20,7 +20,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core import TensorHubError, record
+from tensorhub_plugins.core import Deadline, TensorHubError, record
 from tensorhub_plugins.verl.health import Watch
 from tensorhub_plugins.verl.versions import Span, cuts
 
@@ -61,11 +61,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def acquire(self, request_id: str) -> tuple[str, Any, int]:
         """A replica in rotation; waits for one when there is none."""
         self._start()
-        deadline = time.monotonic() + NO_REPLICA_S
+        deadline = Deadline.after(NO_REPLICA_S)
         while not self._inflight_requests:
             self._changed.clear()
             try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+                await asyncio.wait_for(self._changed.wait(), deadline.remaining())
             except asyncio.TimeoutError:
                 raise RuntimeError(
                     "No available servers in load balancer: "

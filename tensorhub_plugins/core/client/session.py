@@ -18,6 +18,7 @@ from typing import TypeAlias
 import msgspec
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -218,7 +219,7 @@ class Session:
         """The request with the seconds that are left of its deadline."""
         asked = self.asked[request]
         if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
-            left_s = min(m.SECONDS_MAX, max(0.0, asked.deadline - now))
+            left_s = bounded(remaining_s(asked.deadline, now))
             return msgspec.structs.replace(asked.message, timeout_s=left_s)
         return asked.message
 
@@ -394,7 +395,7 @@ class Session:
                         lease.version,
                         lease.layout,
                         dict(lease.sources),
-                        min(m.SECONDS_MAX, max(0.0, lease.deadline - now)),
+                        bounded(remaining_s(lease.deadline, now)),
                         lease.shard_count,
                     )
                     for request, lease in self.leases.items()

@@ -1,0 +1,318 @@
+"""A reader becomes a source, and sources are killed, frozen, cut off, or break the contract in the middle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from client_processes import (
+    SEGMENT,
+    SEGMENTS,
+    SIZE,
+    hold_back,
+    let_go,
+    same_bytes,
+    tensors_of,
+    zeros_like,
+)
+from client_stage import FAR, HELD, LATE_S, NEAR, SOON_S, holders, leases, until
+
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    DeadlineExceeded,
+    Location,
+    ShardKey,
+    SourceLost,
+    UsageError,
+    VersionGone,
+)
+from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transports import inproc as memory
+from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports.stream import link as _wire
+
+# --- a reader becomes a source ---
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_reader_serves_on_when_the_publisher_is_gone(stage, transport):
+    trainer, first, second = (stage.client(name, transports=(transport,)) for name in ("trainer", "first", "second"))
+    trainer.publish(1, tensors_of(1))
+    first.fetch(serve=True)
+    trainer.close()
+    fetched = second.fetch()
+    assert fetched.report.sources == {"first/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+def test_a_reader_serves_while_it_still_reads(stage, progress, transport):
+    trainer = stage.client("trainer", location=FAR, transports=(transport,))
+    first, second = stage.client("first", transports=(transport,)), stage.client("second", transports=(transport,))
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(first.fetch, serve=True)
+    progress.wait("first", HELD)
+    first.versions()  # answered after what it has announced: the hub knows of it
+    following = stage.begin(second.fetch, serve=True)
+    progress.wait("second", HELD)
+    assert not reading.done() and len(progress.of("first")) == HELD  # so these came from a half
+    (lease,) = [x for x in leases(stage) if x["reader"] == "second/0"]
+    assert lease["sources"] == {"0": "first/0"}
+    text = status_text(fetch_status(stage.address))
+    assert "lease: second/0 reads version 1 checkpoint from first/0" in text
+    assert holders(trainer, 1) == ("trainer/0",)  # a half is no holder
+    with pytest.raises(UsageError, match="it is still being read here"):
+        first.unpublish(1)
+    let_go(trainer, 1)
+    assert reading.result(SOON_S).report.sources == {"trainer/0": SIZE}
+    fetched = following.result(SOON_S)
+    assert fetched.report.sources == {"first/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
+    assert until(lambda: holders(trainer, 1) == ("first/0", "second/0", "trainer/0"))
+
+
+def test_serving_can_be_switched_off(stage):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, tensors_of(1))
+    rollout.replicate(zeros_like(tensors_of(1)), serve=False)
+    assert rollout.serving() == [] and holders(trainer, 1) == ("trainer/0",)
+
+
+def test_a_source_that_waits_itself_is_not_given_up(stage, progress, monkeypatch):
+    monkeypatch.setattr(_wire, "ALIVE_S", 0.2)
+    limits = TransferLimits(stall_s=3.0)  # on a busy machine the source may be late by a second
+    trainer, rollout = stage.client("trainer"), stage.client("rollout", limits=limits)
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    time.sleep(2 * limits.stall_s)  # nothing may happen, so there is nothing to wait for
+    let_go(trainer, 1)
+    assert reading.result(SOON_S).report.losses == ()
+
+
+# --- a source is killed, frozen, cut off ---
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_source_is_killed_in_the_middle(stage, progress, transport):
+    options = {"transports": (transport,)}
+    near, far = stage.worker("near", **options), stage.client("far", location=FAR, **options)
+    rollout = stage.client("rollout", **options)
+    near.call("publish", 1, 1, hold_from=HELD)
+    far.publish(1, tensors_of(1))
+    mine = zeros_like(tensors_of(1))
+    reading = stage.begin(rollout.replicate, mine)
+    progress.wait("rollout", HELD)
+    near.kill()
+    assert progress.of("rollout")[:HELD] == list(range(HELD)) and 1 <= HELD < SEGMENTS  # it hit in the middle
+    report = reading.result(SOON_S)
+    assert report.sources == {"near/0": HELD * SEGMENT, "far/0": SIZE - HELD * SEGMENT}
+    assert sum(report.sources.values()) == report.size_bytes == SIZE
+    assert sorted(progress.of("rollout")) == list(range(SEGMENTS))  # each once
+    assert len(report.losses) == 1 and "near/0" in report.losses[0]
+    assert same_bytes(mine, tensors_of(1))
+
+
+def test_the_only_source_is_killed_in_the_middle(stage, progress):
+    near, rollout = stage.worker("near"), stage.client("rollout")
+    near.call("publish", 1, 1, hold_from=HELD)
+    began = time.monotonic()
+    reading = stage.begin(rollout.fetch, timeout_s=2.0)
+    progress.wait("rollout", HELD)
+    near.kill()
+    with pytest.raises(DeadlineExceeded, match="10 segments were still missing; lost .* shard 0 from near/0") as caught:
+        reading.result(SOON_S)
+    error = caught.value
+    assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 2.0) and error.phase
+    assert time.monotonic() - began < 2.0 + LATE_S and len(progress.of("rollout")) == HELD
+    assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
+
+
+def test_a_connection_over_a_long_way_is_reset_and_the_transfer_goes_on_where_it_was(stage, progress):
+    trainer = stage.client("trainer", location=Location("another dc"))
+    rollout = stage.client("rollout")
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    (link,) = rollout._transports["tcp"]._links
+    channels = link._channels
+    assert len(channels) == tcp.FAR_STREAMS
+    reset(channels[1].sock)
+    let_go(trainer, 1)
+    fetched = reading.result(SOON_S)
+    assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.sources == {"trainer/0": SIZE}
+    assert len(fetched.report.losses) == 1
+    assert sorted(progress.of("rollout")) == list(range(SEGMENTS))  # what had arrived was not read again
+
+
+def reset(sock: socket.socket) -> None:
+    """End this TCP connection as a broken middlebox does: connecting to nowhere sends a reset."""
+    nowhere = struct.pack("H14x", socket.AF_UNSPEC)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.connect(sock.fileno(), nowhere, len(nowhere)), os.strerror(ctypes.get_errno())
+
+
+def test_a_frozen_source_is_left_after_a_while(stage, progress):
+    near, far = stage.worker("near"), stage.client("far", location=FAR)
+    rollout = stage.client("rollout", limits=TransferLimits(stall_s=1.0))
+    near.call("publish", 1, 1, hold_from=HELD)
+    far.publish(1, tensors_of(1))
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    near.freeze()
+    fetched = reading.result(SOON_S)
+    assert fetched.report.sources == {"near/0": HELD * SEGMENT, "far/0": SIZE - HELD * SEGMENT}
+    assert "another took over" in fetched.report.losses[0] and same_bytes(fetched.tensors(), tensors_of(1))
+    assert sorted(progress.of("rollout")) == list(range(SEGMENTS))
+
+
+def test_one_worker_with_several_shards_is_killed(stage, progress):
+    """What it had of every shard is kept; the rest of all comes from elsewhere."""
+    trainers = [stage.client("trainer", shard=shard, shard_count=2, location=FAR) for shard in range(2)]
+    for shard, trainer in enumerate(trainers):
+        trainer.publish(1, {f"{name}.{shard}": t for name, t in tensors_of(shard).items()})
+        hold_back(trainer, 1, HELD)
+    near, rollout = stage.client("near"), stage.client("rollout")
+    relay = stage.begin(near.fetch, serve=True)
+    progress.wait("near", 2 * HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", 2 * HELD)
+    near.close()
+    with pytest.raises(UsageError):
+        relay.result(SOON_S)
+    for trainer in trainers:
+        let_go(trainer, 1)
+    report = reading.result(SOON_S).report
+    rest = SIZE - HELD * SEGMENT
+    assert report.sources == {"near/0": 2 * HELD * SEGMENT, "trainer/0": rest, "trainer/1": rest}
+    for shard in range(2):
+        assert sorted(s for name, k, s in progress.verified if (name, k) == ("rollout", shard)) == list(range(SEGMENTS))
+
+
+def test_unpublish_waits_for_a_reader(stage, progress):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    trainer.publish(2, tensors_of(2))
+    leaving = stage.begin(trainer.unpublish, 1)
+    late = stage.client("late")
+    with pytest.raises(VersionGone):  # nobody new is let in
+        until(lambda: late.fetch(1, timeout_s=0.3) and None)
+    assert not leaving.done() and not reading.done()
+    let_go(trainer, 1)
+    assert same_bytes(reading.result(SOON_S).tensors(), tensors_of(1))
+    report = leaving.result(SOON_S)
+    assert (report.cut_off, report.kept) == ((), False)
+
+
+def test_two_threads_unpublish_the_same_and_it_is_read_again_in_between(stage, monkeypatch):
+    """As a kept copy that may go, while its owner gives the version up and then returns to it."""
+    trainer, engine = stage.client("trainer"), stage.client("engine")
+    trainer.publish(1, tensors_of(1))
+    first = engine.fetch(1, serve=True)
+    asking, answered = threading.Event(), threading.Event()
+    ask = engine._hub.ask
+
+    def ask_and_wait(make: Callable[[int], Any], deadline: float) -> Future[Any]:
+        reply = ask(make, deadline)
+        if threading.current_thread() is not threading.main_thread():
+            reply.result()
+            asking.set()
+            assert answered.wait(SOON_S)
+        return reply
+
+    monkeypatch.setattr(engine._hub, "ask", ask_and_wait)
+    other = stage.begin(engine.unpublish, 1)
+    assert asking.wait(SOON_S)
+    engine.unpublish(1)
+    first.release()
+    second = engine.fetch(1, serve=True)
+    answered.set()
+    other.result(SOON_S)
+    assert engine.serving() == [ShardKey(1, CHECKPOINT)]
+    assert engine.allocate(second.slab.specs) is not second.slab and same_bytes(second.tensors(), tensors_of(1))
+    engine.unpublish(1)  # the control: now it is meant
+    assert engine.serving() == []
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+def test_unpublish_cuts_off_at_its_deadline_and_the_reader_goes_elsewhere(stage, progress, transport):
+    trainer, far, rollout = (
+        stage.client(name, location=location, transports=(transport,))
+        for name, location in (("trainer", NEAR), ("far", FAR), ("rollout", NEAR))
+    )
+    trainer.publish(1, tensors_of(1))
+    far.publish(1, tensors_of(1))
+    hold_back(trainer, 1, HELD)
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    report = trainer.unpublish(1, timeout_s=0.3)
+    assert report.cut_off == ("rollout/0",) and trainer.serving() == []
+    fetched = reading.result(SOON_S)
+    assert fetched.report.sources == {"trainer/0": HELD * SEGMENT, "far/0": SIZE - HELD * SEGMENT}
+    assert same_bytes(fetched.tensors(), tensors_of(1))
+    assert sorted(progress.of("rollout")) == list(range(SEGMENTS))
+
+
+# --- a broken contract ---
+
+
+def break_the_contract(live: dict[str, torch.Tensor]) -> None:
+    live["rest"][SEGMENT] += 1
+
+
+def test_bytes_that_change_while_published_are_never_handed_over(stage, progress):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    live = tensors_of(1)
+    trainer.publish(1, live, copy=False)
+    break_the_contract(live)
+    mine = zeros_like(live)
+    with pytest.raises(DeadlineExceeded, match="shard 0 from trainer/0: segment .* arrived corrupt") as caught:
+        rollout.replicate(mine, timeout_s=1.0)
+    assert caught.value.peer == "trainer/0" and rollout.serving() == [] and len(progress.of("rollout")) < SEGMENTS
+    stage.client("good", location=FAR).publish(1, tensors_of(1))
+    report = rollout.replicate(mine)
+    assert same_bytes(mine, tensors_of(1)) and report.sources["good/0"] >= SEGMENT
+
+
+def test_without_the_digests_torn_bytes_would_be_handed_over(stage):
+    """The control of the test above."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout", verify=False)
+    live = tensors_of(1)
+    trainer.publish(1, live, copy=False)
+    break_the_contract(live)
+    mine = zeros_like(live)
+    rollout.replicate(mine)
+    assert not same_bytes(mine, tensors_of(1)) and same_bytes(mine, live)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_withdrawal_after_the_last_byte_matters_only_without_digests(stage, monkeypatch, verify):
+    true_check = memory.MemoryLink.check
+    trainer = stage.client("trainer", transports=("memory",))
+    rollout = stage.client("r", transports=("memory",), verify=verify)
+    trainer.publish(1, tensors_of(1))
+
+    def withdrawn_before(link, *, deadline):
+        trainer.find(ShardKey(1, CHECKPOINT)).withdraw()
+        return true_check(link, deadline=deadline)
+
+    monkeypatch.setattr(memory.MemoryLink, "check", withdrawn_before)
+    if verify:
+        assert same_bytes(rollout.fetch().tensors(), tensors_of(1))
+    else:
+        with pytest.raises(SourceLost, match="withdrew its version while it was read"):
+            rollout.fetch()
