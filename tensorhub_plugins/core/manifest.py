@@ -31,7 +31,7 @@ DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards agains
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
 ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
-NO_DIGESTS = "none"  # what is said in their place then stands for one publish and nothing else
+NO_DIGESTS = "none"  # the digests are random bytes then, which stand for one publish and nothing else
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -140,10 +140,15 @@ class TensorTable(Sequence[TensorSpec]):
         """Which one in the table a tensor is, by its name."""
         return {spec.name: position for position, spec in enumerate(self.specs)}
 
+    def get(self, name: str) -> TensorSpec | None:
+        """The tensor of this name; None: there is none."""
+        position = self.positions.get(name)
+        return None if position is None else self.specs[position]
+
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins in an allocated block, in bytes. Part of the shm protocol: whoever is passed the
-        block knows its layout from the manifest alone."""
+        """Where each tensor begins in an allocated block, in bytes. Part of the shm protocol: a process
+        that is passed the block knows its layout from the manifest alone."""
         return self._block_ends[:-1]
 
     @property

@@ -1,4 +1,4 @@
-"""Names and places that every part of the store knows: shards, versions, where workers are. PURE, and immutable."""
+"""Immutable data types that all modules share: shards, versions, locations of workers. PURE."""
 
 from __future__ import annotations
 

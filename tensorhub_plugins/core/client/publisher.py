@@ -68,9 +68,9 @@ class Publisher:
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
-        self._specs = tuple(spec for spec in model if ownership.give(spec.size_bytes) == rank)
+        self._mine = TensorTable.of(spec for spec in model if ownership.give(spec.size_bytes) == rank)
         self._is_fixed = bool(model)
-        self._whole = {spec.name: spec for spec in model}  # of all ranks, of the last version
+        self._whole = TensorTable.of(model)  # of all ranks, of the last version
         self._published: deque[int] = deque()
         self._root = b""  # of the last version
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -125,51 +125,49 @@ class Publisher:
     def _digest_key(self) -> str:
         return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
 
-    def _snapshot(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[Slab, dict[str, TensorSpec]]:
+    def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Slab, TensorTable]:
         """A slab with this rank's tensors, and what all ranks' are. While the names are unknown until all have passed,
-        they are staged in ordinary memory and copied once more."""
+        they are buffered in ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
-        expected = {spec.name: spec for spec in self._specs}
-        slab = self.client.allocate(self._specs) if self._specs or self._is_fixed else None
-        staged: dict[str, torch.Tensor] = {}
+        slab = self.client.allocate(self._mine) if self._mine or self._is_fixed else None
+        buffered: dict[str, torch.Tensor] = {}
         written: set[str] = set()
-        whole: dict[str, TensorSpec] = {}
+        passed: dict[str, TensorSpec] = {}
         for name, tensor in weights:
             check_tensor(name, tensor)
             tensor = self._cast(tensor.detach())
-            spec = whole[name] = contiguous_spec(name, tensor.dtype, tensor.shape)
-            mine = name in expected if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
+            spec = passed[name] = contiguous_spec(name, tensor.dtype, tensor.shape)
+            mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
             if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
                 continue
-            if slab is not None and expected.get(name) == spec:
+            if slab is not None and self._mine.get(name) == spec:
                 slab.write(name, tensor)
                 written.add(name)
             else:
-                staged[name] = tensor.to("cpu", copy=True).contiguous()
+                buffered[name] = tensor.to("cpu", copy=True).contiguous()
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
+        whole = TensorTable.of(passed.values())
         if self._whole and whole != self._whole:
             if slab is not None:
                 slab.close()
-            found = difference(TensorTable.of(self._whole.values()), TensorTable.of(whole.values()))
+            found = difference(self._whole, whole)
             raise UsageError(
                 f"the weights are not those of {'the version before' if self._published else 'the model'}: {found}. "
                 "Nothing was published. If the change is meant, take a new run or model name",
                 version=version,
             )
-        if slab is not None and not staged and written == set(expected):
+        if slab is not None and not buffered and written == self._mine.positions.keys():
             return slab, whole
-        return self._reshape(slab, written, staged), whole
+        return self._reshape(slab, written, buffered), whole
 
-    def _reshape(self, slab: Slab | None, written: set[str], staged: dict[str, torch.Tensor]) -> Slab:
+    def _reshape(self, slab: Slab | None, written: set[str], buffered: dict[str, torch.Tensor]) -> Slab:
         """The names or shapes are new: put together a slab of what there is now."""
-        tensors = dict(staged)
+        tensors = dict(buffered)
         if slab is not None:
             views = slab.tensors()
             tensors.update({name: views[name] for name in written})
-        self._specs = tuple(spec_of(name, tensors[name]) for name in sorted(tensors))
-        fresh = self.client.allocate(self._specs)
+        self._mine = TensorTable.of(spec_of(name, tensor) for name, tensor in tensors.items())
+        fresh = self.client.allocate(self._mine)
         for name, tensor in tensors.items():
             fresh.write(name, tensor)
         if slab is not None:

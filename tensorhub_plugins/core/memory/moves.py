@@ -105,11 +105,10 @@ def difference(before: TensorTable, after: TensorTable, *, may_move: bool = Fals
         return ""
     missing = [spec.name for spec in before if spec.name not in after.positions and not may_move]
     new = [spec.name for spec in after if spec.name not in before.positions and not may_move]
-    both = [(spec, after[after.positions[spec.name]]) for spec in before if spec.name in after.positions]
     changed = [
         f"{spec.name!r} (expected {_text(spec)}, given {_text(given)})"
-        for spec, given in both
-        if not _is_like(spec, given, may_move=may_move)
+        for spec in before
+        if (given := after.get(spec.name)) is not None and not _is_like(spec, given, may_move=may_move)
     ]
     parts = [_first("missing", [repr(name) for name in missing]), _first("new", [repr(name) for name in new])]
     return "; ".join(filter(None, [*parts, _first("changed", changed)]))

@@ -49,8 +49,8 @@ from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, strid
 class Slab:
     """The registered memory of one shard. Make one with `adopt` or `allocate`.
 
-    Ranges are stream offsets in bytes, [start, stop). Reading and writing may happen in several threads at once;
-    that nobody writes what others read is the publisher's contract, not the slab's.
+    Ranges are stream offsets in bytes, [start, stop). Reading and writing may happen in several threads at once; that
+    what is read is not written meanwhile is the publisher's contract, not the slab's.
     """
 
     specs: TensorTable
@@ -130,8 +130,10 @@ class Slab:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""
-        target = self._target(name)
-        spec = self.specs[self.specs.positions[name]]
+        self._check_open()
+        spec = self.specs.get(name)
+        if spec is None:
+            raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
         check_plain(name, tensor)
         if tensor.is_meta:
             raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to write")
@@ -140,6 +142,7 @@ class Slab:
             raise UsageError(
                 f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
             )
+        target = self._tensors[name]
         with torch.inference_mode():  # in which both a model's inference tensors and others can be written
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
                 target.copy_(tensor)
@@ -150,7 +153,7 @@ class Slab:
 
     @property
     def unwritten(self) -> tuple[str, ...]:
-        """Names of an allocated slab's tensors that nobody has written since it was allocated or `expect_writes`."""
+        """Names of an allocated slab's tensors that were not written since it was allocated or `expect_writes`."""
         with self._lock:
             return tuple(self._unwritten)
 
@@ -174,8 +177,8 @@ class Slab:
 
     @property
     def lifeline_fd(self) -> int | None:
-        """The end of a pipe for whoever is passed `shared_fd`. It hangs up when the slab is closed, or its process
-        dies: then the memory is to be let go. Still owned by the slab."""
+        """The end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or when the
+        owner of the slab dies: then the memory is to be let go. Still owned by the slab."""
         return self._lifeline if self._lifeline >= 0 and not self._closed else None
 
     def readable(self, start: int, stop: int) -> list[memoryview]:
@@ -273,13 +276,6 @@ class Slab:
         return f"<Slab {self.kind}, {len(self.specs)} tensors, {self.size_bytes} bytes{', closed' * self._closed}>"
 
     # --- inside ---
-
-    def _target(self, name: str) -> torch.Tensor:
-        self._check_open()
-        target = self._tensors.get(name)
-        if target is None:
-            raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
-        return target
 
     def _check_open(self) -> None:
         if self._closed:
