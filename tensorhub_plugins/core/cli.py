@@ -41,6 +41,7 @@ ALIVE_CHECK_S = 1.0
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit status. arguments: without the program's name; None: this process's."""
     parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")

@@ -28,6 +28,7 @@ class Deadline(float):
 
     @property
     def expired(self) -> bool:
+        """Whether it has passed."""
         return time.monotonic() >= self
 
 

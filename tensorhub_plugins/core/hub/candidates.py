@@ -74,9 +74,11 @@ class Sources:
         return len(self._candidates)
 
     def sessions(self) -> list[bytes]:
+        """The sessions of all candidates, in the order in which they came."""
         return list(self._candidates)
 
     def get(self, session: bytes) -> Candidate | None:
+        """The candidate of this session, or None."""
         return self._candidates.get(session, (None, 0))[0]
 
     def put(self, session: bytes, candidate: Candidate) -> None:
@@ -97,6 +99,7 @@ class Sources:
                 heapq.heapify(heap)
 
     def remove(self, session: bytes) -> None:
+        """This session has the shard no longer."""
         self._candidates.pop(session, None)
         if not self._candidates:
             self._heaps.clear()

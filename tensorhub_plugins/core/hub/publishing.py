@@ -19,6 +19,8 @@ HOLDINGS_PER_SESSION_MAX = 65536
 
 
 class Publishing:
+    """What is published, retained and given up."""
+
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry = registry
         self._outbox = outbox
@@ -26,6 +28,7 @@ class Publishing:
     # --- a shard is there ---
 
     def publish(self, worker: Worker, request_id: int, announced: m.Holding) -> None:
+        """Answer a Publish: what the worker holds is recorded, or the request refused."""
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
@@ -138,6 +141,7 @@ class Publishing:
             self._registry.refresh_candidate(worker, held.key)
 
     def try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
+        """The answer once the last reader has left, or at the deadline; None: not yet."""
         worker = pending.worker
         holdings = self._given_up(worker, unpublish)
         leases = [lease for h in holdings for lease in self._registry.leases_on(worker, h.key)]

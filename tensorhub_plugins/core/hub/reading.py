@@ -26,10 +26,13 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Reading:
+    """Which source a reader is given, and who converts what nobody has."""
+
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
+        """Sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
         worker, history = pending.worker, pending.worker.history
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
@@ -125,6 +128,7 @@ class Reading:
     def is_converted_elsewhere(self, version: Version, worker: Worker, layout: str) -> bool:
         # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
         # each would wait for the other: none can install, and so convert, before all its own workers are ready.
+        """Whether another worker is expected to publish this layout of the version."""
         mine = _claim_key(version, worker, layout)
         for key, claim in version.claims.items():
             others = claim.worker.hello.replica != worker.hello.replica

@@ -69,6 +69,7 @@ class Registry:
         self.schedule(worker.last_heard + self.limits.session_timeout_s + TIMER_STEP_S, worker)
 
     def pop_due(self, now: float) -> Iterable[Timed]:
+        """The records whose time has come, each once."""
         while self._timers and self._timers[0][0] <= now:
             _, _, record = heapq.heappop(self._timers)
             if self._is_alive(record):
@@ -98,12 +99,14 @@ class Registry:
     # --- workers ---
 
     def history(self, hello: m.Hello) -> History:
+        """The history of this worker's run and model; it is made with its first worker."""
         history = self.histories.get((hello.run, hello.model))
         if history is None:
             history = self.histories[hello.run, hello.model] = History(hello.run, hello.model)
         return history
 
     def add_worker(self, worker: Worker) -> None:
+        """A session said Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
@@ -146,6 +149,7 @@ class Registry:
     # --- holdings ---
 
     def add_holding(self, holding: Holding, version: Version) -> None:
+        """A worker has a shard, or begins to read it."""
         worker, key = holding.worker, holding.key
         worker.holdings[key] = holding
         by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
@@ -196,6 +200,7 @@ class Registry:
     # --- leases ---
 
     def leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
+        """The leases that read this shard from this worker."""
         return [
             lease
             for lease in worker.readers.values()
@@ -205,6 +210,7 @@ class Registry:
         ]
 
     def add_lease(self, lease: Lease) -> None:
+        """A reader was granted sources."""
         reader, history = lease.reader, lease.reader.history
         before = reader.leases.get(lease.request_id)
         if before is not None:  # a Hello that names a number twice
@@ -256,10 +262,12 @@ class Registry:
             self.refresh_candidate(source, key)
 
     def end_lease(self, lease: Lease) -> None:
+        """The reader is done with all of its sources."""
         for shard in list(lease.sources):
             self.end_lease_shard(lease, shard)
 
     def end_lease_shard(self, lease: Lease, shard: int) -> None:
+        """The reader is done with the source of one shard."""
         reader, key = lease.reader, lease.key(shard)
         session = lease.sources.pop(shard, None)
         if session is not None and session not in lease.sources.values():
@@ -287,6 +295,7 @@ class Registry:
     # --- claims ---
 
     def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float) -> None:
+        """A worker is to convert this shard."""
         claim = version.claims[key] = Claim(worker, version, key, now + self.limits.claim_s)
         self.schedule(claim.deadline, claim)
 
@@ -298,12 +307,15 @@ class Registry:
             self.remove_claim(claim)
 
     def remove_claim(self, claim: Claim) -> None:
+        """It has done so, or will not."""
         del claim.version.claims[claim.key]
         self.waiters.mark_changed(claim.worker.history, claim.version.number, room=True)
 
     # --- versions ---
 
     def forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
+        """Drop those of these versions that are over, and the oldest ones beyond VERSIONS_REMEMBERED_MAX."""
+
         def idle(number: int) -> bool:
             version = history.versions[number]
             return not (version.holdings or version.claims or version.visible or version.sources)
@@ -319,4 +331,5 @@ class Registry:
         return not self.recovering(now) and number <= history.newest_visible
 
     def forget_history(self, history: History) -> None:
+        """Drop a history that has no worker any more."""
         self.histories.pop(history.id, None)

@@ -31,6 +31,7 @@ class Question(msgspec.Struct, frozen=True):
     readers_per_source_max: int
 
     def judge(self, session: bytes, far: int) -> Verdict:
+        """What the rules say of this source, from the reader's distance to it."""
         source = self.workers[session]
         for applies, verdict in RULES:
             if applies(self, source, far):
@@ -38,6 +39,7 @@ class Question(msgspec.Struct, frozen=True):
         return Verdict.GOOD
 
     def is_complete(self, source: Worker) -> bool:
+        """Whether this source has the whole shard."""
         held = source.holdings.get(self.key)
         return held is not None and held.complete
 
@@ -70,6 +72,7 @@ def would_close_a_circle(question: Question, source: Worker, far: int) -> bool:
 
 
 def is_not_idle(question: Question, source: Worker, far: int) -> bool:
+    """An idle reader asks only for idle sources that have the whole shard."""
     return question.is_for_idle and (bool(source.readers) or not question.is_complete(source))
 
 
@@ -79,11 +82,13 @@ def is_far_without_need(question: Question, source: Worker, far: int) -> bool:
 
 
 def uplink_is_full(question: Question, source: Worker, far: int) -> bool:
+    """Rule 7: no more than so many leases cross into one data centre."""
     reader = question.reader
     return far == FAR and not question.uplink.has_room(reader.hello.location.data_center, reader.history.id)
 
 
 def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bool:
+    """So many readers at a time, or all of them are slow."""
     return len(source.readers) >= question.readers_per_source_max
 
 
@@ -156,6 +161,7 @@ class UplinkBudget:
         self._waiting.setdefault(data_center, {})[model] = None
 
     def reserve(self, data_center: str, model: Model) -> None:
+        """A lease of this model crosses into the data centre from now on."""
         self._crossing.setdefault(data_center, Counter())[model] += 1
 
     def release(self, data_center: str, model: Model) -> list[Model]:
@@ -171,5 +177,6 @@ class UplinkBudget:
         return sum(crossing.total() for crossing in self._crossing.values())
 
     def validate(self) -> None:
+        """Assert what is always true of it. For tests."""
         for data_center, crossing in self._crossing.items():
             assert min(crossing.values(), default=1) > 0, data_center

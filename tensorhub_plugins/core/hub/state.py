@@ -20,6 +20,8 @@ from tensorhub_plugins.core.types import (
 
 @dataclass(slots=True)
 class Holding:
+    """One worker has one shard, or is reading it (complete: False)."""
+
     worker: Worker
     key: ShardKey
     root: bytes
@@ -39,6 +41,8 @@ class Holding:
 
 @dataclass(eq=False, slots=True)
 class Lease:
+    """A reader may read these sources until the deadline."""
+
     reader: Worker
     request_id: int
     version: int
@@ -50,14 +54,18 @@ class Lease:
     beside: bool = False  # other sources are read from, too
 
     def shard_keys(self) -> list[ShardKey]:
+        """The shards that are read."""
         return [self.key(shard) for shard in self.sources]
 
     def key(self, shard: int) -> ShardKey:
+        """The key of one of its shards."""
         return ShardKey(self.version, self.layout, shard, self.shard_count)
 
 
 @dataclass(eq=False, slots=True)
 class Claim:
+    """This worker is to convert a shard into a layout that nobody holds, until the deadline."""
+
     worker: Worker
     version: Version
     key: ShardKey
@@ -66,6 +74,8 @@ class Claim:
 
 @dataclass(eq=False, slots=True)
 class Pending:
+    """A request that has no answer yet."""
+
     worker: Worker
     message: m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw
     deadline: float
@@ -80,6 +90,8 @@ class Pending:
 
 @dataclass(eq=False, slots=True)
 class Worker:
+    """One session: who it is, and what it holds and reads."""
+
     session: bytes
     hello: m.Hello
     history: History
@@ -99,11 +111,14 @@ class Worker:
 
     @property
     def name(self) -> str:
+        """As reports and errors name it: "replica/shard"."""
         return f"{self.hello.replica}/{self.hello.shard}"
 
 
 @dataclass(eq=False, slots=True)
 class Version:
+    """One version of a history: who holds which shard of it in which layout."""
+
     number: int
     visible: bool = False
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
@@ -115,12 +130,15 @@ class Version:
     may_be_lost: bool = True  # a complete copy has gone, or is about to, since one was seen
 
     def key(self, layout: str, shard: int, shard_count: int) -> ShardKey:
+        """The key of one of its shards."""
         return ShardKey(self.number, layout, shard, shard_count)
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
+        """Who has this shard, whole or in part, by session."""
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
 
     def layouts(self) -> Iterator[tuple[str, int]]:
+        """(layout, shard count) of all that anybody holds."""
         return iter(self.holdings)
 
     def has(
@@ -134,14 +152,17 @@ class Version:
         )
 
     def has_whole(self, layout: str, *, without: frozenset[int] = frozenset()) -> bool:
+        """Whether all shards of this layout are held, whole. without: holdings, by their `id`, that do not count."""
         return any(
             self.has(layout, count, range(count), without=without) for held, count in self.holdings if held == layout
         )
 
     def is_held(self, *, without: frozenset[int] = frozenset()) -> bool:
+        """Whether any layout is held, whole."""
         return any(self.has_whole(layout, without=without) for layout, _ in self.holdings)
 
     def held_text(self) -> str:
+        """The layouts that are held, for people."""
         return ", ".join(sorted({layout for layout, _ in self.holdings})) or "nothing"
 
 
@@ -161,6 +182,7 @@ class GroupResolution:
         self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
 
     def forget_version(self) -> None:
+        """The group has to agree on "latest" anew."""
         self.version = 0
 
     def recall(self, shard: int, generation: int, version: int) -> None:
@@ -208,9 +230,11 @@ class History:
         return version
 
     def group(self, worker: Worker) -> GroupResolution:
+        """What the replica of this worker has agreed on."""
         return self.groups[worker.hello.replica]
 
     def is_visible(self, number: int) -> bool:
+        """Whether readers may have this version."""
         version = self.versions.get(number)
         return version is not None and version.visible
 
@@ -219,10 +243,12 @@ class History:
         return sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
 
     def retained(self) -> set[int]:
+        """The versions whose last copy is not given up: the newest ones, and the pinned one."""
         visible = self.visible()
         return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
 
     def direct(self, directive: m.Directive) -> None:
+        """Take over what operators want of this history."""
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
         self.directive_checksum = m.directive_checksum(directive)
 
@@ -243,6 +269,7 @@ class History:
         return 0 if seen in self.withdrawn else seen
 
     def version_infos(self) -> tuple[VersionInfo, ...]:
+        """What `Client.versions` returns, oldest version first."""
         infos = []
         for number, version in sorted(self.versions.items()):
             layouts: dict[str, list[str]] = {}

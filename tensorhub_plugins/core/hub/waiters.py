@@ -20,6 +20,8 @@ Queue = dict[tuple[bytes, int], Pending]
 
 
 class Waiters:
+    """The queues of requests that wait, and the marks of what may be answered now."""
+
     def __init__(self) -> None:
         self._dirty: dict[tuple[str, str], History] = {}  # there is something to do
         self._arrivals = 0
@@ -27,6 +29,7 @@ class Waiters:
     # --- who waits ---
 
     def add(self, pending: Pending) -> None:
+        """A request has arrived."""
         self._arrivals += 1
         pending.order = self._arrivals
         pending.worker.pending[pending.message.request_id] = pending
@@ -42,6 +45,7 @@ class Waiters:
         _leave_queue(pending)
 
     def is_waiting(self, pending: Pending) -> bool:
+        """Whether it has not been answered yet."""
         return pending.worker.history.waiting.get(pending.id) is pending
 
     def park(self, pending: Pending) -> None:
@@ -59,6 +63,7 @@ class Waiters:
     # --- who is to be tried again ---
 
     def mark_dirty(self, history: History) -> None:
+        """This history has something to do."""
         self._dirty[history.id] = history
 
     def mark_ready(self, pending: Pending) -> None:
@@ -68,6 +73,7 @@ class Waiters:
         self.mark_dirty(history)
 
     def mark_all_ready(self, pending: Iterable[Pending]) -> None:
+        """`mark_ready` for several."""
         for each in pending:
             self.mark_ready(each)
 
@@ -81,6 +87,7 @@ class Waiters:
         return self._dirty.popitem()[1] if self._dirty else None
 
     def pop_unpublishes(self, history: History) -> list[Pending]:
+        """The requests to unpublish that were marked: they come before all others."""
         if not history.ready:
             return []
         found = {key: each for key, each in history.ready.items() if isinstance(each.message, m.Unpublish)}
@@ -89,6 +96,7 @@ class Waiters:
         return in_order(found)
 
     def pop_changed(self, history: History) -> dict[int, bool]:
+        """The versions that changed, and whether readers may find a source."""
         changed, history.changed = history.changed, {}
         return changed
 

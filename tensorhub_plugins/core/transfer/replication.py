@@ -42,7 +42,7 @@ LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
 
 
 class Begin(msgspec.Struct, frozen=True):
-    pass
+    """The transfer begins: comes first, once."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ class Withdrawn(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True):
-    pass
+    """Time has passed: timers are looked at."""
 
 
 Event: TypeAlias = (
@@ -175,6 +175,8 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class EndLease(msgspec.Struct, frozen=True):
+    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed."""
+
     request_id: int
     shard: int | None
     lost: bool
@@ -189,10 +191,12 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Complete(msgspec.Struct, frozen=True):
-    pass
+    """All bytes are here, and verified where that was asked for. Nothing follows."""
 
 
 class GiveUp(msgspec.Struct, frozen=True):
+    """The transfer failed: this is to be raised. Nothing follows."""
+
     error: errors.TensorHubError
 
 
@@ -240,6 +244,7 @@ class Replication:
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time `now` (seconds of a monotonic clock); returns what the shell is to do, in order."""
         self._effects = []
         if self.finished:
             if isinstance(event, Answer) and isinstance(event.reply, m.Granted):

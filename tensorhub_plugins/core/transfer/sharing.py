@@ -63,6 +63,7 @@ class Source:
         self.last_at, self.since, self.count = now, now, 0
 
     def arrived(self, segment: int, now: float, *, waited: bool) -> None:
+        """It gave a segment. waited: it said that it waited for the bytes itself, so that this is not its speed."""
         del self.assigned[segment]
         self.given.append(segment)
         self.last_at = now
@@ -120,6 +121,7 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
+        """Whether every segment that is needed is here."""
         return self.missing is not None and not self.missing
 
     def begin(self, needed: Iterable[int], now: float, limits: TransferLimits) -> None:
@@ -149,6 +151,8 @@ class Shard:
         return source
 
     def returned(self, source: Source, assigned: Iterable[int], *, lost: bool) -> list[int]:
+        """The segments to read from others when this source is left. lost: it failed, so that what it gave and no
+        digest has confirmed counts for nothing."""
         unconfirmed = source.given if not self.verify and (lost or assigned) else []
         return [*assigned, *unconfirmed]
 

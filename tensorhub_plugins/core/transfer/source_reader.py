@@ -89,6 +89,7 @@ class SourceReader:
 
     @property
     def lives(self) -> bool:
+        """Whether its thread still runs."""
         return self._thread.is_alive()
 
     @property
@@ -97,6 +98,7 @@ class SourceReader:
         return self._target is not None
 
     def start(self) -> None:
+        """Start its thread."""
         self._thread.start()
 
     def read(self, segments: tuple[int, ...], target: Target, after: list[SourceReader]) -> None:
@@ -126,6 +128,7 @@ class SourceReader:
             link.close()
 
     def join(self) -> None:
+        """Wait for the end of its thread, if it was started."""
         if self._thread.ident is not None:
             self._thread.join()
 
