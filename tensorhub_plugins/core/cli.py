@@ -200,7 +200,7 @@ def direct(address: str, run: str, model: str, command: str, version: int, timeo
         identity,
         connect_timeout_s=timeout_s,
         on_source_gone=lambda session: None,
-        on_may_drop=lambda effect: None,
+        on_may_release=lambda effect: None,
     )
     try:
         timeout_s = bounded(timeout_s)

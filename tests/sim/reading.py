@@ -232,7 +232,7 @@ class Transfer:
             True,
             limits=SMALL,
         )
-        self.created_after = worker.machine.sequence + 1
+        self.created_after = worker.machine.last_request_id + 1
         self.read = worker.shelf.begin_read(self.created_after)
         self.requests: list[int] = []
         self.buffers: dict[int, list[bytes]] = {}

@@ -55,7 +55,7 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
     happened = {
         "hub_crashes", "worker_crashes", "freezes", "cuts", "corrupt_segments", "lost_sources", "cut_off", "kept",
         "pipelined_segments", "waited_for_pipeline", "conversions", "abandoned", "kept_without_hub", "HubAway",
-        "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_drop", "tired", "further_idle", "further_urgent",
+        "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_release", "tired", "further_idle", "further_urgent",
         "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back",
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}

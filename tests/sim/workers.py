@@ -199,7 +199,7 @@ class Worker:
     # --- the session's shell ---
 
     def ask(self, make: Callable[[int], s.Request], deadline: float, then: Callable[[m.Reply | None], None]) -> int:
-        request = self.machine.number()
+        request = self.machine.next_request_id()
 
         def answered(reply: m.Reply | None) -> None:
             if self.world.now > deadline + LATE_S and self.world.now > self.frozen_until + LATE_S:
@@ -227,8 +227,8 @@ class Worker:
                     for transfer in list(self.transfers):
                         self.world.counts["told_to_stop"] += transfer.machine.version in directive.withdrawn
                         transfer.feed(r.Withdrawn(directive.withdrawn))
-                case s.MayDrop(keys):
-                    self.world.counts["may_drop"] += 1
+                case s.MayRelease(keys):
+                    self.world.counts["may_release"] += 1
                     self.step(self.unpublish(self.shelf.may_release(keys)), None)
                 case _:
                     self.world.counts[type(effect).__name__] += 1
@@ -294,7 +294,9 @@ class Worker:
 
     def publish(self, asked: Publish, then: Then) -> None:
         key, manifest = asked.key, manifest_of(asked.content)
-        offer = Offer(key, list(asked.content), manifest, self.machine.sequence + 1, True, ready=set(range(SEGMENTS)))
+        offer = Offer(
+            key, list(asked.content), manifest, self.machine.last_request_id + 1, True, ready=set(range(SEGMENTS))
+        )
         # Which version may follow which is for the caller to know, and for the shelf's own tests.
         effects = self.shelf.publish(key, manifest, offer, returns=True, was_read=asked.was_read)
         self.whole(key)

@@ -71,7 +71,10 @@ class Client:
 
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits.
 
-    Raise HubUnreachable when no hub answers within connect_timeout_s (seconds), UsageError for what cannot work.
+    Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
+    HubUnreachable, when it has not answered shortly after timeout_s, and UsageError, for arguments that can never work
+    or when the client is closed. Raise HubUnreachable when no hub answers within connect_timeout_s (seconds),
+    UsageError for what cannot work.
     """
 
     def __init__(
@@ -121,14 +124,14 @@ class Client:
                 ),
                 connect_timeout_s=connect_timeout_s,
                 on_source_gone=self._source_gone,
-                on_may_drop=lambda effect: self._serving.may_release(effect.keys),
+                on_may_release=lambda effect: self._serving.may_release(effect.keys),
                 on_directive=self._directed,
             )
         except BaseException:
             self._close_local()
             raise
 
-    # --- the verbs ---
+    # --- versions: publish, read, take back ---
 
     def publish(
         self,
@@ -141,19 +144,21 @@ class Client:
         parts: Mapping[str, Part] | None = None,
         strict: bool = False,
     ) -> PublishReport:
-        """Offer a version to everybody; returns when the hub knows of it. Until unpublish its bytes must not change.
+        """Offer a version to all readers; returns when the hub knows of it. Until unpublish its bytes must not change.
 
-        tensors: name -> tensor of any dtype and device; copied into host memory (copy=True) or adopted in place
-        (copy=False: dense tensors of one device). A Slab is published as it is and belongs to the client from then on.
-        parts: those of the tensors that are a part of what the whole replica holds under that name, and where in it.
+        tensors: name -> tensor of any dtype, shape and device (but meta); copied into host memory (copy=True) or
+        adopted in place (copy=False: dense tensors, all on the CPU or all on one device). A Slab is published as it is,
+        every tensor of it written, and belongs to the client from then on. parts: those of the tensors that are a part
+        of what the whole replica holds under that name, and where in it: start and global_shape in elements, by axis.
         Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
         back, with the same bytes. So is an older one that operators make the fleet return to (`pin`, `withdraw`).
         strict: names, dtypes and shapes must be those of the version published before in this layout, by this client.
         Without it, what differs is said in the log. Of a shard of the checkpoint layout that is one of several, only
         the tensors that are still here are compared: the others may have gone to another shard.
 
-        Raise UsageError for what can never be published, HubUnreachable when the hub stays away until the deadline:
-        then nothing was published.
+        timeout_s: for the hub's answer; copying and digesting come before it. Raise UsageError for what can never be
+        published, VersionGone when operators have withdrawn the version, HubUnreachable when the hub stays away until
+        the deadline: then nothing was published.
         """
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         timeout_s = bounded(timeout_s)
@@ -180,8 +185,10 @@ class Client:
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float = 30.0) -> UnpublishReport:
         """Take a version back (layout None: in every layout). Afterwards its memory may change.
 
-        Returns when its last reader has finished, or at the deadline, when the readers that are left are cut off. The
-        last copy of a retained version is moved to host memory first and served from there until it is not needed.
+        Returns when its last reader has finished, or after timeout_s, when the readers that are left are cut off. The
+        last copy of a retained version is moved to host memory first and served from there until it is not needed; so
+        is a copy about which the hub does not answer, as it may be the last one: this does not raise HubUnreachable.
+        A version that is not offered here is no error. UsageError while it is still being read here.
         """
         check_version(version)
         self._check_open()
@@ -199,9 +206,11 @@ class Client:
     ) -> ReplicateReport:
         """Read a version into these tensors, in place, from the best holders, and become a source of it.
 
-        tensors: name -> dense tensor. The checkpoint layout may be wanted in part (the names given); any other layout
-        must match shard for shard, tensor for tensor. serve: offer what was read to others, until unpublish. parts:
-        tensors that are only a part of what is published, and where it lies there, for example a rank's rows; what was
+        tensors: name -> dense tensor, all on the CPU or all on one device, of the dtype and shape that were published
+        (or of a part's). version: its number, or "latest", which is never older than what was read before. The
+        checkpoint layout may be wanted in part (the names given); any other layout must match shard for shard, tensor
+        for tensor. timeout_s: for all of it. serve: offer what was read to others, until unpublish. parts: tensors that
+        are only a part of what is published, and where it lies there (in elements), for example a rank's rows; what was
         published in parts is put together. Only the segments that are needed are read.
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
@@ -225,6 +234,8 @@ class Client:
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
 
+        Returns one slab for each source shard: `Fetched.tensors()` are views of them, on the CPU, with the published
+        names, dtypes and shapes. `Fetched.release()` gives the memory back; else the next fetch takes new memory.
         converts: when nobody has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
         layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
         serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
@@ -252,12 +263,15 @@ class Client:
         )
 
     def abandon(self, version: int, layout: str) -> None:
-        """Give up a conversion that `fetch` has put on this worker; another is chosen."""
+        """Give up a conversion that `fetch` has put on this worker; another is chosen. Does not wait for the hub."""
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
 
     def wait(self, version: int | str = LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
-        """Return a visible version: this one, or the newest that is above newer_than. NotPublished at the deadline."""
+        """Wait until a version is visible, and return its number: this one, or the newest that is above newer_than.
+
+        Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more.
+        """
         number = 0 if version == LATEST else check_version(version)
         if newer_than:
             check_version(newer_than)
@@ -274,7 +288,7 @@ class Client:
         not install, the last 64 count). It is older than what is installed only if that was withdrawn, or if it is
         pinned. A version in `refused` is returned once more when it is pinned again. pins=False: as if nothing were
         pinned, for who needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
-        installed was withdrawn, or what is pinned is held by nobody, and there is nothing to run instead.
+        installed was withdrawn, or what is pinned is held by no worker, and there is nothing to run instead.
         """
         refused = tuple(check_version(number) for number in refused)[-messages.REFUSED_MAX :]
         if installed:
@@ -287,7 +301,7 @@ class Client:
     def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Make all followers of this run and model go to this version and stay there, until `unpin`.
 
-        "latest" is the pinned version meanwhile, and its last copy is not given up. UsageError if nobody holds it.
+        "latest" is the pinned version meanwhile, and its last copy is not given up. UsageError if no worker holds it.
         """
         number = check_version(version)
         self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
@@ -297,8 +311,8 @@ class Client:
         self._ask(lambda n: messages.Pin(n, 0, timeout_s), timeout_s)
 
     def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
-        """This version is bad: nobody is given it any more, who reads it is stopped (VersionGone), and followers that
-        run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
+        """This version is bad: no reader is given it any more, reads of it are stopped (VersionGone), and followers
+        that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
 
         It stays withdrawn; good weights need another number. UsageError if there never was such a version.
         """
@@ -306,19 +320,25 @@ class Client:
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
     def versions(self, *, timeout_s: float = 10.0) -> list[VersionInfo]:
-        """What the hub knows, oldest version first."""
+        """The versions that the hub knows, oldest first, and which workers hold them in which layout."""
         reply = self._ask(messages.AskVersions, timeout_s)
         assert isinstance(reply, messages.Versions)
         return list(reply.versions)
 
     def retain(self, newest: int = 1, *, timeout_s: float = 10.0) -> None:
-        """Never give up the last copy of this many newest versions (of this run and model) by an unpublish."""
+        """Never give up the last copy of this many newest versions (of this run and model) by an unpublish.
+
+        newest: 0 to 1024; without any call of it, the newest one is retained.
+        """
         if not 0 <= newest <= messages.RETAIN_MAX:
             raise UsageError(f"retain(newest={newest}): a count of versions from 0 to {messages.RETAIN_MAX}")
         self._ask(lambda number: messages.Retain(number, newest), timeout_s)
 
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
-        """Host memory for these tensors, shareable with readers on this host; reused from versions that are over."""
+        """Host memory for these tensors, shareable with readers on this host; reused from versions that are over.
+
+        Write all of them (`Slab.write`), then `publish` the slab. UsageError for a name that comes twice.
+        """
         self._check_open()
         return self._serving.take(specs)
 

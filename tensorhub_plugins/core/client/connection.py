@@ -1,7 +1,7 @@
 """The client's connection to the hub: one thread and one socket around the pure `Session`.
 
-Callers in any thread `ask` and get a future; the thread sends, receives, beats the heart and says Hello again when the
-hub was restarted. Losing the hub loses nothing: requests wait for it until their own deadlines.
+Callers in any thread `ask` and get a future; the thread sends, receives, sends heartbeats, and Hello again when the hub
+was restarted. Losing the hub loses nothing: requests wait for it until their own deadlines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BYE_LINGER_MS = 200  # for the last word to leave this process; without it the h
 class HubLink:
     """A session with the hub at `address`.
 
-    on_source_gone, on_may_drop, on_directive: called in the link's thread, must not block. Raise UsageError for a
+    on_source_gone, on_may_release, on_directive: called in the link's thread, must not block. Raise UsageError for a
     malformed address, HubUnreachable when no hub answers within connect_timeout_s.
     """
 
@@ -49,14 +49,14 @@ class HubLink:
         *,
         connect_timeout_s: float,
         on_source_gone: Callable[[bytes], None],
-        on_may_drop: Callable[[session.MayDrop], None],
+        on_may_release: Callable[[session.MayRelease], None],
         on_directive: Callable[[messages.Directive], None] = lambda directive: None,
     ) -> None:
         self.address = check_address(address)
         self.session = new_session()
         self._name = f"{identity.replica}/{identity.shard}"
         self._on_source_gone = on_source_gone
-        self._on_may_drop = on_may_drop
+        self._on_may_release = on_may_release
         self._on_directive = on_directive
         self._machine = session.Session(identity, time.monotonic())
         self._lock = threading.RLock()
@@ -100,9 +100,9 @@ class HubLink:
     # --- for callers in any thread ---
 
     @property
-    def sequence(self) -> int:
+    def last_request_id(self) -> int:
         """The last request number that was used."""
-        return self._machine.sequence
+        return self._machine.last_request_id
 
     @property
     def directive(self) -> messages.Directive:
@@ -118,7 +118,7 @@ class HubLink:
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
-            number = self._machine.number()
+            number = self._machine.next_request_id()
             self._futures[number] = future
             self._carry_out(self._machine.handle(session.Ask(make(number), deadline), time.monotonic()))
         self._wake()
@@ -205,8 +205,8 @@ class HubLink:
                         future.set_exception(HubUnreachable(why, peer=self.address, phase="hub"))
                 case session.SourceGone(gone):
                     self._on_source_gone(gone)
-                case session.MayDrop():
-                    self._on_may_drop(effect)
+                case session.MayRelease():
+                    self._on_may_release(effect)
                 case session.Directed(directive):
                     self._on_directive(directive)
                 case session.HubAway(silent_s):

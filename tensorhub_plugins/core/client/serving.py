@@ -84,7 +84,7 @@ class Serving:
 
     def publish(self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline) -> None:
         """Offer a whole shard; returns when the hub knows of it. On an error nothing was published."""
-        offer = Offer(key, manifest, slab, birth=self.hub.sequence + 1)
+        offer = Offer(key, manifest, slab, birth=self.hub.last_request_id + 1)
         offer.mark_all_ready()
         was_read = slab in self._fetched
         with self._changed:
@@ -138,7 +138,7 @@ class Serving:
 
     def begin_read(self) -> int:
         with self._changed:
-            return self._shelf.begin_read(self.hub.sequence + 1)
+            return self._shelf.begin_read(self.hub.last_request_id + 1)
 
     def grant(self, read: int, key: ShardKey) -> None:
         with self._changed:

@@ -1,13 +1,13 @@
-"""The client's side of the talk with the hub. PURE: events in, effects out, `now` as an argument.
+"""The client's protocol state. PURE: events in, effects out, `now` as an argument.
 
-It numbers requests, sends them again when they or their answers were lost, beats the heart, and remembers all that the
+It numbers requests, sends them again when they or their answers were lost, sends heartbeats, and remembers all that the
 hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert, and what
 operators have decided. The truth is here, in the workers; the hub only has a copy (rule 6).
 
 What a deadline that passes without the hub's answer means
     Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
-    Unpublish: the copy is kept, as if the hub had said so, because it may be the last one (rule 4); MayRelease follows
-    when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
+    Unpublish: the copy is retained, as if the hub had said so, because it may be the last one (rule 4); MayRelease
+    follows when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Request: TypeAlias = (
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Send this request (its number from `Session.number`); it is to be answered by `deadline`, on `now`'s clock."""
+    """Send this request (its number from `Session.next_request_id`), to be answered by `deadline`, on `now`'s clock."""
 
     message: Request
     deadline: float
@@ -45,7 +45,7 @@ class Ask(msgspec.Struct, frozen=True):
 class EndLease(msgspec.Struct, frozen=True):
     """The lease of this Acquire ends, whole or for one shard; cancels the Acquire if it is still unanswered."""
 
-    request: int
+    request_id: int
     shard: int | None = None
     lost: bool = False
 
@@ -68,14 +68,14 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    request: int
+    request_id: int
     reply: m.Reply
 
 
 class Expired(msgspec.Struct, frozen=True):
     """No answer by the deadline. hub_silent: because no hub answers at all."""
 
-    request: int
+    request_id: int
     hub_silent: bool
 
 
@@ -83,8 +83,8 @@ class SourceGone(msgspec.Struct, frozen=True):
     session: bytes
 
 
-class MayDrop(msgspec.Struct, frozen=True):
-    """Kept copies that are worth another attempt to unpublish."""
+class MayRelease(msgspec.Struct, frozen=True):
+    """Retained copies that are worth another attempt to unpublish."""
 
     keys: tuple[ShardKey, ...]
 
@@ -103,7 +103,7 @@ class HubBack(msgspec.Struct, frozen=True):
     restarted: bool
 
 
-Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayDrop | Directed | HubAway | HubBack
+Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayRelease | Directed | HubAway | HubBack
 
 # --- the machine ---
 
@@ -131,42 +131,42 @@ class Session:
     identity: m.Hello
     now: float
     hub: bytes | None = None  # the hub's life that has welcomed us
-    sequence: int = 0
+    last_request_id: int = 0
     asked: dict[int, _Asked] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
     holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
     offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
-    kept: set[ShardKey] = field(default_factory=set)  # for retention only
+    retained: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
     retain_newest: int | None = None
     seen: int = 0  # the newest version the hub has told us of
-    resolved: int = 0  # what our replica's "latest" was, in our last round of it
-    round: int = 0
+    resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
+    generation: int = 0
     directive: m.Directive = m.NO_DIRECTIVE
     heartbeat_s: float = 1.0
 
     def __post_init__(self) -> None:
         self._welcomed = False
         self._hello_first = 0  # the number of the first Hello since we were welcome last
-        self._retry_kept = False
+        self._retry_retained = False
         self._heard_at = self.now
         self._away = False
         self._next_hello = self.now
         self._next_heartbeat = self.now
         self._effects: list[Effect] = []
 
-    def number(self) -> int:
-        """A fresh request number."""
-        self.sequence += 1
-        return self.sequence
+    def next_request_id(self) -> int:
+        """A number that no request has had."""
+        self.last_request_id += 1
+        return self.last_request_id
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         self._effects = []
         match event:
             case Ask(message, deadline):
                 self._ask(message, deadline, now)
-            case EndLease(request, shard, lost):
-                self._end_lease(request, shard, lost)
+            case EndLease(request_id, shard, lost):
+                self._end_lease(request_id, shard, lost)
             case Heard(message):
                 self._hear(message, now)
             case Tick():
@@ -198,41 +198,41 @@ class Session:
         self.asked[message.request_id] = _Asked(message, deadline, announced)
         self._send_asked(message.request_id, now)
 
-    def _send_asked(self, request: int, now: float) -> None:
+    def _send_asked(self, request_id: int, now: float) -> None:
         """Unless no hub listens, or it has to hear of something else first."""
-        if self._welcomed and not self._publishing(self.asked[request].message):
-            self._send(self._dated(request, now))
+        if self._welcomed and not self._publishing(self.asked[request_id].message):
+            self._send(self._dated(request_id, now))
 
     def _publishing(self, message: Request) -> list[int]:
         """Unanswered Publishes of the shards of this Unpublish: the hub must know what it is asked to give up."""
         if not isinstance(message, m.Unpublish):
             return []
         return [
-            request
-            for request, asked in self.asked.items()
+            request_id
+            for request_id, asked in self.asked.items()
             if isinstance(asked.message, m.Publish)
             and asked.message.holding.key in message.keys
-            and request < message.request_id
+            and request_id < message.request_id
         ]
 
-    def _dated(self, request: int, now: float) -> Request:
+    def _dated(self, request_id: int, now: float) -> Request:
         """The request with the seconds that are left of its deadline."""
-        asked = self.asked[request]
+        asked = self.asked[request_id]
         if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
             left_s = bounded(remaining_s(asked.deadline, now))
             return msgspec.structs.replace(asked.message, timeout_s=left_s)
         return asked.message
 
-    def _end_lease(self, request: int, shard: int | None, lost: bool) -> None:
-        self.asked.pop(request, None)
-        lease = self.leases.get(request)
+    def _end_lease(self, request_id: int, shard: int | None, lost: bool) -> None:
+        self.asked.pop(request_id, None)
+        lease = self.leases.get(request_id)
         if lease is not None:
             if shard is not None:
                 lease.sources.pop(shard, None)
             if shard is None or not lease.sources:
-                del self.leases[request]
+                del self.leases[request_id]
         if self._welcomed:
-            self._send(m.Release(request, shard, lost))
+            self._send(m.Release(request_id, shard, lost))
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self._heard_at = now
@@ -247,30 +247,30 @@ class Session:
                     self._effects.append(HubBack(restarted))
                 self.hub, self._welcomed, self.heartbeat_s = hub, True, heartbeat_s
                 self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
-                for request in list(self.asked):
-                    self._send_asked(request, now)
-                self._retry_kept = True
+                for request_id in list(self.asked):
+                    self._send_asked(request_id, now)
+                self._retry_retained = True
             case m.Unknown():
-                self._greet_again(now)
+                self._hello_again(now)
             case m.Alive(resend, directive):
                 if self._away:
                     self._away = False
                     self._effects.append(HubBack(False))
                 if directive is not None and not self._direct(directive):
-                    self._greet_again(now)  # it has not heard all that we have
-                for request in resend:
-                    if request in self.asked:
-                        self._send_asked(request, now)
-                if self._retry_kept:
-                    self._retry_kept = False
-                    if self.kept:
-                        self._effects.append(MayDrop(tuple(sorted(self.kept))))
+                    self._hello_again(now)  # it has not heard all that we have
+                for request_id in resend:
+                    if request_id in self.asked:
+                        self._send_asked(request_id, now)
+                if self._retry_retained:
+                    self._retry_retained = False
+                    if self.retained:
+                        self._effects.append(MayRelease(tuple(sorted(self.retained))))
             case m.SourceGone(session):
                 self._effects.append(SourceGone(session))
             case m.MayRelease(keys):
-                wanted = tuple(key for key in keys if key in self.kept)
+                wanted = tuple(key for key in keys if key in self.retained)
                 if wanted:
-                    self._effects.append(MayDrop(wanted))
+                    self._effects.append(MayRelease(wanted))
             case _:
                 # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
                 # what was said before would change what the hub has been told.
@@ -278,11 +278,11 @@ class Session:
                 if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
 
-    def _greet_again(self, now: float) -> None:
+    def _hello_again(self, now: float) -> None:
         """The hub does not know all of us that it should."""
         if self._welcomed:
             self._welcomed = False
-            self._hello_first = self.sequence + 1
+            self._hello_first = self.last_request_id + 1
             self._hello(now)
 
     def _direct(self, directive: m.Directive) -> bool:
@@ -296,11 +296,11 @@ class Session:
     def _answered(self, reply: m.Reply, now: float) -> None:
         asked = self.asked.pop(reply.request_id, None)
         if asked is None:
-            if isinstance(reply, m.Granted) and reply.request_id not in self.leases:  # nobody waits for it any more
+            if isinstance(reply, m.Granted) and reply.request_id not in self.leases:  # no caller waits for it any more
                 self._send(m.Release(reply.request_id))
                 if reply.claim is not None and reply.claim not in self.claims:
-                    request = self.number()
-                    self._ask(m.Abandon(request, reply.claim), now + ANSWER_MARGIN_S, now)
+                    request_id = self.next_request_id()
+                    self._ask(m.Abandon(request_id, reply.claim), now + ANSWER_MARGIN_S, now)
             elif reply.request_id == 0:  # a refused Hello answers no request
                 self._effects.append(Answered(0, reply))
             return
@@ -309,11 +309,11 @@ class Session:
                 self._drop(holding.key)
             case m.Publish(_, holding), _:
                 self.claims.pop(holding.key, None)
-            case m.Unpublish(request, keys, _), m.Unpublished(_, _, must_retain):
+            case m.Unpublish(request_id, keys, _), m.Unpublished(_, _, must_retain):
                 # A shard that was unpublished twice at the same time may have been read again after the first answer.
-                for key in (key for key in keys if self.offered.get(key, 0) < request):
+                for key in (key for key in keys if self.offered.get(key, 0) < request_id):
                     if must_retain and key in self.holdings:
-                        self.kept.add(key)
+                        self.retained.add(key)
                     else:
                         self._drop(key)
             case m.Abandon(_, key), _:
@@ -325,7 +325,7 @@ class Session:
                 )
                 self.seen = max(self.seen, reply.version)
                 if reply.generation:
-                    self.resolved, self.round = reply.version, reply.generation
+                    self.resolved, self.generation = reply.version, reply.generation
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
             case m.Wait() | m.Target(), m.Visible(_, version):
@@ -338,36 +338,36 @@ class Session:
     def _drop(self, key: ShardKey) -> None:
         self.holdings.pop(key, None)
         self.offered.pop(key, None)
-        self.kept.discard(key)
+        self.retained.discard(key)
 
     def _send_unblocked(self, ended: Request, now: float) -> None:
         if isinstance(ended, m.Publish):
-            for request, asked in list(self.asked.items()):
+            for request_id, asked in list(self.asked.items()):
                 if isinstance(asked.message, m.Unpublish) and ended.holding.key in asked.message.keys:
-                    self._send_asked(request, now)
+                    self._send_asked(request_id, now)
 
     def _tick(self, now: float) -> None:
-        for request, asked in list(self.asked.items()):
+        for request_id, asked in list(self.asked.items()):
             if now >= asked.deadline + ANSWER_MARGIN_S:
-                del self.asked[request]
+                del self.asked[request_id]
                 match asked.message:
                     case m.Publish(_, holding):
                         if not asked.announced and self.holdings.get(holding.key) is holding:
-                            self._ask(m.Unpublish(self.number(), (holding.key,), 0.0, gone=True), now, now)
+                            self._ask(m.Unpublish(self.next_request_id(), (holding.key,), 0.0, gone=True), now, now)
                     case m.Unpublish(_, keys, _):
-                        self.kept.update(key for key in keys if 0 < self.offered.get(key, 0) < request)
-                        self._retry_kept = True
+                        self.retained.update(key for key in keys if 0 < self.offered.get(key, 0) < request_id)
+                        self._retry_retained = True
                     case m.Abandon(_, key):
                         self.claims.pop(key, None)
                     case m.Acquire():
                         if self._welcomed:
-                            self._send(m.Release(request))
+                            self._send(m.Release(request_id))
                     case _:
                         pass
                 self._send_unblocked(asked.message, now)
-                self._effects.append(Expired(request, now - self._heard_at > ANSWER_MARGIN_S))
-        for request in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
-            del self.leases[request]
+                self._effects.append(Expired(request_id, now - self._heard_at > ANSWER_MARGIN_S))
+        for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
+            del self.leases[request_id]
         if not self._away and now - self._heard_at > HUB_SILENT_S:
             self._away = True
             self._effects.append(HubAway(now - self._heard_at))
@@ -381,7 +381,7 @@ class Session:
             changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
             checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
             directive = m.directive_checksum(self.directive)
-            self._send(m.Heartbeat(self.hub, self.sequence, tuple(self.asked), leases, checksum, directive))
+            self._send(m.Heartbeat(self.hub, self.last_request_id, tuple(self.asked), leases, checksum, directive))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
@@ -391,22 +391,22 @@ class Session:
                 holdings=tuple(self.holdings.values()),
                 leases=tuple(
                     m.HeldLease(
-                        request,
+                        request_id,
                         lease.version,
                         lease.layout,
                         dict(lease.sources),
                         bounded(remaining_s(lease.deadline, now)),
                         lease.shard_count,
                     )
-                    for request, lease in self.leases.items()
+                    for request_id, lease in self.leases.items()
                 ),
                 claims=tuple(self.claims),
                 retain_newest=self.retain_newest,
-                request_id=self.number(),
+                request_id=self.next_request_id(),
                 pending=tuple(self.asked),
                 seen=self.seen,
                 resolved=self.resolved,
-                generation=self.round,
+                generation=self.generation,
                 directive=self.directive,
             )
         )

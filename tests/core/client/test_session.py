@@ -54,7 +54,7 @@ class Story:
 
     def ask(self, kind: type, *fields: object, deadline: float = 60.0, **options: object) -> int:
         """A question that is sent at once; its number."""
-        number = self.machine.number()
+        number = self.machine.next_request_id()
         message = kind(number, *fields, **options)
         sent = self._plain(self.machine.handle(s.Ask(message, self.now + deadline), self.now))
         if self.machine._welcomed:
@@ -139,7 +139,7 @@ def test_the_hub_is_told_what_is_open_and_asks_for_what_it_never_saw():
     story = Story()
     lost, lease = story.ask(m.AskVersions), story.acquire(SOURCE, OTHER_SOURCE)
     (beat,) = story.tick(1.0)
-    assert (beat.pending, beat.leases, beat.last_request_id) == ((lost,), {lease: 2}, story.machine.sequence)
+    assert (beat.pending, beat.leases, beat.last_request_id) == ((lost,), {lease: 2}, story.machine.last_request_id)
     assert story.hear(m.Alive((lost, 999))) == [m.AskVersions(lost)]
 
 
@@ -300,7 +300,7 @@ def test_a_claim_ends_with_its_publication_or_when_it_is_abandoned():
 def test_latest_is_remembered_for_the_other_shards_of_the_replica():
     story = Story()
     story.acquire(SOURCE, version=1)
-    assert (story.machine.seen, story.machine.resolved, story.machine.round) == (1, 0, 0)
+    assert (story.machine.seen, story.machine.resolved, story.machine.generation) == (1, 0, 0)
     story.acquire(SOURCE, round_=2)
     story.acquire(SOURCE, version=1)  # by name, and not what its replica's last round came to
     number = story.ask(m.Wait, 0, 0, 5.0)
@@ -342,7 +342,7 @@ def test_what_was_read_stays_announced_however_long_the_hub_is_away():
 def test_unpublish_waits_for_the_publish_it_would_overtake():
     story = Story()
     publish = story.ask(m.Publish, holding(KEY))
-    unpublish = story.machine.number()
+    unpublish = story.machine.next_request_id()
     assert story.machine.handle(s.Ask(m.Unpublish(unpublish, (KEY,), 5.0), 5.0), 0.0) == []
     done = m.Done(publish)
     assert story.hear(done) == [s.Answered(publish, done), m.Unpublish(unpublish, (KEY,), 5.0)]
@@ -351,7 +351,7 @@ def test_unpublish_waits_for_the_publish_it_would_overtake():
 def test_what_is_gone_answers_for_its_own_publish():
     story = Story()
     publish = story.ask(m.Publish, holding(KEY, False))
-    gone = story.machine.number()
+    gone = story.machine.next_request_id()
     effects = story.machine.handle(s.Ask(m.Unpublish(gone, (KEY,), 0.0, gone=True), 0.0), 0.0)
     assert effects == [s.Answered(publish, m.Done(publish)), s.Send(m.Unpublish(gone, (KEY,), m.SECONDS_MAX, True))]
     assert story.restart_hub().holdings == ()
@@ -382,7 +382,7 @@ def test_a_kept_copy_stays_announced_until_it_may_be_dropped():
     assert story.hear(m.MayRelease((KEY,))) == []  # it is not kept: nobody asked to give it up
     number = story.ask(m.Unpublish, (KEY,), 5.0)
     story.hear(m.Unpublished(number, (), True))
-    assert story.hear(m.MayRelease((KEY, NEXT))) == [s.MayDrop((KEY,))]
+    assert story.hear(m.MayRelease((KEY, NEXT))) == [s.MayRelease((KEY,))]
     number = story.ask(m.Unpublish, (KEY,), 5.0)
     story.hear(m.Unpublished(number))
     assert story.hear(m.MayRelease((KEY,))) == [] and story.machine.holdings == {}
@@ -394,11 +394,11 @@ def test_an_unpublish_without_an_answer_keeps_the_copy_and_is_tried_again():
     story.publish(KEY)
     number = story.ask(m.Unpublish, (KEY,), 5.0, deadline=5.0)
     assert s.Expired(number, True) in story.tick(5.0 + s.ANSWER_MARGIN_S)
-    assert story.machine.holdings == {KEY: holding(KEY)} and story.machine.kept == {KEY}
+    assert story.machine.holdings == {KEY: holding(KEY)} and story.machine.retained == {KEY}
     hello = story.restart_hub()
     assert hello.holdings == (holding(KEY),)
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True)]
-    assert story.hear(m.Alive()) == [s.MayDrop((KEY,))]
+    assert story.hear(m.Alive()) == [s.MayRelease((KEY,))]
     assert story.hear(m.Alive()) == []
 
 

@@ -66,7 +66,7 @@ def worker(server: Server, replica: str = "a") -> Iterator[HubLink]:
         hello(replica),
         connect_timeout_s=10.0,
         on_source_gone=lambda session: None,
-        on_may_drop=lambda effect: None,
+        on_may_release=lambda effect: None,
     )
     try:
         yield link
@@ -160,10 +160,10 @@ def test_a_worker_is_not_disturbed_by_strangers(server):
 def test_a_worker_that_is_refused_hears_why(server):
     bad = messages.Hello("r", "m", "a", 3, 2, Location(), {})
     with pytest.raises(UsageError, match="shard 3 of 2: shards count from 0"):
-        HubLink(server.address, bad, connect_timeout_s=10.0, on_source_gone=id, on_may_drop=id)
+        HubLink(server.address, bad, connect_timeout_s=10.0, on_source_gone=id, on_may_release=id)
     malformed = messages.Hello("", "m", "a", 0, 1, Location(), {})
     with pytest.raises(ProtocolError, match="malformed"):
-        HubLink(server.address, malformed, connect_timeout_s=10.0, on_source_gone=id, on_may_drop=id)
+        HubLink(server.address, malformed, connect_timeout_s=10.0, on_source_gone=id, on_may_release=id)
 
 
 def test_a_fault_of_ours_starts_the_hub_afresh_and_the_workers_tell_it_all(server, caplog, monkeypatch):
@@ -200,7 +200,7 @@ def test_the_address_it_got_and_one_it_cannot_have(server):
         with pytest.raises(UsageError, match="is no hub address: use tcp://host:port"):
             Server(bad)
         with pytest.raises(UsageError, match="is no hub address: use tcp://host:port"):
-            HubLink(bad, hello(), connect_timeout_s=1.0, on_source_gone=id, on_may_drop=id)
+            HubLink(bad, hello(), connect_timeout_s=1.0, on_source_gone=id, on_may_release=id)
     with pytest.raises(UsageError, match="cannot listen on"):
         Server("tcp://no.such.host.invalid:1")
 
@@ -210,7 +210,7 @@ def test_nobody_listens():
         address = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
     began = time.monotonic()
     with pytest.raises(HubUnreachable, match="start one with `tensorhub server`, or correct the address") as caught:
-        HubLink(address, hello(), connect_timeout_s=0.3, on_source_gone=id, on_may_drop=id)
+        HubLink(address, hello(), connect_timeout_s=0.3, on_source_gone=id, on_may_release=id)
     assert time.monotonic() - began < 5 and (caught.value.peer, caught.value.timeout_s) == (address, 0.3)
 
 
