@@ -1,4 +1,4 @@
-"""One trainer rank: keeps a snapshot of its share of each version and offers it to whoever wants to read.
+"""One trainer rank: keeps a snapshot of its share of each version and offers it to readers.
 
 A version is written straight into an allocated slab while the framework gathers it tensor by tensor, so the next
 optimizer step may change the weights at once. Old versions are withdrawn in the background: a slow reader holds up
@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from tensorhub_plugins.core.client.client import Client
-from tensorhub_plugins.core.client.ownership import Ownership
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import (
     TensorSpec,
@@ -38,8 +37,27 @@ log = logging.getLogger(__name__)
 UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
 
 
+class Ownership:
+    """Which of `ranks` trainer ranks keeps which tensor: the one with the fewest bytes so far, the lowest of equals.
+
+    All ranks see the same tensors in the same order (gathering each is a collective), so all of them decide the same
+    without a message.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.bytes = [0] * ranks
+
+    def give(self, size_bytes: int) -> int:
+        """The owner of the next tensor."""
+        owner = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank], rank))
+        self.bytes[owner] += size_bytes
+        return owner
+
+
 class Publisher:
-    """client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer. dtype: what floating-point
+    """Publishes the share of one trainer rank, version after version.
+
+    client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer. dtype: what floating-point
     tensors are published as, None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, ShardKey, UsageError, spec_of, start_server
-from tensorhub_plugins.core.client.ownership import Ownership
-from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.client.publisher import Ownership, Publisher
 
 
 @pytest.fixture
