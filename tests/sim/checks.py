@@ -155,6 +155,9 @@ def _check_lease(world: World, link: Link, what: str) -> None:
         return
     if world.last_word[link.reader.session] < link.began:
         return  # its grant may have been overtaken on the way by what ended it; its next heartbeat tells the hub
+    returned = world.returned.get(link.source.session, 0.0)
+    if link.began < returned and world.last_hello[link.reader.session] < returned:
+        return  # it had given up the source meanwhile, and its leases with it; the reader's next Hello tells of them
     lease = reader.leases.get(link.request)
     if lease is None or lease.sources.get(link.key.shard) != link.source.session:
         raise Violation("lease", world, f"{what} while {link.reader.name} reads without a lease")

@@ -105,6 +105,9 @@ class World:
         self.visible_before: set[int] = set()  # the event that the hub is handling
         self.rounds: dict[tuple[str, int], dict[int, int]] = {}
         self.last_version = -1
+        self.met: set[bytes] = set()  # sessions that this life of the hub has known
+        self.returned: dict[bytes, float] = {}  # of them -> when it came to know one again that it had given up
+        self.last_hello: dict[bytes, float] = {}  # session -> when it sent the last Hello that the hub has heard
         self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
         self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
         self.groups: list[Group] = []
@@ -159,6 +162,7 @@ class World:
 
     def start_hub(self) -> None:
         self.lives += 1
+        self.met, self.returned = set(), {}
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, self.now)
         self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
@@ -217,6 +221,10 @@ class World:
             if isinstance(message, m.Hello | m.Heartbeat):
                 self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
             if isinstance(message, m.Hello):
+                if worker.session in self.met and worker.session not in self.hub.registry.workers:
+                    self.returned[worker.session] = self.now
+                self.met.add(worker.session)
+                self.last_hello[worker.session] = max(sent, self.last_hello.get(worker.session, 0.0))
                 self.directive = m.merge(self.directive, message.directive)
             self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
 
