@@ -1,14 +1,47 @@
-"""PURE: options that a user has given, into a Struct, or a UsageError that says what to change."""
+"""PURE: the options that all adapters have in common, and what users write into a Struct.
+
+Every refusal is a UsageError that names the option, says what was given and what is allowed.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
+
+# What a worker uses when it names none, best first, as far as its machine has them.
+DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
+
+LocationPart = Literal["data_center", "rack", "host"]
+
+
+class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which store, and how an engine uses it."""
+
+    hub: str | None = None  # "tcp://host:port" of a `tensorhub server`; None: the run starts one itself
+    run: str | None = None  # names the history at the hub; None: unique for this run
+    model: str = "actor"
+    location: dict[LocationPart, str] = {}  # where this is; a node's own: TENSORHUB_DATA_CENTER, TENSORHUB_RACK
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
+    install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
+    # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.
+    serve_from: Literal["host", "live"] | None = None
+    verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
+
+
+class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
+    """What the frameworks that train have besides."""
+
+    keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
+    timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
+    restarts: int = 10  # of one engine before it is given up
+    pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
+    allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
+
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -16,21 +49,56 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 def convert(given: Mapping[str, Any], kind: type[Options], *, where: str, hidden: Sequence[str] = ()) -> Options:
     """where: what the user wrote them in, as errors name it. hidden: fields that are not options there.
 
-    Texts are taken for what they spell ("3" for 3). Raises UsageError naming the option, with a hint for a misspelt
-    one.
+    Texts are taken for what they spell ("3" for 3, "shm,tcp" for a list). Raises UsageError, with a hint for a misspelt
+    name.
     """
-    names = [field.name for field in msgspec.structs.fields(kind) if field.name not in hidden]
+    fields = {field.name: field for field in msgspec.structs.fields(kind) if field.name not in hidden}
     for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(names)}"
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(fields)}"
             raise UsageError(f"{where} has no option {name!r}: {hint}")
+    lacking = [name for name, field in fields.items() if field.required and name not in given]
+    if lacking:
+        raise UsageError(f"{where} lacks option {', '.join(lacking)}: give a value")
+    return kind(**{name: _value(value, fields[name].type, f"{where}: option {name}") for name, value in given.items()})
+
+
+def _value(given: Any, kind: Any, where: str) -> Any:
+    if isinstance(given, str) and get_origin(kind) is tuple:
+        given = given.split(",") if given else ()
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.keep`"
-        text, _, path = str(error).partition(" - at ")
-        text, name = f"{text[:1].lower()}{text[1:]}", path.strip("`").removeprefix("$.")
-        raise UsageError(f"{where}: {f'option {name}: ' if name else ''}{text}") from error
+        choices = [one for part in (kind, *get_args(kind)) if get_origin(part) is Literal for one in get_args(part)]
+        if choices and not isinstance(given, Mapping):
+            raise UsageError(f"{where} is {given!r}: choose one of {', '.join(map(str, choices))}") from error
+        text = str(error)
+        raise UsageError(f"{where} is {given!r}: {text[:1].lower()}{text[1:]}") from error
+
+
+def check_store(given: StoreOptions, *, where: str) -> None:
+    """UsageError for what cannot be a hub, or is there and empty."""
+    if given.hub is not None and not given.hub.startswith("tcp://"):
+        raise UsageError(
+            f"{where}: option hub is {given.hub!r}: give the address `tensorhub server` prints, e.g. "
+            "tcp://10.0.0.1:7070, or leave it out to have the run start one"
+        )
+    for name in ("model", "run", "transports"):
+        if getattr(given, name) in ("", ()):
+            example = "name at least one, e.g. tcp" if name == "transports" else "give a value"
+            raise UsageError(f"{where}: option {name} is empty: {example}, or leave it out")
+
+
+def check_training(
+    given: TrainingOptions, *, where: str, limits: Mapping[str, tuple[float, float]] | None = None
+) -> None:
+    """`check_store`, and what must hold where one set of options is for all nodes. limits: of further options."""
+    check_store(given, where=where)
+    common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400)}
+    check_limits(given, {**common, **(limits or {})}, where=where)
+    if "host" in given.location:
+        raise UsageError(f"{where}: option location.host is the same on every node: set TENSORHUB_HOST on each instead")
 
 
 def check_limits(options: msgspec.Struct, limits: Mapping[str, tuple[float, float]], *, where: str) -> None:
@@ -39,13 +107,6 @@ def check_limits(options: msgspec.Struct, limits: Mapping[str, tuple[float, floa
         value = getattr(options, name)
         if not low <= value <= high:
             raise UsageError(f"{where}: option {name} is {value}: choose a number from {low} to {high}")
-
-
-def check_given(options: msgspec.Struct, names: Sequence[str], *, where: str) -> None:
-    """UsageError for the first of these that is there and empty."""
-    for name in names:
-        if getattr(options, name) in ("", ()):
-            raise UsageError(f"{where}: option {name} is empty: give a value, or leave it out")
 
 
 def check_tested(package: str, version: str, tested: Sequence[str], *, way_out: str) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from tensorhub_plugins.core import DEFAULT_TRANSPORTS, UsageError, options
+from tensorhub_plugins.core import UsageError, options
+from tensorhub_plugins.core.options import TrainingOptions
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -25,20 +26,8 @@ TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change with
 TESTED_VLLM = ("0.29",)
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    hub: str | None = None  # tcp://host:port; None: the run starts one itself
-    run: str | None = None  # names the history at the hub; None: unique for this Ray job
-    model: str = "actor"
-    transports: str = ",".join(DEFAULT_TRANSPORTS)  # in order of preference
-    install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
-    serve_from: Literal["host", "live"] | None = None  # what peers read: a host copy, or the live weights themselves
-    keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
-    timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
+class Options(TrainingOptions, frozen=True, kw_only=True):
     engine_timeout_s: float = 60.0  # an engine that has not answered for this long is ended and started again
-    restarts: int = 10  # of one engine before it is given up
-    pull_until: int | None = None  # the last version that engines take, for experiments with staleness
-    verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
-    allow_untested: bool = False  # run with versions of OpenRLHF and vLLM that were not tested
 
 
 def is_ours(backend: str) -> bool:
@@ -58,18 +47,11 @@ def parse(backend: str) -> Options:
     if parts.netloc and not (host and port):
         raise UsageError(f"{FLAG} {backend!r} lacks a host or a port: write {example}, as `tensorhub server` prints it")
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    # The hub is written as an address, never as an option.
-    given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub",))
+    # The hub is written as an address, never as an option; where a node is, its environment says.
+    given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub", "location"))
     if parts.netloc:
         given = msgspec.structs.replace(given, hub=f"tcp://{parts.netloc}")
-    limits = {
-        "keep": (1, 64),
-        "restarts": (0, 1000),
-        "timeout_s": (0.1, 86_400),
-        "engine_timeout_s": (1, 86_400),
-    }
-    options.check_limits(given, limits, where=FLAG)
-    options.check_given(given, ("model", "run", "transports"), where=FLAG)
+    options.check_training(given, where=FLAG, limits={"engine_timeout_s": (1, 86_400)})
     return given
 
 
@@ -77,7 +59,7 @@ def spell(given: Options) -> str:
     """The value of --vllm.sync_backend that parses to these options."""
     default = Options()
     query = {
-        name: ("1" if value is True else "0" if value is False else value)
+        name: ",".join(value) if isinstance(value, tuple) else int(value) if isinstance(value, bool) else value
         for name, value in msgspec.structs.asdict(given).items()
         if name != "hub" and value != getattr(default, name)
     }

@@ -1,7 +1,7 @@
 """OpenRLHF's vLLM actor that follows the store by itself.
 
 One that was started again fetches the version to run, and only then answers. Prompts it was working on are asked
-elsewhere meanwhile (generator.py).
+elsewhere meanwhile (routing.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, here, record
+from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class Engine(_Stock):
         self.executor = _Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
         self.gate = None if tensorhub["partial"] else Gate()
-        replica = f"rollout-{tensorhub['engine']}"
-        client = await asyncio.to_thread(self._connect, f"server-{tensorhub['engine']}")
-        await self.rpc("tensorhub_connect", self._worker_config(replica))
+        # It only waits; the vLLM workers are the replica's shards.
+        client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
+        await self.rpc("tensorhub_connect", worker_config(self.options, replica=f"rollout-{tensorhub['engine']}"))
         self.follower = Follower(
             self,
             client.target,
@@ -116,30 +116,6 @@ class Engine(_Stock):
         await self.follower.release()
 
     # --- following ----------------------------------------------------------------------------------------------------
-
-    def _connect(self, replica: str) -> Client:
-        assert self.options.hub is not None and self.options.run is not None, "the driver fills them in"
-        return Client(
-            self.options.hub,
-            run=self.options.run,
-            model=self.options.model,
-            replica=replica,  # it only waits; the vLLM workers are the replica's shards
-            location=here(),
-            transports=self.options.transports.split(","),
-        )
-
-    def _worker_config(self, replica: str) -> dict[str, Any]:
-        return {
-            "hub": self.options.hub,
-            "run": self.options.run,
-            "model": self.options.model,
-            "replica": replica,
-            "transports": self.options.transports.split(","),
-            "install": self.options.install,
-            "serve_from": self.options.serve_from,
-            "advertise_host": ray.util.get_node_ip_address().strip("[]"),
-            "verify": self.options.verify,
-        }
 
     async def _catch_up(self, client: Client) -> None:
         """An engine that was started again has the weights of before the training: it must not answer with those."""

@@ -19,8 +19,9 @@ import ray
 from openrlhf.trainer.ppo_utils import samples_generator
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, NotPublished, TensorHubError, VersionGone, here, record
+from tensorhub_plugins.core import DeadlineExceeded, NotPublished, TensorHubError, VersionGone, record
 from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.vllm.ray.config import connect
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +156,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self.newest = 0  # the version to be run, as far as it is known here
         self._evaluating: list[_Member] = []
         self._asked: dict[Any, _Asked] = {}
-        assert options.hub is not None and options.run is not None, "the driver fills them in"
-        self._client = Client(options.hub, run=options.run, model=options.model, replica="generator", location=here())
+        self._client = connect(options, replica="generator")
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Client, Publisher, TensorSpec, contiguous_spec, here
+from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
+from tensorhub_plugins.vllm.ray.config import connect
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +53,12 @@ class PolicyModelActor(_Policy):
         # Without engines OpenRLHF makes no process group with them.
         super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
         options = config.parse(strategy.args.vllm.sync_backend)
-        assert options.hub is not None and options.run is not None, "the driver fills them in"
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        client = Client(
-            options.hub,
-            run=options.run,
-            model=options.model,
+        client = connect(
+            options,
             replica=TRAINER,
             shard=rank,
             shard_count=ranks,
-            location=here(),
-            transports=options.transports.split(","),
-            advertise_host=ray.util.get_node_ip_address().strip("[]"),
         )
         self._is_sharded = strategy.args.ds.zero_stage == 3
         self._steps = checkpoint_names.steps(self.actor.model.module, self._shape)

@@ -2,7 +2,7 @@
 
 One that was started again fetches the version to run, and only then says that it is ready. Nothing in verl waits for
 a replica to reach a step, so the trainer goes on when operators pin a version or withdraw one; the samples say which
-steps they are of. Drop-in mode (checkpoint_engine.py) asks for every step by its number: pins do not apply to it.
+steps they are of. Drop-in mode (trainer.py) asks for every step by its number: pins do not apply to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -25,6 +24,7 @@ from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
 from tensorhub_plugins.vllm.engine.follower import Follower
 from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
 
 log = logging.getLogger(__name__)
@@ -69,14 +69,16 @@ class TensorHubServer(vLLMHttpServer):
         """The manager starts the hub at its first update, which may come much later than this."""
         while True:
             try:
-                self._address = await hub.find(self.options)
-                await asyncio.to_thread(self._connect)
+                options = msgspec.structs.replace(
+                    self.options, hub=await hub.find(self.options), run=hub.run_name(self.options)
+                )
+                # It only waits; the vLLM workers are the replica's shards.
+                self._client = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
                 break
             except TensorHubError as error:
                 log.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
-        assert self._client is not None
-        await self.rpc("tensorhub_connect", self._worker_config())
+        await self.rpc("tensorhub_connect", worker_config(options, replica=f"rollout-{self.replica_rank}"))
         until = self.options.pull_until
         self.follower = Follower(
             self,
@@ -86,31 +88,6 @@ class TensorHubServer(vLLMHttpServer):
             until=None if until is None else version_of_step(until),
         )
         await self.follower.follow()
-
-    def _connect(self) -> None:
-        self._client = Client(
-            self._address,
-            run=hub.run_name(self.options),
-            model=self.options.model,
-            replica=f"server-{self.replica_rank}",  # it only waits; the vLLM workers are the replica's shards
-            location=config.location(self.options),
-            transports=self.options.transports,
-        )
-
-    def _worker_config(self) -> dict[str, Any]:
-        place = config.location(self.options)
-        return {
-            "hub": self._address,
-            "run": hub.run_name(self.options),
-            "model": self.options.model,
-            "replica": f"rollout-{self.replica_rank}",
-            "location": msgspec.to_builtins(place),
-            "transports": list(self.options.transports),
-            "install": self.options.install,
-            "serve_from": self.options.serve_from,
-            "advertise_host": ray.util.get_node_ip_address().strip("[]"),
-            "verify": self.options.verify,
-        }
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         assert self._lifeline is not None

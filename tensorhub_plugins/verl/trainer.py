@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
+import msgspec
 import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
@@ -21,6 +22,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from tensorhub_plugins.core import CHECKPOINT, Client, Publisher, TensorHubError, UsageError, run_log
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.versions import version_of_step
+from tensorhub_plugins.vllm.ray.config import connect
 
 TRAINER = "trainer"
 
@@ -104,16 +106,11 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         replica = TRAINER if self.is_trainer else replica_name(_actor_name())
         self._worker = f"{replica}/{rank}"
         try:
-            self._client = Client(
-                address,
-                run=hub.run_name(self.options),
-                model=self.options.model,
+            self._client = connect(
+                msgspec.structs.replace(self.options, hub=address, run=hub.run_name(self.options)),
                 replica=replica,
                 shard=rank,
                 shard_count=ranks,
-                location=config.location(self.options),
-                transports=self.options.transports,
-                advertise_host=ray.util.get_node_ip_address().strip("[]"),
             )
         except TensorHubError as error:
             raise config.refused(error, address) from error

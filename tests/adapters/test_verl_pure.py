@@ -10,6 +10,7 @@ from tensorhub_plugins.core.errors import UsageError
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from tensorhub_plugins.verl import config, health, versions  # noqa: E402
+from tensorhub_plugins.vllm.ray.config import location_of  # noqa: E402
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
@@ -36,6 +37,7 @@ def test_options_arrive_from_a_command_line_as_text():
         ({"dtype": "int8"}, "choose one of bfloat16"),
         ({"pause_mode": "drain"}, "pause_mode"),
         ({"location": {"planet": "x"}}, "location"),
+        ({"location": {"host": "x"}}, "set TENSORHUB_HOST on each instead"),
         ({"run": ""}, "run is empty"),
     ],
 )
@@ -57,9 +59,9 @@ def test_untested_versions_are_refused_unless_allowed(monkeypatch):
 
 def test_a_nodes_environment_says_where_it_is(monkeypatch):
     options = config.parse({"location": {"data_center": "a", "rack": "r1"}})
-    assert config.location(options).rack == "r1"
+    assert location_of(options).rack == "r1"
     monkeypatch.setenv("TENSORHUB_RACK", "r2")
-    assert (config.location(options).data_center, config.location(options).rack) == ("a", "r2")
+    assert (location_of(options).data_center, location_of(options).rack) == ("a", "r2")
 
 
 def test_options_survive_rays_pickle():

@@ -160,7 +160,9 @@ def test_digests_are_the_stores() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"hubb": "tcp://h:1"}, "known keys: hub, run"),
+        ({"hubb": "tcp://h:1"}, "has no option 'hubb': did you mean 'hub'"),
+        ({"zzz": 1}, "the options are hub, run"),
+        ({"hub": "h:1"}, "option hub is 'h:1': give the address"),
         ({"run": 3}, "run"),
         ({"install": "quick"}, "install"),
         ({"install": "direct", "serve_from": "host"}, 'use serve_from="live"'),

@@ -75,7 +75,7 @@ def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: A
     with pytest.raises(EngineError, match="call init_weight_transfer_engine first"):
         engine.ask("own", "start_weight_update", ())
     init = {"init_info": {"hub": hub.address, "model": "actor"}}
-    with pytest.raises(EngineError, match="unknown field `modell`"):
+    with pytest.raises(EngineError, match="has no option 'modell': did you mean 'model'"):
         engine.ask("own", "init_weight_transfer_engine", ({"init_info": {"modell": "actor"}},))
     engine.ask("own", "init_weight_transfer_engine", (init,))
     engine.ask("own", "init_weight_transfer_engine", (init,))  # again, as a trainer that was started anew does

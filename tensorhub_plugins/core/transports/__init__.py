@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.options import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.transports.interface import Link, LinkProgress, More, NotServable, Shelf, Transport
 from tensorhub_plugins.core.transports.offer import Offer
 
@@ -39,8 +40,6 @@ MODULES: dict[str, tuple[str, str]] = {
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
     "rdma": ("tensorhub_plugins.core.transports.rdma.transport", "RdmaTransport"),
 }
-# What a worker uses when it names none, best first, as far as its machine has them.
-DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
 
 
 def create(name: str, *, advertise_host: str | None = None) -> Transport:

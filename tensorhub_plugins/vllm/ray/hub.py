@@ -10,6 +10,8 @@ from typing import Any
 
 import ray
 
+from tensorhub_plugins.vllm.ray.config import node_address
+
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
 START_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
@@ -38,7 +40,7 @@ def _free_address() -> tuple[str, int]:
     """This node's address as other nodes reach it, and a port that is free now."""
     import socket
 
-    host = ray.util.get_node_ip_address().strip("[]")
+    host = node_address()
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return host, probe.getsockname()[1]
