@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed
@@ -25,7 +25,7 @@ from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
@@ -128,7 +128,7 @@ class Engine(_Stock):
             except NotPublished:
                 return
             except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
-                log.warning("%s: trying again: %s", self.worker, error)
+                logger.warning("%s: trying again: %s", self.worker, error)
                 await asyncio.sleep(RETRY_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:

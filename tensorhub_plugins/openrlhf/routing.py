@@ -9,7 +9,6 @@ version: the engines stay with it until the end.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import DeadlineExceeded, NotPublished, TensorHubError, VersionGone, record
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.vllm.ray.config import connect
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 START_S = 1800.0  # loading the largest models and capturing graphs
 CHECK_S = 2.0  # without an answer for this long, the engines are asked whether they live
@@ -108,7 +108,7 @@ class Fleet:
             self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
         elif not member.is_live:
             if member.was_lost:
-                log.warning("%s answers again, at version %d", member.name, heartbeat["version"])
+                logger.warning("%s answers again, at version %d", member.name, heartbeat["version"])
                 record("replica_back", worker=f"{member.name}/0", version=heartbeat["version"])
             member.is_live, member.was_live, member.was_lost = True, True, False
 
@@ -120,7 +120,7 @@ class Fleet:
     def lost(self, member: _Member, error: Exception) -> None:
         member.probe = None  # whatever is still answered was said before
         if member.is_live:
-            log.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
+            logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
             record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])
             member.was_lost = True
         member.is_live = False
@@ -172,7 +172,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             goal = max(held.values())
         self._evaluating = [member for member in live if held.get(member.name) == goal]
         record("evaluate", worker="generator/0", version=goal)
-        log.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
+        logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
         try:
             return super().generate_eval_samples(**kwargs)
         finally:
@@ -188,7 +188,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             try:
                 held[member.name] = ray.get(ref)
             except LOST as error:
-                log.warning("%s cannot be held at version %d: %s", member.name, version, error)
+                logger.warning("%s cannot be held at version %d: %s", member.name, version, error)
         return held
 
     # --- asking -------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             try:
                 return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
             except RayActorError as error:  # lost between its last heartbeat and this
-                log.info("an engine was lost while prompts were handed out: %s", error)
+                logger.info("an engine was lost while prompts were handed out: %s", error)
                 self.fleet.check()
 
     def _ask_again(self, asked: _Asked, error: Exception) -> Any:
@@ -236,10 +236,10 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         except NotPublished:
             return version
         except VersionGone as error:
-            log.warning("prompts are answered from whatever the engines have: %s", error)
+            logger.warning("prompts are answered from whatever the engines have: %s", error)
             return 0
         except TensorHubError as error:
-            log.warning("going on with version %d: %s", version, error)
+            logger.warning("going on with version %d: %s", version, error)
             return version
 
     def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **kwargs: Any) -> Any:

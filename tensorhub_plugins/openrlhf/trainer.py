@@ -10,7 +10,6 @@ mean a class of the sender's process: what uses super() there is overridden here
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,6 @@ from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 from tensorhub_plugins.vllm.ray.config import connect
-
-log = logging.getLogger(__name__)
 
 TRAINER = "trainer"
 GATHER_SIZE_BYTES = 64 << 20  # of parameters gathered together with ZeRO-3: fewer collectives, bounded memory

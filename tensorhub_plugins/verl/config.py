@@ -5,7 +5,6 @@ Every refusal is a UsageError whose sentence says what to change, raised before 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any, Literal
 import omegaconf
 
 from tensorhub_plugins.core import UsageError, options
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 BACKEND = "tensorhub"
 ROLLOUT = "vllm_tensorhub"
@@ -70,7 +70,7 @@ def use_our_router(rollout: Any) -> bool:
         return True
     if theirs is not None or rollout.get("full_determinism", False):
         why = "full_determinism" if theirs is None else f"router_config_path={theirs}"
-        log.warning(
+        logger.warning(
             "rollout.%s has another router: requests are not moved away from lost replicas, and samples of several "
             "versions are reported as of their oldest",
             why,

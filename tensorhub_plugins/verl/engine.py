@@ -8,7 +8,6 @@ steps they are of. Drop-in mode (trainer.py) asks for every step by its number: 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import Client, TensorHubError, record
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
@@ -27,7 +27,7 @@ from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class TensorHubServer(vLLMHttpServer):
@@ -76,7 +76,7 @@ class TensorHubServer(vLLMHttpServer):
                 self._client = await asyncio.to_thread(connect, options, replica=f"server-{self.replica_rank}")
                 break
             except TensorHubError as error:
-                log.warning("%s: no hub yet: %s", self.worker, error)
+                logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
         await self.rpc("tensorhub_connect", worker_config(options, replica=f"rollout-{self.replica_rank}"))
         until = self.options.pull_until
@@ -150,7 +150,7 @@ class TensorHubServer(vLLMHttpServer):
         """What the router asks every second. Also how a server that Ray has started again comes back to life."""
         if not hasattr(self, "engine"):
             if self._launch is None:
-                log.warning("%s was started again: launching its engine", self.worker)
+                logger.warning("%s was started again: launching its engine", self.worker)
                 self._launch = asyncio.create_task(self.launch_server())
                 self._launch.add_done_callback(exit_on_error)
             return self._heartbeat(ready=False, silent_s=0.0)

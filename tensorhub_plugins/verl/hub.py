@@ -4,17 +4,17 @@ name by which all processes of the run find it."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from typing import Any
 
 import ray
 
 from tensorhub_plugins.core import HubUnreachable
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.config import WHERE, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL_S = 0.1
 
@@ -39,7 +39,7 @@ def ensure(options: Options) -> str:
         actor, address = ray_hub.start(name=name, get_if_exists=True)
     _owned[name] = actor
     _addresses[name] = address
-    log.warning("the hub of %s is at %s: tensorhub status --hub %s", run_name(options), address, address)
+    logger.warning("the hub of %s is at %s: tensorhub status --hub %s", run_name(options), address, address)
     return address
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -21,10 +20,11 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from tensorhub_plugins.core import Deadline, TensorHubError, record
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.health import Watch
 from tensorhub_plugins.verl.versions import Span, cuts
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 HEARTBEAT_S = 1.0
 TIMEOUT_S = 15.0  # until the replicas' own option is known
@@ -154,7 +154,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 if self._watch.failed(server_id, time.monotonic()):
                     self._take_out(server_id, type(error).__name__)
             except Exception:
-                log.exception("router: heartbeat of %s failed", server_id)
+                logger.exception("router: heartbeat of %s failed", server_id)
             await asyncio.sleep(HEARTBEAT_S)
 
     def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             return  # the server is well, its engine is not: no sign of life
         back = self._watch.heard(server_id, now, ready=answer["ready"], version=answer["version"])
         if back:
-            log.warning("router: %s is back with version %d", server_id, answer["version"])
+            logger.warning("router: %s is back with version %d", server_id, answer["version"])
             record("replica_back", worker=answer["worker"], version=answer["version"])
         if self._watch.in_rotation(server_id):
             if server_id not in self._inflight_requests:
@@ -182,7 +182,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def _take_out(self, server_id: str, reason: str) -> None:
         requests = self._inflight_requests.get(server_id, 0)
-        log.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
+        logger.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
         worker = self._workers.get(server_id, server_id)
         record("replica_lost", worker=worker, reason=reason, in_flight=requests)
         super().remove_servers([server_id])
@@ -290,7 +290,7 @@ class Losses:
             try:
                 self._count, epochs = await self._router.losses.remote(self._count)
             except Exception as error:  # requests go on; only what is lost now is not noticed
-                log.warning("the router does not answer: %s", error)
+                logger.warning("the router does not answer: %s", error)
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
             for (server_id, epoch), futures in list(self._waiting.items()):

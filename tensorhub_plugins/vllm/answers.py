@@ -8,13 +8,14 @@ and take the answer to another question for the result.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+from tensorhub_plugins.core.log import get_logger
+
+logger = get_logger(__name__)
 
 OUR_METHODS = "tensorhub_"  # how the names of the worker's methods begin
 DRAIN_TIMEOUT_S = 600.0  # for one worker: it may be in the middle of an install

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +35,14 @@ from tensorhub_plugins.core import (
     VersionInfo,
     VersionRefused,
 )
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import cpu, reload
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import anyone, engine_gather, first_says
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 FILL_THREADS_MAX = 8  # more wait for each other in the kernel
 

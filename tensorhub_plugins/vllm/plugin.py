@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +19,6 @@ from types import ModuleType
 from typing import Any
 
 from tensorhub_plugins.vllm.names import NAME, check_version
-
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
 
 
 def register() -> None:
@@ -31,7 +28,7 @@ def register() -> None:
         if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
             sys.meta_path.insert(0, _AfterImport(waiting))
     except Exception as error:  # an engine that never asked for us must start all the same
-        logger.debug("tensorhub: not registered: %r", error)
+        _debug("tensorhub: not registered: %r", error)
 
 
 def _add_load_format(model_loader: Any) -> None:
@@ -139,8 +136,14 @@ def _add(name: str, add: Callable[[Any], None]) -> bool:
     try:
         add(module)
     except Exception as error:
-        logger.debug("tensorhub: nothing added to %s: %r", name, error)
+        _debug("tensorhub: nothing added to %s: %r", name, error)
     return True
+
+
+def _debug(text: str, *values: object) -> None:
+    from tensorhub_plugins.core.log import get_logger  # nothing of ours is imported where nothing goes wrong
+
+    get_logger(__name__).debug(text, *values)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

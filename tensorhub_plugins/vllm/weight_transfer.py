@@ -25,7 +25,6 @@ For servers that follow by themselves (engine.py), client=FollowingEngines(): no
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,6 +43,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure
 from tensorhub_plugins.vllm.plugin import register
@@ -51,7 +51,7 @@ from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 LINGER_STEP_S = 0.1
 

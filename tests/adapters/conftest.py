@@ -1,7 +1,8 @@
-"""Fixtures of the tests that start vLLM engines."""
+"""Fixtures of the tests of adapters."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any
 import pytest
 
 from tensorhub_plugins.core import Server, start_server
+
+
+@pytest.fixture(autouse=True)
+def logs_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters log below "vllm", and vLLM keeps that from the root logger, where `caplog` listens."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from typing import Any
 
@@ -100,7 +99,6 @@ def test_nobody_waits_for_answers_that_do_not_come() -> None:
 
 
 def test_a_worker_that_is_gone_is_said_to_be(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     executor = Executor(2)
     executor.queues[0].error = "refused"
 

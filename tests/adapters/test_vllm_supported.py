@@ -51,7 +51,6 @@ def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: 
 def test_a_draft_that_keeps_its_weights_is_said_to(
     method: str | None, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     speculative = None if method is None else SimpleNamespace(method=method)
     with caplog.at_level(logging.WARNING):
         worker._check_supported(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 
@@ -40,7 +39,6 @@ def test_a_trainer_stays_until_somebody_else_holds_its_last_version(hub: Server)
 def test_a_trainer_whom_nobody_reads_leaves_all_the_same(hub: Server, caplog: pytest.LogCaptureFixture) -> None:
     engine = trainer(hub, linger_s=0.3)
     engine.send_weights()
-    logging.getLogger("vllm").propagate = True
     began = time.monotonic()
     engine.shutdown()
     assert time.monotonic() - began >= 0.3

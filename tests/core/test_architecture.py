@@ -14,7 +14,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
-    {"errors"},
+    {"errors", "log"},
     {"types", "options", "run_log", "deadline"},
     {"manifest"},
     {"protocol", "memory"},

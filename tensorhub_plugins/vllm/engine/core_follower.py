@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -25,11 +24,12 @@ from functools import wraps
 from typing import Any, Literal
 
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
 from tensorhub_plugins.vllm.names import NAME
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 NEEDED = (
     "reset_prefix_cache",

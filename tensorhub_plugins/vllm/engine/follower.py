@@ -15,7 +15,6 @@ case. A version that its workers refuse (VersionRefused) is not taken again, unl
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,8 +29,9 @@ from tensorhub_plugins.core import (
     VersionRefused,
     record,
 )
+from tensorhub_plugins.core.log import get_logger
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 WAIT_S = 30.0  # one question to the hub; asked again for ever
 POLL_S = 0.02  # of the workers' fetch: it runs beside generation, and nobody waits for it
@@ -100,7 +100,7 @@ class Follower:
                     await self.take(version)
                     delay_s = RETRY_S
             except TensorHubError as error:
-                log.warning("%s: going on with version %d: %s", self.worker, self.version, error)
+                logger.warning("%s: going on with version %d: %s", self.worker, self.version, error)
                 await self.sleep(delay_s)
                 delay_s = min(2 * delay_s, RETRY_MAX_S)
 
@@ -116,11 +116,11 @@ class Follower:
             return None
         except VersionGone as error:  # there is nothing to go to
             if error.message != self._said:
-                log.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
+                logger.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
             self._said = error.message
             return None
         except HubUnreachable as error:
-            log.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
+            logger.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
             await self.sleep(RETRY_S)
             return None
         self._said = ""
@@ -128,7 +128,7 @@ class Follower:
             await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
             return None
         if version in self.refused:
-            log.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
+            logger.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
             del self.refused[version]
         return version
 
@@ -175,7 +175,7 @@ class Follower:
         if not reasons:
             return False
         text = "%s: version %d cannot be installed in this engine, which goes on with version %d: %s"
-        log.error(text, self.worker, version, self.version, reasons[0])
+        logger.error(text, self.worker, version, self.version, reasons[0])
         self.refused[version] = None
         while len(self.refused) > REFUSED_MAX:
             del self.refused[next(iter(self.refused))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -18,10 +17,11 @@ import time
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
-log = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited by vLLM's processes
 PROBE_S = 1.0  # how often vLLM is asked whether it lives
@@ -83,14 +83,14 @@ class Lifeline:
         if self.is_dying:
             return
         self.is_dying = True
-        log.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
+        logger.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
         asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
 
 
 def exit_on_error(task: asyncio.Task[None]) -> None:
     """Done-callback of work without which the engine must not pass for one that follows the store."""
     if not task.cancelled() and task.exception() is not None:
-        log.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
+        logger.error("this engine cannot go on, leaving so that Ray starts it again", exc_info=task.exception())
         os._exit(1)
 
 

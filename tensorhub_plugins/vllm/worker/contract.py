@@ -16,7 +16,6 @@ expert is missing, or fail half way through.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +27,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
+from tensorhub_plugins.core.log import get_logger
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]

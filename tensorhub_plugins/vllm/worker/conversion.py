@@ -19,7 +19,6 @@ of the digests of all weights, and of every other tensor and number that hangs o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,11 +26,12 @@ from typing import Any, Literal
 import torch
 
 from tensorhub_plugins.core import UsageError, without_aliases
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
 NOISE_STEP = 7_919  # between the noise of one tensor and that of the next

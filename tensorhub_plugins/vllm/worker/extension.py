@@ -36,7 +36,6 @@ Never another model's bytes
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -44,13 +43,14 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
 from tensorhub_plugins.vllm.worker.votes import engine_gather
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 TIMEOUT_S = 60.0
 

@@ -9,7 +9,6 @@ A fetch that fails with VersionRefused got tensors that are not this model's (se
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from tensorhub_plugins.core import (
     VersionRefused,
     run_log,
 )
+from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
@@ -38,7 +38,7 @@ from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, all_willing, first_says
 
-logger = logging.getLogger("vllm.tensorhub")  # vLLM's logging configuration only knows names below "vllm"
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
