@@ -137,7 +137,9 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
 
     def __init__(self, *, store: Client | None, linger_s: float, **others: Any) -> None:
         super().__init__(**others)
-        self._store, self._version = store, 0
+        self._store = store
+        self._version = 0  # the last one published
+        self._held: list[int] = []  # published, and not taken back
         self._linger_s = linger_s
 
     @classmethod
@@ -148,7 +150,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             raise UsageError("give the trainer's weights: source=CheckpointSource(model)")
         store = None
         if init_info.is_sender:
-            names = {"run": init_info.run, "model": init_info.model}
+            names: dict[str, Any] = {"run": init_info.run, "model": init_info.model}
             store = Client(init_info.hub, replica=init_info.replica, **names)
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
         return cls(
@@ -160,23 +162,29 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         )
 
     def send_weights(self, version: int | None = None) -> None:
-        """Publish the source's weights as this version (None: one more than the last), and have the engines take it."""
-        previous, self._version = self._version, self._version + 1 if version is None else version
+        """Publish the source's weights as this version (None: one more than the last), and have the engines take it.
+
+        One that could not be published does not count; one that the engines did not take does, and they may yet.
+        """
+        version = self._version + 1 if version is None else version
         if self._store is None:
             for _ in self.source:  # the ranks that hold parts of a tensor gather it together
                 pass
+            self._version = version
             return
         slab = self._store.allocate(
             contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()
         )
         for name, tensor in self.source:
             slab.write(name, tensor.detach())
-        self._store.publish(self._version, slab, strict=True)
+        self._store.publish(version, slab, strict=True)
+        self._version = version
+        self._held.append(version)
         self.client.start_weight_update()
-        self.client.update_weights({"version": self._version})
-        self.client.finish_weight_update(str(self._version))
-        if previous:
-            self._store.unpublish(previous)
+        self.client.update_weights({"version": version})
+        self.client.finish_weight_update(str(version))
+        while self._held[0] != version:
+            self._store.unpublish(self._held.pop(0))
 
     def shutdown(self) -> None:
         """Leave the store, once somebody else holds the last version (or `linger_s` is over)."""

@@ -67,3 +67,38 @@ def test_a_trainer_whose_model_has_changed_is_refused(hub: Server) -> None:
     with Client(hub.address, run="default", model="actor", replica="reader") as reader:
         assert reader.wait(timeout_s=10.0) == 2
     engine.shutdown()
+
+
+def test_a_version_that_could_not_be_published_does_not_count(hub: Server) -> None:
+    engine = trainer(hub, linger_s=0.0)
+    engine.send_weights()
+    good = engine.source
+    engine.source = ModuleSource(torch.nn.Linear(4, 5, bias=False))
+    with pytest.raises(UsageError, match="1 missing: 'bias'"):
+        engine.send_weights()
+    engine.source = good
+    engine.send_weights()
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        assert reader.wait(timeout_s=10.0) == 2
+        assert [info.version for info in reader.versions() if info.visible] == [2]
+    engine.shutdown()
+
+
+def test_a_version_that_the_engines_did_not_take_is_taken_back_with_the_next(hub: Server) -> None:
+    engine = trainer(hub, linger_s=0.0)
+    engine.send_weights()
+    following = engine.client
+
+    class Refuses(FollowingEngines):
+        def update_weights(self, update_info: object) -> None:
+            raise RuntimeError("injected")
+
+    engine.client = Refuses()
+    with pytest.raises(RuntimeError, match="injected"):
+        engine.send_weights()
+    engine.client = following
+    with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+        assert [info.version for info in reader.versions() if info.visible] == [1, 2]  # the engines have 1 still
+        engine.send_weights()
+        assert [info.version for info in reader.versions() if info.visible] == [3]
+    engine.shutdown()
