@@ -7,7 +7,6 @@ elsewhere meanwhile (routing.py).
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import os
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, Not
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
+from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
@@ -28,25 +28,24 @@ from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_erro
 logger = get_logger(__name__)
 
 EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
-FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
 # The class that OpenRLHF decorated. Ray sends it by its name here, so that each process has one copy of it.
 _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
-
-_versions: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
 
 
 class Engine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
     trainer waits for the samples of its newest version}."""
 
-    async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:
+    executor: Any
+
+    async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:  # type: ignore[misc]
         kwargs["worker_extension_cls"] = EXTENSION
         own_engines()
         await _Stock.__init__(self, *args, **kwargs)
         self.options = config.parse(tensorhub["backend"])
         self.worker = f"rollout-{tensorhub['engine']}/0"
-        self.executor = _Versioned(self.executor)
+        self.executor = Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
         self.gate = None if tensorhub["partial"] else Gate()
         # It only waits; the vLLM workers are the replica's shards.
@@ -87,9 +86,7 @@ class Engine(_Stock):
             self.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
         last = self.follower.version
-        versions = _versions.get(None)
-        if versions is not None:
-            versions += [first, last]
+        came_from(first, last)
         record(
             "request",
             worker=self.worker,
@@ -145,19 +142,3 @@ class Engine(_Stock):
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         """Samples ask the follower for its version (`generate`)."""
-
-
-class _Versioned:
-    """An agent executor whose samples say which versions their tokens came from."""
-
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-
-    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        versions: list[int] = []
-        _versions.set(versions)  # every sample is made in a task of its own, and a task has its own context
-        response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
-        if versions:
-            logs = response.get("extra_logs") or {}
-            response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
-        return response

@@ -92,7 +92,7 @@ def install(options: config.Options) -> None:
         return get_strategy(args)
 
     remote_engine = ray.remote(engine.Engine)
-    started = []
+    started: list[Any] = []
 
     class EngineFactory:
         """What create_vllm_engines makes its engines from."""

@@ -9,128 +9,31 @@ version: the engines stay with it until the end.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from openrlhf.trainer.ppo_utils import samples_generator
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
-from tensorhub_plugins.core import DeadlineExceeded, NotPublished, TensorHubError, VersionGone, record
+from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.openrlhf.health import LOST, Fleet, Member
 from tensorhub_plugins.vllm.ray.config import connect
 
 logger = get_logger(__name__)
 
-START_S = 1800.0  # loading the largest models and capturing graphs
 CHECK_S = 2.0  # without an answer for this long, the engines are asked whether they live
-QUICK_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
 ASKED_AGAIN_MAX = 20  # times that one prompt may lose its engine: something is wrong with the prompt then
-DEATHS_MAX = 3  # an engine that Ray still calls dead after so many heartbeats will not be started again
-
-LOST = (RayActorError, TensorHubError)
-
-
-@dataclass
-class _Member:
-    """One engine. probe: a heartbeat that was sent and not answered yet."""
-
-    name: str
-    handle: Any
-    is_live: bool = False
-    probe: Any = None
-    sent_at: float = 0.0
-    was_live: bool = False  # since it was (re)started: before, silence means that it is loading
-    was_lost: bool = False
-    deaths: int = 0  # heartbeats in a row that Ray has answered with "it died"
-    error: Exception | None = None  # the last one
-
-
-@dataclass
-class Fleet:
-    """Which engines answer. A silent one is ended, and Ray starts it again."""
-
-    handles: Sequence[Any]
-    timeout_s: float
-    members: list[_Member] = field(init=False)
-    has_begun: bool = False
-
-    def __post_init__(self) -> None:
-        self.members = [_Member(f"rollout-{number}", handle) for number, handle in enumerate(self.handles)]
-
-    def live(self) -> list[_Member]:
-        """Those that answer; waits until there is one, and at the beginning for all, as OpenRLHF would."""
-        deadline = time.monotonic() + START_S
-        while True:
-            self.check()
-            live = [member for member in self.members if member.is_live]
-            is_late = time.monotonic() > deadline
-            self.has_begun = self.has_begun or is_late or len(live) == len(self.members)
-            if live and self.has_begun:
-                return live
-            dead = [member for member in self.members if member.deaths >= DEATHS_MAX]
-            if dead and (len(dead) == len(self.members) or not self.has_begun):
-                assert dead[0].error is not None
-                raise dead[0].error  # it could not start, for a reason that another start does not change
-            if is_late:
-                raise DeadlineExceeded("no vLLM engine answers: look into Ray's logs of them", timeout_s=START_S)
-            time.sleep(QUICK_S)
-
-    def check(self) -> None:
-        """One round of heartbeats."""
-        now = time.monotonic()
-        for member in self.members:
-            if member.probe is None:
-                member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
-        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=QUICK_S)
-        for member in self.members:
-            self._look(member)
-
-    def _look(self, member: _Member) -> None:
-        silent_s = time.monotonic() - member.sent_at
-        try:
-            heartbeat = ray.get(member.probe, timeout=0)
-        except GetTimeoutError:
-            if member.was_live and silent_s > self.timeout_s:
-                self._end(member, f"no answer for {silent_s:.0f} s")
-            return
-        except LOST as error:
-            self.lost(member, error)
-            member.was_live = False  # Ray is starting it again
-            member.error = error
-            member.deaths = member.deaths + 1 if isinstance(error, ActorDiedError) else 0
-            return
-        member.probe, member.deaths = None, 0
-        if heartbeat["silent_s"] > self.timeout_s:
-            self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
-        elif not member.is_live:
-            if member.was_lost:
-                logger.warning("%s answers again, at version %d", member.name, heartbeat["version"])
-                record("replica_back", worker=f"{member.name}/0", version=heartbeat["version"])
-            member.is_live, member.was_live, member.was_lost = True, True, False
-
-    def _end(self, member: _Member, reason: str) -> None:
-        ray.kill(member.handle, no_restart=False)
-        member.was_live = False
-        self.lost(member, RuntimeError(reason))
-
-    def lost(self, member: _Member, error: Exception) -> None:
-        member.probe = None  # whatever is still answered was said before
-        if member.is_live:
-            logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
-            record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])
-            member.was_lost = True
-        member.is_live = False
 
 
 @dataclass
 class _Asked:
     """A prompt that an engine is working on."""
 
-    member: _Member
+    member: Member
     arguments: dict[str, Any]
     times: int = 1
 
@@ -138,7 +41,7 @@ class _Asked:
 class _Counter:
     """What OpenRLHF's dispatcher sees of an engine: the same two calls. What was asked is noted."""
 
-    def __init__(self, generator: SamplesGenerator, member: _Member) -> None:
+    def __init__(self, generator: SamplesGenerator, member: Member) -> None:
         self._generator, self._member = generator, member
         self.get_num_unfinished_requests = member.handle.get_num_unfinished_requests
         self.generate_responses = self
@@ -147,14 +50,16 @@ class _Counter:
         return self._generator.ask(_Asked(self._member, arguments))
 
 
-class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
+class SamplesGenerator(samples_generator.SamplesGenerator):
+    vllm_engines: Sequence[Any]
+
     def __init__(self, *, options: Options, is_partial: bool, is_sync: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.is_sync = is_sync
         self.fleet = Fleet(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here
-        self._evaluating: list[_Member] = []
+        self._evaluating: list[Member] = []
         self._asked: dict[Any, _Asked] = {}
         self._client = connect(options, replica="generator")
 
@@ -180,7 +85,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             for member in live:
                 member.handle.tensorhub_release.remote()
 
-    def _hold(self, members: Sequence[_Member], version: int) -> dict[str, int]:
+    def _hold(self, members: Sequence[Member], version: int) -> dict[str, int]:
         """The versions at which these engines stay now."""
         refs = [(member, member.handle.tensorhub_hold.remote(version)) for member in members]
         held = {}

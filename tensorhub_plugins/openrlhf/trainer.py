@@ -21,8 +21,8 @@ from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec
 from tensorhub_plugins.openrlhf import config
-from tensorhub_plugins.openrlhf.engine import FIRST, LAST
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
+from tensorhub_plugins.openrlhf.versions import staleness
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 from tensorhub_plugins.vllm.ray.config import connect
@@ -118,7 +118,7 @@ class _Publishes:
 
     def train_step(self, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
         self.tensorhub_version = global_step + 1
-        stale = _staleness(rollout_samples, global_step)
+        stale = staleness(rollout_samples, global_step)
         status, global_step = super().train_step(rollout_samples, global_step)  # type: ignore[misc]
         status.update(self._published, **stale)
         return status, global_step
@@ -133,23 +133,6 @@ class _Publishes:
             "tensorhub/publish/seconds": max(rank.get("tensorhub/publish/seconds", 0.0) for rank in ranks),
             "tensorhub/publish/bytes": sum(rank.get("tensorhub/publish/bytes", 0.0) for rank in ranks),
         }
-
-
-def _staleness(samples: Any, global_step: int) -> dict[str, float]:
-    """How many versions old the samples of a step are that is about to train version `global_step`."""
-    ages, spans = [], []
-    for sample in samples:
-        if FIRST in sample.info:
-            first, last = float(sample.info[FIRST].min()), float(sample.info[LAST].max())
-            ages.append(global_step - first)
-            spans.append(last - first)
-    if not ages:
-        return {}
-    return {
-        "tensorhub/staleness_mean": sum(ages) / len(ages),
-        "tensorhub/staleness_max": max(ages),
-        "tensorhub/samples_of_several_versions": sum(span > 0 for span in spans) / len(spans),
-    }
 
 
 def _generator(strategy: Any, given: Any) -> SamplesGenerator:
@@ -169,6 +152,8 @@ def _generator(strategy: Any, given: Any) -> SamplesGenerator:
 class PPOTrainer(_Publishes, _Sync):
     """Generates and trains in turns."""
 
+    samples_generator: Any
+
     def __init__(self, pretrain: str, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(pretrain, strategy, *args, **kwargs)
         self.samples_generator = _generator(strategy, self.samples_generator)
@@ -187,6 +172,8 @@ class TrainingActor(_Publishes, _AsyncTraining):
 
 class GenerateSamplesActor(_AsyncGenerating):
     """Generates while the other one trains."""
+
+    samples_generator: Any
 
     def __init__(self, pretrain: str, strategy: Any, vllm_engines: Any, **kwargs: Any) -> None:
         super().__init__(pretrain, strategy, vllm_engines, **kwargs)

@@ -33,6 +33,8 @@ logger = get_logger(__name__)
 class TensorHubServer(vLLMHttpServer):
     """With hybrid replicas (they share the trainer's GPUs and get weights by verl's own way) it is verl's server."""
 
+    global_steps: int | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own_engines()

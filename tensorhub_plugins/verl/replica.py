@@ -32,6 +32,8 @@ class NullWorker:
 
 
 class TensorHubReplica(vLLMReplica):
+    workers: list[Any]
+
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         self._placeholders: list[Any] = []
@@ -84,7 +86,8 @@ class TensorHubReplica(vLLMReplica):
         if self.follows:
             # verl's own workers hold the placement group, and are never asked to move weights.
             self._placeholders = self.workers
-            self.workers = [NullWorker.options(name=NULL_WORKER, get_if_exists=True).remote()]
+            null_worker: Any = NullWorker
+            self.workers = [null_worker.options(name=NULL_WORKER, get_if_exists=True).remote()]
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         if self.follows:

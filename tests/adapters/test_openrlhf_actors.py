@@ -16,11 +16,10 @@ from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
 
 from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
-from tensorhub_plugins.openrlhf import engine as engines  # noqa: E402
-from tensorhub_plugins.openrlhf import trainer as trainers  # noqa: E402
+from tensorhub_plugins.openrlhf import engine, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
-from tensorhub_plugins.openrlhf.engine import FIRST, LAST  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -64,11 +63,11 @@ class TwoTurns:
 
 def make_engine(*, is_partial: bool) -> Any:
     """An engine whose __init__, which needs vLLM, is left out."""
-    one = engines.Engine.__new__(engines.Engine)
+    one = engine.Engine.__new__(engine.Engine)
     one.llm, one.worker, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", None
     one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
-    one.executor = engines._Versioned(TwoTurns())
+    one.executor = Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()
     one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
     return one
@@ -145,11 +144,11 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
         model.save_pretrained(tmp_path)
         truth = load_file(tmp_path / "model.safetensors")
         assert truth.keys() != dict(model.named_parameters()).keys()
-        rank = trainers.PolicyModelActor.__new__(trainers.PolicyModelActor)
+        rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
         rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
         rank._is_sharded = False
-        rank._steps = trainers.checkpoint_names.steps(model, rank._shape)
-        specs = [spec for step in rank._steps for spec in trainers._specs(step)]
+        rank._steps = trainer.checkpoint_names.steps(model, rank._shape)
+        specs = [spec for step in rank._steps for spec in trainer._specs(step)]
         assert specs[0] == TensorSpec("model.embed_tokens.weight", "bfloat16", (50, 16), 1600)
         client = Client(server.address, run="r", model="actor", replica="trainer")
         rank._publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=10, model=specs)
@@ -173,7 +172,7 @@ class StockTrainer:
         return {"reward": 1.0}, global_step + 1
 
 
-class Trainer(trainers._Publishes, StockTrainer):
+class Trainer(trainer._Publishes, StockTrainer):
     pass
 
 
@@ -185,13 +184,13 @@ def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None
         published.append(version)
         return [{"tensorhub/publish/seconds": seconds, "tensorhub/publish/bytes": 10.0} for seconds in (0.1, 0.2)]
 
-    monkeypatch.setattr(trainers, "ray", SimpleNamespace(get=lambda refs: refs))
-    trainer = Trainer()
-    trainer.actor_model_group = SimpleNamespace(async_run_method=run)
-    trainer.init_checkpoint_states()
-    trainer.broadcast_to_vllm()  # as OpenRLHF does when it resumes
+    monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda refs: refs))
+    controller = Trainer()
+    controller.actor_model_group = SimpleNamespace(async_run_method=run)
+    controller.init_checkpoint_states()
+    controller.broadcast_to_vllm()  # as OpenRLHF does when it resumes
     sample = SimpleNamespace(info={FIRST: torch.tensor([6]), LAST: torch.tensor([7])})
-    status, step = trainer.train_step([sample], 7)
+    status, step = controller.train_step([sample], 7)
     assert published == [7, 8] and step == 8
     assert status == {
         "reward": 1.0,

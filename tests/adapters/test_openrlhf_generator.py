@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError  # noqa: E402
 
 from tensorhub_plugins.core import NotPublished, VersionGone  # noqa: E402
-from tensorhub_plugins.openrlhf import routing as module  # noqa: E402
+from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
-from tensorhub_plugins.openrlhf.engine import FIRST  # noqa: E402
+from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -146,11 +146,12 @@ class FakeProgress:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(module, "ray", fake)
-    monkeypatch.setattr(module.samples_generator, "ray", fake)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
-    monkeypatch.setattr(module, "Client", FakeHub)
-    monkeypatch.setattr(module.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
+    monkeypatch.setattr(health, "ray", fake)
+    monkeypatch.setattr(routing, "ray", fake)
+    monkeypatch.setattr(routing.samples_generator, "ray", fake)
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: fake.now, sleep=fake.sleep))
+    monkeypatch.setattr(routing, "connect", FakeHub)
+    monkeypatch.setattr(routing.samples_generator, "tqdm", lambda *_, **__: FakeProgress())
     monkeypatch.setattr(FakeHub, "visible", 0)
     monkeypatch.setattr(FakeHub, "pinned", 0)
     return fake
@@ -166,7 +167,7 @@ def make(
     is_sync: bool = False,
     evaluation: Any = None,
     batches: int = 1,
-) -> module.SamplesGenerator:
+) -> routing.SamplesGenerator:
     args = SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=6, vllm_generate_batch_size=None),
         algo=SimpleNamespace(
@@ -176,7 +177,7 @@ def make(
         ),
         vllm=SimpleNamespace(enable_sleep=False),
     )
-    return module.SamplesGenerator(
+    return routing.SamplesGenerator(
         options=Options(hub="tcp://h:1", run="r", engine_timeout_s=10),
         is_partial=is_partial,
         is_sync=is_sync,
@@ -334,7 +335,7 @@ def test_a_prompt_that_loses_every_engine_is_an_error_in_the_end(ray: FakeRay) -
     engine.do_generate_responses = lambda **_: RayActorError()  # type: ignore[method-assign]
     with pytest.raises(RayActorError):
         generator.generate_samples()
-    assert len(engine.asked) >= module.ASKED_AGAIN_MAX
+    assert len(engine.asked) >= routing.ASKED_AGAIN_MAX
 
 
 def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:

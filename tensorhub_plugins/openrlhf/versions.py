@@ -1,0 +1,53 @@
+"""Which versions a sample's tokens came from, and how old they are when they are trained on.
+
+An engine that keeps its requests while its weights change gives samples whose tokens come from several versions.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
+
+_of_sample: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
+
+
+class Versioned:
+    """An agent executor whose samples say which versions their tokens came from."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        versions: list[int] = []
+        _of_sample.set(versions)  # every sample is made in a task of its own, and a task has its own context
+        response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
+        if versions:
+            logs = response.get("extra_logs") or {}
+            response["extra_logs"] = {**logs, FIRST: min(versions), LAST: max(versions)}
+        return response
+
+
+def came_from(*versions: int) -> None:
+    """The tokens just made, of the sample that this task makes, are of these versions."""
+    seen = _of_sample.get(None)
+    if seen is not None:
+        seen.extend(versions)
+
+
+def staleness(samples: Any, global_step: int) -> dict[str, float]:
+    """How many versions old the samples of a step are that is about to train version `global_step`."""
+    ages, spans = [], []
+    for sample in samples:
+        if FIRST in sample.info:
+            first, last = float(sample.info[FIRST].min()), float(sample.info[LAST].max())
+            ages.append(global_step - first)
+            spans.append(last - first)
+    if not ages:
+        return {}
+    return {
+        "tensorhub/staleness_mean": sum(ages) / len(ages),
+        "tensorhub/staleness_max": max(ages),
+        "tensorhub/samples_of_several_versions": sum(span > 0 for span in spans) / len(spans),
+    }
