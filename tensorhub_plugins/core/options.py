@@ -70,8 +70,9 @@ def _value(given: Any, kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.keep`"
-        choices = [one for part in (kind, *get_args(kind)) if get_origin(part) is Literal for one in get_args(part)]
-        if choices and not isinstance(given, Mapping):
+        kinds = {kind} if get_origin(kind) is Literal else set(get_args(kind)) - {type(None)}
+        choices = [one for each in kinds for one in get_args(each)]
+        if all(get_origin(each) is Literal for each in kinds) and choices:
             raise UsageError(f"{where} is {given!r}: choose one of {', '.join(map(str, choices))}") from error
         text = str(error)
         raise UsageError(f"{where} is {given!r}: {text[:1].lower()}{text[1:]}") from error

@@ -57,7 +57,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Of those, hub (or the environment's TENSORHUB_HUB) and model must be given; run is "default", serve_from "live".
     """
 
-    version: int | Literal["latest"] = LATEST
+    version: int | Literal["latest"] = "latest"
     disk: Literal["never", "fallback", "only"] = "never"  # fallback: when the store has no version at all, or loses it
     disk_version: int = 0  # the version as which weights from disk are served to others; 0: they are not
     start_timeout_s: float = 600.0  # for the first version to appear and arrive

@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,8 +213,8 @@ def _serve(pipe: Any, model: str, options: dict[str, Any]) -> None:
             command, *args = pipe.recv()
         except EOFError:
             return
-        action = {"rpc": _rpc, "update": _update, "answers": answers}[command]
-        _reply(pipe, lambda action=action, args=args: action(engine, *args))
+        actions: dict[str, Callable[..., Any]] = {"rpc": _rpc, "update": _update, "answers": answers}
+        _reply(pipe, partial(actions[command], engine, *args))
 
 
 def _reply(pipe: Any, action: Callable[[], Any]) -> None:

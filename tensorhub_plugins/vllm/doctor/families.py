@@ -36,7 +36,7 @@ def _by_hand(
     return Family(architecture, settings, by_hand=True, packed=packed or {}, engine=engine or {})
 
 
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     **{key: SHAPE[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group")},
     **{key: SHAPE[key] for key in ("moe_intermediate_size", "topk_group", "first_k_dense_replace")},
     "moe_layer_freq": 1,
@@ -45,14 +45,14 @@ EXPERTS = {
     "topk_method": "greedy",
     "routed_scaling_factor": 1.0,
 }
-CORRECTED = {"use_qk_norm": True, "moe_router_enable_expert_bias": True, "score_function": "sigmoid"}
-LATENT = {
+CORRECTED: dict[str, Any] = {"use_qk_norm": True, "moe_router_enable_expert_bias": True, "score_function": "sigmoid"}
+LATENT: dict[str, Any] = {
     **{key: SHAPE[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")},
     "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
-PLAMO3 = {"interleaved_sliding_window": [64, None], "rope_local_theta": 10000, "sliding_window": 64}
-BAILING = {
+PLAMO3: dict[str, Any] = {"interleaved_sliding_window": [64, None], "rope_local_theta": 10000, "sliding_window": 64}
+BAILING: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "num_shared_experts": 1,
@@ -65,7 +65,7 @@ BAILING = {
     "embedding_dropout": 0.0,
     "score_function": "softmax",
 }
-CHATGLM = {
+CHATGLM: dict[str, Any] = {
     "model_type": "chatglm",
     "num_layers": 2,
     "padded_vocab_size": VOCABULARY,
@@ -81,6 +81,7 @@ CHATGLM = {
 MAMBA2 = {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 64}
 
 SHORT_CONV = {"conv_dim": 128, "block_dim": 128, "conv_L_cache": 4}  # 4 is the only width that CPUs take
+SKIPS: dict[str, Any] = {f"bskcn_{n}": [n % 2] for n in range(1, 5)}
 TIED = {"tie_word_embeddings": True}
 
 FAMILIES = _families(
@@ -189,7 +190,7 @@ FAMILIES = _families(
     # configurations of remote code: Llama's holds any attribute
     _by_hand("OrionForCausalLM"),
     _by_hand("ExaoneForCausalLM", activation_function="silu", layer_norm_epsilon=1e-5, num_layers=2),
-    _by_hand("SolarForCausalLM", **{f"bskcn_{n}": [n % 2] for n in range(1, 5)}, bskcn_tv=[0.9, 0.1]),
+    _by_hand("SolarForCausalLM", **SKIPS, bskcn_tv=[0.9, 0.1]),
     _by_hand("MiMoForCausalLM", attention_bias=True, num_nextn_predict_layers=1),
     _by_hand("MiniCPMForCausalLM", scale_emb=12, scale_depth=1.4, dim_model_base=64, num_experts=0),
     _by_hand("MiniCPM3ForCausalLM", **LATENT, scale_emb=12, scale_depth=1.4, dim_model_base=64, num_experts=0),

@@ -58,7 +58,8 @@ def _made(folder: Path) -> torch.nn.Module:
 def _expert_names(model: torch.nn.Module) -> list[tuple[str, str, int, str]]:
     """(part of the parameter's name, part of the checkpoint's name, expert, "w1", "w2" or "w3")"""
     for module in model.modules():
-        mapping = list(module.get_expert_mapping()) if hasattr(module, "get_expert_mapping") else []
+        get_mapping: Any = getattr(module, "get_expert_mapping", list)
+        mapping = list(get_mapping())
         if mapping:
             return mapping
     return []

@@ -181,16 +181,7 @@ class CoreFollower(Follower):
         if self._closed:
             raise _ClosedError
         if self._client is None:
-            config = self._joining
-            self._client = Client(
-                config.hub,
-                run=config.run,
-                model=config.model,
-                replica=f"{config.replica}-follow",
-                location=config.location,
-                transports=("tcp",),
-                connect_timeout_s=config.connect_timeout_s,
-            )
+            self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
         return self._client.target(installed, timeout_s=min(timeout_s, WAIT_S), **more)
 
     async def update(self, version: int) -> None:

@@ -10,7 +10,7 @@ async def pause(engine: Any, *, mode: str, clear_cache: bool) -> None:
 
     Whoever counts tokens of requests does so after one more answer of the engine, which comes behind its last tokens.
     """
-    core = getattr(engine, "engine_core", None)
+    core: Any = getattr(engine, "engine_core", None)
     if not hasattr(core, "pause_scheduler_async"):  # another version of vLLM
         await engine.pause_generation(mode=mode, clear_cache=clear_cache)
         return

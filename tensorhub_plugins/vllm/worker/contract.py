@@ -170,7 +170,8 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
         recorder = _Recorder(places)
         with recorder:
             try:
-                model.load_weights(recorder.watched(tensors))
+                load_weights: Any = model.load_weights
+                load_weights(recorder.watched(tensors))
             except Exception as error:
                 raise VersionRefused(recorder.explain(error)) from error
     if recorder.wrong_kinds:
@@ -345,7 +346,7 @@ class _Recorder(TorchDispatchMode):
         if place is None:
             self._origins[storage] = self._origins.get(storage, frozenset()) | names
             return
-        box = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        box = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         place.boxes.add(box)
         if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
             where = place.address or storage
@@ -392,9 +393,10 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
         yield places
 
 
-def _unwrap_loader(tensor: torch.Tensor) -> None:
+def _unwrap_loader(tensor: Any) -> None:
     """A former reload may have left its own loader around the model's."""
-    loader = wrapped = getattr(tensor, "weight_loader", None)
+    wrapped: Any = getattr(tensor, "weight_loader", None)
+    loader = wrapped
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__
     if loader is not wrapped:

@@ -46,7 +46,7 @@ def live_layers() -> Iterator[None]:
 def _living(original: Any) -> Any:
     """A process_weights_after_loading that packs nothing, and stays with the quant method it once ran on."""
 
-    def process_weights_after_loading(method: Any, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(method: Any, layer: Any) -> None:
         if layer.weight.ndim != 2:  # convolutions pack within their own, visible, parameter
             original(method, layer)
             return
@@ -85,7 +85,7 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod":
             method.moe_kernel = None
 

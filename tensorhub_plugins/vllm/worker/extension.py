@@ -63,10 +63,13 @@ DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative
 class TensorHubWorkerExtension:
     """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
 
+    model_runner: Any  # the worker's own, as is
+    vllm_config: Any
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked."""
         following = super().__new__
-        worker = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
+        worker: Any = following(cls) if following is object.__new__ else following(cls, *args, **kwargs)
         hook(cls)
         worker.load_model = partial(_load_model, worker)
         return worker
@@ -279,7 +282,7 @@ def _updater(worker: Any) -> Updater:
 
 
 def _model(worker: Any) -> torch.nn.Module | None:
-    runner = getattr(worker, "model_runner", None)
+    runner: Any = getattr(worker, "model_runner", None)
     return None if getattr(runner, "model", None) is None else runner.get_model()
 
 

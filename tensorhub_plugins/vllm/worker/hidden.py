@@ -29,8 +29,10 @@ import torch
 KV_CACHES = frozenset({"kv_cache", "kv_caches"})  # attributes of vLLM's attention, Mamba and linear attention layers
 
 # Where the types come from whose objects are not looked into. Modules of a model (torch.nn.Module) always are.
-STRANGERS = ("vllm.config", "vllm.distributed", "vllm.logger", "torch.distributed", "torch._dynamo", "torch._inductor")
-STRANGERS += ("transformers", "logging", "threading", "concurrent", "tensorhub_plugins")
+STRANGERS = (
+    *("vllm.config", "vllm.distributed", "vllm.logger", "torch.distributed", "torch._dynamo", "torch._inductor"),
+    *("transformers", "logging", "threading", "concurrent", "tensorhub_plugins"),
+)
 
 _OF_MODULES = frozenset({"_modules", "_parameters", "_buffers"})  # visited under their public names
 _LEAVES = (str, bytes, bytearray, bool, int, complex, type(None), type, range, torch.dtype, torch.device, torch.Size)

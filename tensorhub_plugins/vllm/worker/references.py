@@ -32,7 +32,8 @@ def rebound_references(model: torch.nn.Module) -> Iterator[None]:
         new = {**layer._parameters, **layer._buffers}
         original(layer, info)
         own = {**layer._parameters, **layer._buffers}
-        moved = [(new[name], own[name]) for name in new if new[name] is not None and own.get(name) is not None]
+        pairs = [(tensor, own.get(name)) for name, tensor in new.items()]
+        moved = [(one, other) for one, other in pairs if one is not None and other is not None]
         rebind(getattr(layer, "quant_method", None), moved, skip=modules)
 
     layerwise._copy_and_restore_kernel_tensors = copy_and_restore

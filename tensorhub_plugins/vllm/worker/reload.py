@@ -30,7 +30,8 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, checkpoint: Iter
         cpu.forget_expert_kernels(model)
         with _defined_paddings(), rebound_references(model):
             initialize_layerwise_reload(model)
-            model.load_weights(checkpoint)
+            load_weights: Any = model.load_weights
+            load_weights(checkpoint)
             finalize_layerwise_reload(model, vllm_config.model_config)
         cpu.refresh_convolutions(model)
     weights.wait_for_devices(p.device for p in model.parameters())

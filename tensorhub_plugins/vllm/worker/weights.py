@@ -112,7 +112,7 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
 
 def digest(tensor: torch.Tensor) -> str:
     """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
-    return xxhash.xxh3_128_hexdigest(flat_bytes(tensor).cpu().numpy())
+    return xxhash.xxh3_128_hexdigest(flat_bytes(tensor).cpu().numpy().data)
 
 
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
