@@ -63,7 +63,7 @@ def _switch_on() -> None:
     from tensorhub_plugins.openrlhf import install as driver
 
     try:
-        options = driver.wanted(sys.argv)
+        options = driver.options_from_argv(sys.argv)
         if options is not None:
             driver.install(options)
     except TensorHubError as error:

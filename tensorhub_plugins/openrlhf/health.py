@@ -16,7 +16,7 @@ from tensorhub_plugins.core.log import get_logger
 logger = get_logger(__name__)
 
 START_TIMEOUT_S = 1800.0  # loading the largest models and capturing graphs
-QUICK_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
+HEARTBEAT_TIMEOUT_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
 DEATHS_MAX = 3  # an engine that Ray still calls dead after so many heartbeats will not be started again
 
 LOST = (RayActorError, TensorHubError)
@@ -67,7 +67,7 @@ class Fleet:
                 raise DeadlineExceeded(
                     "no vLLM engine answers: look into Ray's logs of them", timeout_s=START_TIMEOUT_S
                 )
-            time.sleep(QUICK_S)
+            time.sleep(HEARTBEAT_TIMEOUT_S)
 
     def check(self) -> None:
         """One round of heartbeats."""
@@ -75,7 +75,7 @@ class Fleet:
         for member in self.members:
             if member.probe is None:
                 member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
-        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=QUICK_S)
+        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=HEARTBEAT_TIMEOUT_S)
         for member in self.members:
             self._look(member)
 

@@ -10,7 +10,7 @@ from tensorhub_plugins.core import Client, HubUnreachable, UsageError
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
 
-CONNECT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0
 
 _owned: list[Any] = []  # Ray ends an actor when its last handle is gone: the driver keeps it
 
@@ -31,7 +31,7 @@ def resolve(options: Options) -> Options:
 def check(address: str) -> None:
     """UsageError unless a hub answers there."""
     try:
-        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_S).close()
+        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S).close()
     except HubUnreachable as error:
         raise UsageError(
             f"no hub answers at {address}: start one with `tensorhub server --address {address}`, correct {FLAG}, or "

@@ -43,7 +43,7 @@ def sentence_in(text: str) -> str:
     return found[-1] if found else ""
 
 
-def wanted(arguments: list[str]) -> config.Options | None:
+def options_from_argv(arguments: list[str]) -> config.Options | None:
     """The options if this command line is for the store, else None. Colocated engines get OpenRLHF's own path: the
     flag is then rewritten in place."""
     backend = backend_of(arguments)
@@ -82,7 +82,7 @@ def install(options: config.Options) -> None:
         """OpenRLHF calls it first, with its parsed arguments, when Ray is there."""
         try:
             config.check_arguments(args)
-            chosen.backend = config.spell(hub.resolve(options))
+            chosen.backend = config.to_flag(hub.resolve(options))
         except TensorHubError as error:
             refuse(error)
         chosen.partial = bool(args.train.partial_rollout_enable)
@@ -91,7 +91,7 @@ def install(options: config.Options) -> None:
         print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)
         return get_strategy(args)
 
-    remote_engine = ray.remote(engine.Engine)
+    remote_engine = ray.remote(engine.TensorHubEngine)
     started: list[Any] = []
 
     class EngineFactory:
@@ -113,13 +113,13 @@ def install(options: config.Options) -> None:
 
     excepthook = sys.excepthook
 
-    def say_what_it_was(kind: Any, error: BaseException, traceback: Any) -> None:
+    def print_root_cause(kind: Any, error: BaseException, traceback: Any) -> None:
         excepthook(kind, error, traceback)
         sentence = sentence_in(str(error))
         if sentence:  # it happened in an actor, and the traceback above is pages long
             print(f"tensorhub: {sentence}", file=sys.stderr)
 
-    sys.excepthook = say_what_it_was
+    sys.excepthook = print_root_cause
     openrlhf.utils.get_strategy = get_strategy_and_check
     vllm_engine.RolloutRayActor = EngineFactory
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(trainer.PolicyModelActor)

@@ -25,7 +25,7 @@ from tensorhub_plugins.vllm.ray.config import connect
 
 logger = get_logger(__name__)
 
-CHECK_S = 2.0  # without an answer for this long, the engines are asked whether they live
+CHECK_INTERVAL_S = 2.0  # without an answer for this long, the engines are asked whether they live
 ASKED_AGAIN_MAX = 20  # times that one prompt may lose its engine: something is wrong with the prompt then
 
 
@@ -148,7 +148,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             return version
 
     def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **kwargs: Any) -> Any:
-        """As in OpenRLHF 0.11.2, but a prompt whose engine is lost is asked again."""
+        """Generate as OpenRLHF 0.11.2 does, but a prompt whose engine is lost is asked again."""
         collect = samples_generator._collect_prompt_batch
         prompts, labels, images, exhausted = collect(dataloader_iter, num_prompts)
         if not prompts:
@@ -158,7 +158,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
         progress = samples_generator.tqdm(range(len(prompts)), desc="Generate samples")
         while self._asked:
-            ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=CHECK_S)
+            ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=CHECK_INTERVAL_S)
             if not ready:
                 self.fleet.check()
             for ref in ready:

@@ -11,12 +11,12 @@ import runpy
 import sys
 
 from tensorhub_plugins.core import TensorHubError
-from tensorhub_plugins.openrlhf.install import install, refuse, wanted
+from tensorhub_plugins.openrlhf.install import install, options_from_argv, refuse
 
 
 def main() -> None:
     try:
-        options = wanted(sys.argv)
+        options = options_from_argv(sys.argv)
         if options is not None:
             install(options)
     except TensorHubError as error:

@@ -70,7 +70,7 @@ class PolicyModelActor(_Policy):
         )
 
     def tensorhub_publish(self, version: int) -> dict[str, float]:
-        """Called on every rank. Returns metrics as soon as the hub knows; nobody waits for an engine."""
+        """Called on every rank. Returns metrics as soon as the hub knows; no rank waits for an engine."""
         torch.cuda.empty_cache()
         return self._publisher.publish(version, self._gathered())
 

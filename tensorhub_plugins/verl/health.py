@@ -61,7 +61,7 @@ class Watch:
     def silent(self, now: float) -> list[str]:
         """Takes out, and returns, those not heard for the timeout while another one was.
 
-        When nobody is heard it is more likely the machine, or whoever listens, that stands still; and their requests
+        When none is heard it is more likely that this machine or the listener stands still; and their requests
         could go nowhere."""
         late = [n for n, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
         gone = late if any(self.in_rotation(name) for name in self.replicas if name not in late) else []
@@ -83,5 +83,5 @@ class Watch:
         return replica is not None and replica.epoch == epoch
 
     def newest(self) -> int:
-        """Of those in rotation; 0 if there are none, so that the last one standing is never kept out."""
+        """The newest version in rotation; 0 if there is none, so that the last one standing is never kept out."""
         return max((r.version for r in self.replicas.values() if r.ready and not r.lost), default=0)

@@ -16,7 +16,7 @@ from tensorhub_plugins.vllm.ray import hub as ray_hub
 
 logger = get_logger(__name__)
 
-POLL_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 def run_name(options: Options) -> str:
@@ -43,7 +43,7 @@ def ensure(options: Options) -> str:
     return address
 
 
-async def find(options: Options, *, timeout_s: float = ray_hub.START_S) -> str:
+async def find(options: Options, *, timeout_s: float = ray_hub.START_TIMEOUT_S) -> str:
     """The hub's address, as a process learns it that is told nothing: waits until the manager has started the hub."""
     if options.hub is not None:
         return options.hub
@@ -58,7 +58,7 @@ async def find(options: Options, *, timeout_s: float = ray_hub.START_S) -> str:
                     f"`tensorhub server` and set {WHERE}.hub to the address it prints",
                     timeout_s=timeout_s,
                 ) from error
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
 
 _owned: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone

@@ -2,7 +2,7 @@
 
 verl's manager moves weights by stopping all replicas, calling all their workers, and starting all again. To it, this
 replica has nothing to stop (abort, release and resume do nothing) and one worker that is done at once (`NullWorker`),
-so an update ends when the trainer has published. The servers follow by themselves (server.py).
+so an update ends when the trainer has published. The servers follow by themselves (engine.py).
 """
 
 from __future__ import annotations

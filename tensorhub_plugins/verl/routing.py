@@ -26,12 +26,12 @@ from tensorhub_plugins.verl.versions import Span, cuts
 
 logger = get_logger(__name__)
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 TIMEOUT_S = 15.0  # until the replicas' own option is known
-NO_REPLICA_S = 900.0  # how long a request waits for any replica to be there: one is started again within minutes
-LONG_POLL_S = 10.0  # one question of a process that has requests under way: is any replica lost?
+NO_REPLICA_TIMEOUT_S = 900.0  # a request waits so long for any replica: one is started again within minutes
+LONG_POLL_TIMEOUT_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
-PIECES_MAX = 10_000  # halves of split samples that nobody came for
+PIECES_MAX = 10_000  # halves of split samples that were not asked for
 
 
 class ReplicaLost(TensorHubError):
@@ -61,7 +61,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def acquire(self, request_id: str) -> tuple[str, Any, int]:
         """A replica in rotation; waits for one when there is none."""
         self._start()
-        deadline = Deadline.after(NO_REPLICA_S)
+        deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
         while not self._inflight_requests:
             self._changed.clear()
             try:
@@ -69,7 +69,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             except asyncio.TimeoutError:
                 raise RuntimeError(
                     "No available servers in load balancer: "
-                    f"none of {len(self._watch.replicas)} replicas was ready for {NO_REPLICA_S:.0f} s; "
+                    f"none of {len(self._watch.replicas)} replicas was ready for {NO_REPLICA_TIMEOUT_S:.0f} s; "
                     "look for `update failed` and for dead actors in Ray's logs"
                 ) from None
         server_id, handle = super().acquire_server(request_id)
@@ -97,7 +97,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if self._losses <= known:
             self._lost.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), LONG_POLL_S)
+                await asyncio.wait_for(self._lost.wait(), LONG_POLL_TIMEOUT_S)
         return self._losses, {name: replica.epoch for name, replica in self._watch.replicas.items()}
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
@@ -155,7 +155,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                     self._take_out(server_id, type(error).__name__)
             except Exception:
                 logger.exception("router: heartbeat of %s failed", server_id)
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -178,7 +178,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         while True:
             for server_id in self._watch.silent(time.monotonic()):
                 self._take_out(server_id, f"silent for {self._watch.timeout_s:.0f} s")
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def _take_out(self, server_id: str, reason: str) -> None:
         requests = self._inflight_requests.get(server_id, 0)
@@ -239,7 +239,7 @@ class Handle:
             await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 return answer.result()
-            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # nobody waits for it now
+            answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # it is not awaited any more
             raise ReplicaLost("the replica was given up", peer=server_id)
         finally:
             losses.forget(server_id, epoch, lost)
@@ -275,7 +275,7 @@ class Losses:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault((server_id, epoch), set()).add(future)
         if self._asking is None or self._asking.done():
-            self._count = -1  # the first answer tells what happened while nobody asked
+            self._count = -1  # the first answer tells what happened since the last question
             self._asking = asyncio.create_task(self._ask())
         return future
 
@@ -291,7 +291,7 @@ class Losses:
                 self._count, epochs = await self._router.losses.remote(self._count)
             except Exception as error:  # requests go on; only what is lost now is not noticed
                 logger.warning("the router does not answer: %s", error)
-                await asyncio.sleep(HEARTBEAT_S)
+                await asyncio.sleep(HEARTBEAT_INTERVAL_S)
                 continue
             for (server_id, epoch), futures in list(self._waiting.items()):
                 if epochs.get(server_id, epoch) != epoch:

@@ -3,7 +3,7 @@
 verl makes one of these in every trainer rank (`send_weights`) and, when verl's own manager moves the weights (the
 drop-in use), one in every rollout worker (`receive_weights`). Where verl's engines build a process group of all of them
 for every update, these exchange nothing but the hub's address: a version is published and each rollout reads it from
-whoever has it, other rollouts first.
+the nearest worker that has it, other rollouts first.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             yield name, tensor
 
     def _receive(self, version: int) -> dict[str, torch.Tensor]:
-        """All rollouts come at once: whoever has a part serves it on to the others while the rest arrives.
+        """All rollouts come at once: those that have a part serve it on to the others while the rest arrives.
 
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
         """

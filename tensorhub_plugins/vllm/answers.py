@@ -2,8 +2,8 @@
 
 vLLM's executor for worker processes has one queue of answers per worker. It reads them in turn and stops at the first
 error, so the answers of the workers behind that one stay where they are, and each later call reads the answer to the
-call before: for ever. A version that is refused is an error, so an engine of several workers would install the next one
-and take the answer to another question for the result.
+call before. A version that is refused is an error, so an engine of several workers would install the next one and take
+the answer to another question for the result.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def all_fetched(original: Callable[..., Any], is_ours: Callable[[Any], bool]) ->
         try:
             return original(executor, method, *args, **kwargs)
         except TimeoutError:
-            raise  # whoever sets a deadline does not want to wait for the others
+            raise  # a call with a deadline does not wait for the others
         except Exception:
-            if any(answer.came for answer in answers):  # else nobody was asked
+            if any(answer.came for answer in answers):  # else no worker was asked
                 for answer in answers:
                     answer.drain(method)
             raise

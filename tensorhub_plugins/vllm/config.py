@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tensorhub_plugins.core import LATEST, Client, UsageError, here, options
+from tensorhub_plugins.core import Client, UsageError, here, options
 from tensorhub_plugins.core.options import StoreOptions
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
@@ -66,7 +66,7 @@ class StartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfig, WorkerConfig | None]:
-    """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and nobody else is asked."""
+    """UsageError says which key is wrong. No WorkerConfig: the weights come from disk and the store is not asked."""
     where, rest = "model_loader_extra_config", dict(given or {})
     mine = {key: rest.pop(key) for key in StartConfig.__struct_fields__ if key in rest}
     start = options.convert(mine, StartConfig, where=where)

@@ -48,7 +48,7 @@ FILL_THREADS_MAX = 8  # more wait for each other in the kernel
 
 
 class _Verdict(enum.IntEnum):
-    """After a failed read, in all workers of the engine."""
+    """What all workers of the engine do after a failed read."""
 
     FAIL = 0
     AGAIN = 1
@@ -62,7 +62,7 @@ class TensorHubModelLoader(BaseModelLoader):
         """Nothing to download."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """From disk: for what vLLM itself loads again."""
+        """Load from disk what vLLM itself loads again."""
         self._from_disk().load_weights(model, model_config)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Any:
@@ -188,7 +188,7 @@ def _start_from_disk(start: StartConfig, joining: WorkerConfig, vllm_config: Any
 
 
 def _serve_what_was_on_disk(start: StartConfig, joining: WorkerConfig, updater: Updater) -> None:
-    """Under the number that the configuration gives it, unless somebody else has given that number away."""
+    """Serve them under the number that the configuration gives it, unless the store has used that number."""
     if not start.disk_version:
         return
     held = {info.version: info.layouts for info in _versions(joining, f"start-{updater.position.shard}")}

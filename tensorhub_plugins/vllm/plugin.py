@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _add_load_format(model_loader: Any) -> None:
-    # What vLLM's own decorator does, without importing our side (or logging) before somebody asks for it.
+    # What vLLM's own decorator does, without importing our side (or logging) before it is asked for.
     model_loader._LOAD_FORMAT_TO_MODEL_LOADER.setdefault(NAME, _make_loader)
 
 
@@ -62,7 +62,7 @@ def _transfer_class(name: str) -> Any:
 
 
 def _check_version() -> None:
-    """Before anything of ours is imported that needs what other versions lack."""
+    """Call before anything of ours is imported that needs what other versions lack."""
     import vllm
 
     check_version(vllm.__version__)
@@ -87,7 +87,7 @@ def _add_to_engine_core(core: Any) -> None:
 
 
 def _add_health_check(async_llm: Any) -> None:
-    """An engine whose weights are mixed holds its requests; whoever asks for its health is told."""
+    """An engine whose weights are mixed holds its requests, and its health check says so."""
     original = async_llm.AsyncLLM.check_health
     if hasattr(original, NAME):
         return
@@ -104,7 +104,7 @@ def _add_health_check(async_llm: Any) -> None:
 
 
 def _add_draining(multiproc_executor: Any) -> None:
-    """An answer that nobody fetches is taken for the answer to the next call."""
+    """An answer that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
 
     executor = multiproc_executor.MultiprocExecutor

@@ -11,7 +11,7 @@ An update is vLLM's own round, over HTTP (VLLM_SERVER_DEV_MODE=1) or as methods 
 
 update_weights that fails raises (HTTP 500) and ends the round. Unless bytes had been changed, the old version is whole
 and goes on; else the engine stays alive, answers nothing, and does not resume before an update has succeeded. Caches
-are forgotten with every update, see engine.py.
+are forgotten with every update, see engine/core_follower.py.
 
 The trainer's side publishes what its source gives, and drives the round:
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -20,7 +20,7 @@ The trainer's side publishes what its source gives, and drives the round:
     engine.send_weights()
 vLLM's own ModuleSource gives a model's parameters as transformers names and fuses them, which vLLM does not load for
 every family (Mixtral, for one).
-For servers that follow by themselves (engine.py), client=FollowingEngines(): nobody is called.
+For servers that follow by themselves (engine/core_follower.py), client=FollowingEngines(): they are not called.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from tensorhub_plugins.vllm.worker.updater import Updater
 
 logger = get_logger(__name__)
 
-LINGER_STEP_S = 0.1
+LINGER_POLL_INTERVAL_S = 0.1
 
 
 @dataclass
@@ -63,7 +63,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInfo]):
-    """In every worker. The updater it drives belongs to the model, see worker.join."""
+    """Runs in every worker. The updater it drives belongs to the model, see extension.join."""
 
     init_info_cls = WorkerConfig
     update_info_cls = UpdateInfo
@@ -116,7 +116,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
 @dataclass
 class TensorHubTrainerInitInfo(TrainerInitInfo):
     """engine: more keys of config.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
-    for somebody else to hold the last version, which would be lost with the trainer."""
+    for another worker to hold the last version, which would be lost with the trainer."""
 
     backend: ClassVar[str] = "tensorhub"
     hub: str
@@ -187,16 +187,16 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
             self._store.unpublish(self._held.pop(0))
 
     def shutdown(self) -> None:
-        """Leave the store, once somebody else holds the last version (or `linger_s` is over)."""
+        """Leave the store, once another worker holds the last version (or `linger_s` is over)."""
         if self._store is None:
             return
         end = time.monotonic() + self._linger_s
         with suppress(TensorHubError):
             while self._version and not self._is_held_elsewhere():
                 if time.monotonic() >= end:
-                    logger.warning("version %d is lost with the trainer: nobody has read it", self._version)
+                    logger.warning("version %d is lost with the trainer: no worker has read it", self._version)
                     break
-                time.sleep(LINGER_STEP_S)
+                time.sleep(LINGER_POLL_INTERVAL_S)
         self._store.close()
 
     def _is_held_elsewhere(self) -> bool:

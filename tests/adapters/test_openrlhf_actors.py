@@ -63,7 +63,7 @@ class TwoTurns:
 
 def make_engine(*, is_partial: bool) -> Any:
     """An engine whose __init__, which needs vLLM, is left out."""
-    one = engine.Engine.__new__(engine.Engine)
+    one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
     one.llm, one.worker, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", None
     one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)

@@ -13,7 +13,6 @@ import pytest
 
 from tensorhub_plugins.core import NotPublished, UsageError, VersionGone
 from tensorhub_plugins.openrlhf import autoload, config, install
-from tensorhub_plugins.openrlhf import follower as follower_module
 from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +41,7 @@ def test_whose_flag_it_is(backend: str, ours: bool) -> None:
 )
 def test_options(backend: str, expected: config.Options) -> None:
     assert config.parse(backend) == expected
-    assert config.parse(config.spell(expected)) == expected
+    assert config.parse(config.to_flag(expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -149,18 +148,18 @@ def tested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stock_back_ends_are_left_alone() -> None:
     line = ["x", "--vllm.sync_backend", "gloo", "--train.colocate_all"]
-    assert install.wanted(line) is None
+    assert install.options_from_argv(line) is None
     assert line == ["x", "--vllm.sync_backend", "gloo", "--train.colocate_all"]
 
 
 @pytest.mark.usefixtures("tested_versions")
 def test_colocated_engines_keep_their_own_path_and_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all"]
-    assert install.wanted(line) is None
+    assert install.options_from_argv(line) is None
     assert install.backend_of(line) == "nccl"
     assert "the store is not used" in capsys.readouterr().err
     line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all", "--train.async_enable"]
-    assert install.wanted(line) == config.Options()
+    assert install.options_from_argv(line) == config.Options()
 
 
 RAY_SAYS = """ray::PolicyModelActor.init_model_from_pretrained() (pid=7)
@@ -409,7 +408,7 @@ def test_pulling_can_be_switched_off_after_a_version() -> None:
 
 @pytest.fixture
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "LOOK_S", 0.001)
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.follower.ASK_INTERVAL_S", 0.001)
 
 
 @pytest.mark.usefixtures("quick_looks")

@@ -10,7 +10,7 @@ ray = pytest.importorskip("ray")
 
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from tensorhub_plugins.verl import routing as module  # noqa: E402
+from tensorhub_plugins.verl import routing  # noqa: E402
 from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
 from tensorhub_plugins.verl.versions import Span  # noqa: E402
 
@@ -96,7 +96,7 @@ class Router(Actor):
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(module, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(routing, "HEARTBEAT_INTERVAL_S", 0.02)
 
 
 def run(story):
@@ -183,7 +183,7 @@ def test_an_error_of_the_request_itself_is_not_retried():
 
 
 def test_a_request_that_kills_replicas_ends(monkeypatch):
-    monkeypatch.setattr(module, "RETRIES_MAX", 2)
+    monkeypatch.setattr(routing, "RETRIES_MAX", 2)
 
     class Poisoned(Server):
         async def generate(self, *args, **kwargs):
@@ -201,7 +201,7 @@ def test_a_request_that_kills_replicas_ends(monkeypatch):
 
 
 def test_nobody_is_ready(monkeypatch):
-    monkeypatch.setattr(module, "NO_REPLICA_S", 0.1)
+    monkeypatch.setattr(routing, "NO_REPLICA_TIMEOUT_S", 0.1)
 
     async def story():
         router = Router({"a": Server("a", version=0)})
@@ -242,7 +242,7 @@ def test_a_split_sample_is_put_together_by_verls_own_client():
         assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 7)
         assert output.stop_reason == "completed"
         assert server.asked == 1  # the pieces were there already
-        assert not module._pieces._waiting
+        assert not routing._pieces._waiting
         await until(lambda: router.real._inflight_requests == {"a": 0})  # releases are fire and forget
 
     run(story)
@@ -253,7 +253,7 @@ def test_an_unsplit_sample_says_first_and_last_to_the_plain_client():
         token_ids=[1, 2, 3],
         extra_fields={"global_steps": 4, "tensorhub_spans": [(4, 1), (5, 2)], "tensorhub_split": False},
     )
-    told = module._hand_over(output, ("r", (7,))).extra_fields
+    told = routing._hand_over(output, ("r", (7,))).extra_fields
     assert (told["min_global_steps"], told["max_global_steps"], told["global_steps"]) == (4, 5, 4)
     assert not [name for name in told if name.startswith("tensorhub")]
 
@@ -263,13 +263,13 @@ def test_a_sample_of_an_engine_that_went_back_is_not_split():
 
     def told(*spans: tuple[int, int]) -> TokenOutput:
         fields = {"global_steps": 4, "tensorhub_spans": list(spans), "tensorhub_split": True}
-        return module._hand_over(TokenOutput(token_ids=[1, 2, 3], extra_fields=fields), ("r", (9,)))
+        return routing._hand_over(TokenOutput(token_ids=[1, 2, 3], extra_fields=fields), ("r", (9,)))
 
     whole = told((5, 1), (4, 2))
     assert whole.token_ids == [1, 2, 3]
     assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (4, 5)
     assert told((4, 1), (5, 2)).token_ids == [1]  # the control
-    module._pieces._waiting.clear()
+    routing._pieces._waiting.clear()
 
 
 def test_pieces_hold_what_the_whole_held():

@@ -6,7 +6,6 @@ import pytest
 
 from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
-from tensorhub_plugins.vllm.engine import follower as module
 from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
 
 
@@ -153,7 +152,7 @@ def test_the_same_version_repairs():
 
 
 def test_workers_that_never_finish_are_given_up(monkeypatch):
-    monkeypatch.setattr(module, "POLL_GRACE_S", -10)
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.follower.POLL_GRACE_S", -10)
     engine = Engine()
     engine._poll = lambda worker: {"state": "fetching", "error": None, "error_kind": None}
     follower, _ = follow(engine, [3])
@@ -243,7 +242,9 @@ def test_only_so_many_refused_versions_are_remembered():
 
 def test_requests_in_flight_are_counted(monkeypatch):
     told = []
-    monkeypatch.setattr(module, "record", lambda event, **fields: told.append((event, fields)))
+    monkeypatch.setattr(
+        "tensorhub_plugins.vllm.engine.follower.record", lambda event, **fields: told.append((event, fields))
+    )
     engine = Engine(running={"a": 3, "b": 0, "c": 1})
 
     def switch(version, running):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
-from tensorhub_plugins.vllm.ray import health as lifeline
+from tensorhub_plugins.vllm.ray import health
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
 
 WORKER = """
@@ -88,7 +88,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, f
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr(lifeline, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(health, "EXIT_DELAY_S", 0.0)
     return codes
 
 
@@ -128,9 +128,9 @@ def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_vllm
 def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "PROBE_S", 0.0)
+    monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
     now = 0.0
-    monkeypatch.setattr(lifeline.time, "monotonic", lambda: now)
+    monkeypatch.setattr(health.time, "monotonic", lambda: now)
 
     async def story() -> None:
         nonlocal now

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.vllm.worker import cpu
-from tensorhub_plugins.vllm.worker import extension as worker
+from tensorhub_plugins.vllm.worker import cpu, extension
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +41,7 @@ def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
 )
 def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        worker._check_supported(torch.nn.Module(), config(**changed))
+        extension._check_supported(torch.nn.Module(), config(**changed))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ def test_a_draft_that_keeps_its_weights_is_said_to(
 ) -> None:
     speculative = None if method is None else SimpleNamespace(method=method)
     with caplog.at_level(logging.WARNING):
-        worker._check_supported(
+        extension._check_supported(
             torch.nn.Module(), config(speculative_config=speculative, kv_transfer_config=SimpleNamespace())
         )
     assert ("keeps the weights it was started with" in caplog.text) == warns

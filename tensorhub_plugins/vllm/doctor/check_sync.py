@@ -76,14 +76,14 @@ def _told(value: torch.Tensor | float) -> str:
     return f"{value.dtype} {list(value.shape)} {digest(value.contiguous())}"
 
 
-class Engine(Protocol):
+class CheckedEngine(Protocol):
     def rpc(self, method: str, *args: Any) -> list[Any]: ...
     def update(self, version: int) -> list[dict[str, Any]]: ...
     def answers(self, questions: int | None = None) -> list[Any]: ...
     def close(self) -> None: ...
 
 
-Start = Callable[[Path, dict[str, Any]], Engine]  # a model's folder and the loader's options
+Start = Callable[[Path, dict[str, Any]], CheckedEngine]  # a model's folder and the loader's options
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class _State:
     answers: list[Any]
 
 
-def _healthy(engine: Engine) -> tuple[_State, frozenset[str]]:
+def _healthy(engine: CheckedEngine) -> tuple[_State, frozenset[str]]:
     """The state to compare with, and the names of what answering alone changes."""
     before = _state(engine)
     check_numbers(before.answers)
@@ -193,7 +193,7 @@ def _healthy(engine: Engine) -> tuple[_State, frozenset[str]]:
     return before, frozenset(_differing(before.everything, after))
 
 
-def _state(engine: Engine, questions: int | None = None) -> _State:
+def _state(engine: CheckedEngine, questions: int | None = None) -> _State:
     layouts = [worker["layout"] for worker in engine.rpc("tensorhub_poll")]
     return _State(layouts, engine.rpc("tensorhub_everything"), engine.answers(questions))
 
@@ -201,8 +201,8 @@ def _state(engine: Engine, questions: int | None = None) -> _State:
 @dataclass(frozen=True)
 class _Proof:
     trainer: _Trainer
-    reference: Engine
-    patient: Engine
+    reference: CheckedEngine
+    patient: CheckedEngine
     weights: Weights
     healthy: _State  # of the reference, as loaded from disk
     noisy: _State  # of the patient, as it started from noise
@@ -260,7 +260,7 @@ class _Proof:
         return _same(what, before, now, self.scratch)
 
 
-def _update(engine: Engine, version: int) -> list[dict[str, Any]]:
+def _update(engine: CheckedEngine, version: int) -> list[dict[str, Any]]:
     results = engine.update(version)
     for result in results:
         if not result["installed"]:
@@ -268,7 +268,7 @@ def _update(engine: Engine, version: int) -> list[dict[str, Any]]:
     return [result["report"] for result in results]
 
 
-def _copy(engine: Engine, version: int) -> str:
+def _copy(engine: CheckedEngine, version: int) -> str:
     """Update from the peer. Returns where it came from: "a peer", or, if none offers a copy, "the checkpoint"."""
     sources = {source.split("/")[0] for report in _update(engine, version) for source in report["sources"]}
     if sources == {"patient"}:

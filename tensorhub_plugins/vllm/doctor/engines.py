@@ -38,9 +38,9 @@ SOUND_RATE = 16_000  # per second; a second of it
 TASKS = ("embed", "classify", "token_embed", "token_classify")  # of pooling models, in the words of vLLM
 START_TIMEOUT_S = 1800.0  # of an engine, which may be large
 CALL_TIMEOUT_S = 600.0
-POLL_S = 0.005
-PATIENCE_S = 1.0  # with a process that is told to end, before it is killed
-PATIENCE_WITH_WORKERS_S = 20.0  # it ends those first
+POLL_INTERVAL_S = 0.005
+EXIT_TIMEOUT_S = 1.0  # with a process that is told to end, before it is killed
+EXIT_WITH_WORKERS_TIMEOUT_S = 20.0  # it ends those first
 LOG_LINES_SHOWN = 12
 LINE_LENGTH_MAX = 300
 
@@ -54,7 +54,7 @@ class NotANumber(EngineFailed):
 
 
 def engine_options(extra: dict[str, Any]) -> dict[str, Any]:
-    """Of vllm.LLM, for an engine that the doctor looks at."""
+    """Options of vllm.LLM for an engine that the doctor checks."""
     return {
         "load_format": "tensorhub",
         "model_loader_extra_config": extra,
@@ -85,7 +85,7 @@ class Apart:
         *,
         deadline: float = math.inf,
         log: Path | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = EXIT_TIMEOUT_S,
     ) -> None:
         """deadline: of all there is to do, an instant. log: a file for what the process prints."""
         self._deadline, self._log, self._patience_s = deadline, log, patience_s
@@ -144,11 +144,11 @@ class Process(Apart):
     ) -> None:
         options = {"skip_tokenizer_init": not any(model.glob("tokenizer*")), **options}
         workers = options.get("tensor_parallel_size", 1) > 1
-        patience_s = PATIENCE_WITH_WORKERS_S if workers else PATIENCE_S
+        patience_s = EXIT_WITH_WORKERS_TIMEOUT_S if workers else EXIT_TIMEOUT_S
         super().__init__(_serve, (str(model), options), deadline=deadline, log=log, patience_s=patience_s)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Of every worker."""
+        """The answer of every worker."""
         return list(self.ask("rpc", method, args))
 
     def update(self, version: int) -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ class Process(Apart):
         return list(self.ask("update", version))
 
     def answers(self, questions: int | None = None) -> list[Any]:
-        """To the first so many questions, or all."""
+        """Answers to the first so many questions, or all."""
         return list(self.ask("answers", questions))
 
 
@@ -233,11 +233,11 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
 
 
 def _update(engine: Any, version: int) -> list[Any]:
-    """As followers do it: fetch beside the engine, make sure, and only then pause and install."""
+    """Update as followers do: fetch beside the engine, make sure, and only then pause and install."""
     engine.collective_rpc("tensorhub_start_fetch", args=(version, CALL_TIMEOUT_S))
     polled = engine.collective_rpc("tensorhub_poll")
     while any(worker["state"] == "fetching" for worker in polled):
-        time.sleep(POLL_S)
+        time.sleep(POLL_INTERVAL_S)
         polled = engine.collective_rpc("tensorhub_poll")
     if any(worker["state"] != "ready" for worker in polled):
         return [{**worker, "installed": False} for worker in polled]
@@ -335,7 +335,7 @@ def _prompts(engine: Any) -> list[Any]:
 
 
 def _heard(item: Any, prompt: Any) -> Any:
-    """For an encoder of sound with a decoder of text."""
+    """An input for an encoder of sound with a decoder of text."""
     return {"encoder_prompt": {"prompt": "", "multi_modal_data": {"audio": item}}, "decoder_prompt": prompt}
 
 

@@ -121,7 +121,7 @@ def _why_vllm_cannot(error: str) -> str:
 
 
 def _prepare(architecture: str, model: Path) -> None:
-    """In a process of its own: make the model, and let vLLM note what its class can do.
+    """Runs in a process of its own: make the model, and let vLLM note what its class can do.
 
     vLLM would do that by importing itself once more, in yet another process, which takes seconds; it keeps a note.
     """

@@ -4,7 +4,7 @@
 `tensorhub`, before the first request.
 
     Weights and caches change as one    After every update_weights of our back end the prefix and encoder caches are
-                                        forgotten and running requests are computed anew, whoever has paused the
+                                        forgotten and running requests are computed anew, however it was paused
                                         engine, in whatever mode, or not at all. The cache of prepared images stays:
                                         it holds inputs, and the API server's half of it would not be told.
     Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
@@ -26,7 +26,7 @@ from typing import Any, Literal
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
-from tensorhub_plugins.vllm.engine.follower import POLL_S, RETRY_S, Follower
+from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.names import NAME
 
 logger = get_logger(__name__)
@@ -40,10 +40,10 @@ NEEDED = (
     "is_scheduler_paused",
     "shutdown",
 )
-WAIT_S = 1.0  # one question to the hub; it answers at once when there is something new
+HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
 TIMEOUT_S = 600.0  # for a version to arrive, and for an install
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
-LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call that somebody else makes
+LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
 
 
 def attach(core: Any, vllm_config: Any) -> None:
@@ -88,7 +88,7 @@ def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any
 
 
 async def check_weights(engine: Any) -> None:
-    """In the API server. Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used.
+    """Runs in the API server. Raise vLLM's EngineDeadError (HTTP 503 of /health) while the weights must not be used.
 
     engine: AsyncLLM. One that is busy, as with an install, is not asked for long, and passes for well.
     """
@@ -139,7 +139,7 @@ class CoreFollower(Follower):
 
     when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
     "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
-    instead, and one that is not to be run any more is dropped. While somebody else has paused the engine, or put it to
+    instead, and one that is not to be run any more is dropped. While another client has paused the engine, or put it to
     sleep, nothing is switched.
     """
 
@@ -165,7 +165,7 @@ class CoreFollower(Follower):
                 except Exception as error:  # whatever it is, the next version may succeed
                     if not self._closed:
                         logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
-                        time.sleep(RETRY_S)
+                        time.sleep(RETRY_DELAY_S)
         finally:
             if self._client is not None:
                 self._client.close()
@@ -182,7 +182,7 @@ class CoreFollower(Follower):
             raise _ClosedError
         if self._client is None:
             self._client = self._joining.connect(replica=f"{self._joining.replica}-follow", transports=("tcp",))
-        return self._client.target(installed, timeout_s=min(timeout_s, WAIT_S), **more)
+        return self._client.target(installed, timeout_s=min(timeout_s, HUB_TIMEOUT_S), **more)
 
     async def update(self, version: int) -> None:
         other: int | None = version
@@ -192,7 +192,7 @@ class CoreFollower(Follower):
                 return
             version = other
             while not (self.is_paused or await self._core.ask(lambda: self._core.available)):
-                await self.sleep(POLL_S)
+                await self.sleep(POLL_INTERVAL_S)
             await self.fetch(version)
             other = None if self._when == "now" else await self._idle_moment(version)
         await self.prepare(version)
@@ -206,7 +206,7 @@ class CoreFollower(Follower):
                 return None
             with suppress(TensorHubError):
                 refused = tuple(self.refused)
-                return await asyncio.to_thread(self._ask_hub, version, refused=refused, timeout_s=POLL_S)
+                return await asyncio.to_thread(self._ask_hub, version, refused=refused, timeout_s=POLL_INTERVAL_S)
         return None
 
 
@@ -254,7 +254,7 @@ class Core:
 
         def pause() -> Any:
             if not self.available:
-                raise UsageError("somebody else has paused this engine, or put it to sleep")
+                raise UsageError("another client has paused this engine, or put it to sleep")
             return self._core.pause_scheduler("keep", False)
 
         await self.ask(pause)
@@ -273,10 +273,10 @@ class Core:
 
     @property
     def available(self) -> bool:
-        """In the loop: nobody has paused it or put it to sleep."""
+        """Call in the loop. It is not paused and does not sleep."""
         return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
 
     @property
     def idle(self) -> bool:
-        """In the loop: no request is waiting or running."""
+        """Call in the loop. No request is waiting or running."""
         return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)

@@ -33,14 +33,14 @@ from tensorhub_plugins.core.log import get_logger
 
 logger = get_logger(__name__)
 
-WAIT_S = 30.0  # one question to the hub; asked again for ever
-POLL_S = 0.02  # of the workers' fetch: it runs beside generation, and nobody waits for it
+HUB_TIMEOUT_S = 30.0  # one question to the hub; then it is asked again
+POLL_INTERVAL_S = 0.02  # of the workers' fetch: it runs beside generation
 POLL_GRACE_S = 5.0  # the workers keep the deadline themselves, and say what failed
-RETRY_S = 1.0  # after a failed update
-RETRY_MAX_S = 30.0
+RETRY_DELAY_S = 1.0  # after a failed update
+RETRY_DELAY_MAX_S = 30.0
 
 
-class Engine(Protocol):
+class EngineOwner(Protocol):
     """The actor that owns the vLLM engine."""
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -54,7 +54,7 @@ class Engine(Protocol):
         """Requests that have not ended, with the tokens each has produced."""
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
-        """From here on tokens come from `version`."""
+        """Tokens come from `version` from here on."""
 
 
 class UpdateFailed(TensorHubError):
@@ -64,7 +64,7 @@ class UpdateFailed(TensorHubError):
 class Follower:
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineOwner,
         target: Callable[..., int],
         *,
         worker: str,
@@ -92,24 +92,24 @@ class Follower:
 
     async def follow(self) -> None:
         """Runs as long as the engine."""
-        delay_s = RETRY_S
+        delay_s = RETRY_DELAY_S
         while self.until is None or self.version < self.until:
             try:
                 version = await self.next_version()
                 if version is not None:
                     await self.take(version)
-                    delay_s = RETRY_S
+                    delay_s = RETRY_DELAY_S
             except TensorHubError as error:
                 logger.warning("%s: going on with version %d: %s", self.worker, self.version, error)
                 await self.sleep(delay_s)
-                delay_s = min(2 * delay_s, RETRY_MAX_S)
+                delay_s = min(2 * delay_s, RETRY_DELAY_MAX_S)
 
     async def next_version(self) -> int | None:
         """The version to run, if it is not the installed one; or None: ask again."""
         installed = 0 if self.is_broken else self.version  # the same version repairs, too
         try:
             version = await asyncio.to_thread(
-                self.target, installed, refused=tuple(self.refused), pins=self.pins, timeout_s=WAIT_S
+                self.target, installed, refused=tuple(self.refused), pins=self.pins, timeout_s=HUB_TIMEOUT_S
             )
         except (NotPublished, DeadlineExceeded):
             self._said = ""
@@ -121,11 +121,11 @@ class Follower:
             return None
         except HubUnreachable as error:
             logger.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
-            await self.sleep(RETRY_S)
+            await self.sleep(RETRY_DELAY_S)
             return None
         self._said = ""
         if self.until is not None and version > self.until:
-            await self.sleep(RETRY_S)  # the last one to follow was missed: stay with what there is
+            await self.sleep(RETRY_DELAY_S)  # the last one to follow was missed: stay with what there is
             return None
         if version in self.refused:
             logger.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
@@ -151,7 +151,7 @@ class Follower:
             if all(worker["state"] == "ready" for worker in workers):
                 return
             if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
-                await self.sleep(POLL_S)
+                await self.sleep(POLL_INTERVAL_S)
                 continue
             self._note_refusal(version, workers)
             if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none

@@ -8,7 +8,7 @@ from typing import Any
 async def pause(engine: Any, *, mode: str, clear_cache: bool) -> None:
     """`AsyncLLM.pause_generation` without the 20 ms that it sleeps at its end for the order of events.
 
-    Whoever counts tokens of requests does so after one more answer of the engine, which comes behind its last tokens.
+    Count tokens of requests after one more answer of the engine, which comes behind its last tokens.
     """
     core: Any = getattr(engine, "engine_core", None)
     if not hasattr(core, "pause_scheduler_async"):  # another version of vLLM

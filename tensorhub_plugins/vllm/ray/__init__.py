@@ -1,1 +1,1 @@
-"""For Ray actors that own engines, and the hub as one."""
+"""Runs in Ray actors: those that own engines, and the hub as one."""

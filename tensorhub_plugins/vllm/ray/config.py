@@ -1,4 +1,4 @@
-"""From the options of a framework that trains to clients of the store, and to its engines' workers."""
+"""What a framework's options mean in its Ray actors: clients of the store, and the configuration of vLLM's workers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
 
 
 def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
-    """For `tensorhub_connect`, in the workers of an engine on this node; hub and run are known by now."""
+    """What `tensorhub_connect` takes in the workers of an engine on this node; hub and run are known by now."""
     location = location_of(given)
     own = {
         "replica": replica,

@@ -24,8 +24,8 @@ from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 logger = get_logger(__name__)
 
 OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited by vLLM's processes
-PROBE_S = 1.0  # how often vLLM is asked whether it lives
-LAST_WORDS_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
+PROBE_INTERVAL_S = 1.0  # how often vLLM is asked whether it lives
+EXIT_DELAY_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
 
 
 class EngineLost(TensorHubError):
@@ -33,12 +33,12 @@ class EngineLost(TensorHubError):
 
 
 def own_engines() -> None:
-    """In the actor, before it starts an engine: its workers end with this process."""
+    """Call in the actor, before it starts an engine: its workers end with this process."""
     os.environ[OWNER_PID] = str(os.getpid())
 
 
 class Lifeline:
-    """In the actor: all its questions to vLLM's workers go through here, and tell whether they live."""
+    """Lives in the actor: all its questions to vLLM's workers go through here, and tell whether they live."""
 
     def __init__(self, engine: Any, worker: str) -> None:
         """engine: AsyncLLM."""
@@ -62,16 +62,16 @@ class Lifeline:
         return answers
 
     async def probe(self) -> None:
-        """As long as the actor. It can be well while vLLM's processes are frozen: only their answer counts."""
+        """Runs until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
         while True:
             if self.engine.errored:
                 self.die(self.engine.dead_error)
             with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
                 await self.rpc("tensorhub_ping")
-            await asyncio.sleep(PROBE_S)
+            await asyncio.sleep(PROBE_INTERVAL_S)
 
     def silent_s(self, follower: Follower | None) -> float:
-        """For how long vLLM has not answered."""
+        """Seconds since vLLM has answered last."""
         if follower is not None and follower.installing_since is not None:
             # Its loop is busy with the installation and answers nothing else; that has its own deadline.
             busy_s = time.monotonic() - follower.installing_since
@@ -84,7 +84,7 @@ class Lifeline:
             return
         self.is_dying = True
         logger.error("%s: vLLM is dead, leaving so that Ray starts this engine again: %s", self.worker, error)
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+        asyncio.get_running_loop().call_later(EXIT_DELAY_S, os._exit, 1)
 
 
 def exit_on_error(task: asyncio.Task[None]) -> None:
@@ -95,7 +95,7 @@ def exit_on_error(task: asyncio.Task[None]) -> None:
 
 
 class OwnedWorkerExtension(TensorHubWorkerExtension):
-    """For the workers of an engine that belongs to an actor."""
+    """Mixed into the workers of an engine that belongs to an actor."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         worker = super().__new__(cls, *args, **kwargs)
@@ -108,7 +108,7 @@ class OwnedWorkerExtension(TensorHubWorkerExtension):
 
 
 def end_with_owner() -> None:
-    """In a worker."""
+    """Call in the worker process: it ends when the actor ends."""
     owner = int(os.environ.get(OWNER_PID, 0))
     try:
         descriptor = os.pidfd_open(owner) if owner else -1
@@ -122,7 +122,7 @@ def end_with_owner() -> None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)  # readable when the process has ended
         poll.poll()
-        if parent not in (1, owner) and os.getppid() == parent:  # not whoever adopts orphans, maybe Ray's own daemon
+        if parent not in (1, owner) and os.getppid() == parent:  # not what adopts orphans, maybe Ray's daemon
             os.kill(parent, signal.SIGKILL)
         os._exit(1)
 

@@ -13,21 +13,21 @@ import ray
 from tensorhub_plugins.vllm.ray.config import node_address
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
-START_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
+START_TIMEOUT_S = 60.0  # an actor's process on a busy machine: seconds; placing it on a cluster that scales: more
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
 def start(**options: Any) -> tuple[Any, str]:
     """The actor and the hub's address. options: for the actor, e.g. its name. Ray ends it when its last handle is gone:
-    whoever starts it keeps the handle."""
-    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(), timeout=START_S)
+    the caller keeps it."""
+    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(), timeout=START_TIMEOUT_S)
     actor_class = ray.remote(_hub_class()).options(max_restarts=-1, max_task_retries=-1, **ON_HEAD, **options)
     actor = actor_class.remote(host, port)
     return actor, address_of(actor)
 
 
 def address_of(actor: Any) -> str:
-    return str(ray.get(actor.address.remote(), timeout=START_S))
+    return str(ray.get(actor.address.remote(), timeout=START_TIMEOUT_S))
 
 
 def run_name(framework: str) -> str:

@@ -62,7 +62,7 @@ class Rehearsal:
 
 
 class Contract:
-    """Of one model. `check` may run in any thread, `rehearse` only where the model does not compute."""
+    """What one model accepts. `check` may run in any thread, `rehearse` only where the model does not compute."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config = model, vllm_config
@@ -221,7 +221,7 @@ class _Place:
 
     @property
     def address(self) -> int:
-        """Of the live memory, which tied parameters share; 0: there is none."""
+        """Address of the live memory, which tied parameters share; 0: there is none."""
         return 0 if self.live is None or self.live.is_meta or not self.live.numel() else self.live.data_ptr()
 
     @property
@@ -283,7 +283,7 @@ class _Recorder(TorchDispatchMode):
         return tuple(sorted(pairs))
 
     def ignored_biases(self) -> tuple[str, ...]:
-        """Biases that nobody took, of layers whose weights were taken."""
+        """Biases that no loader took, of layers whose weights were taken."""
         biases = [name for name in self._tensors if name.endswith("bias") and name not in self.used]
         return tuple(name for name in biases if f"{name.removesuffix('bias')}weight" in self.used)
 

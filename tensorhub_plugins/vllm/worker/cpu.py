@@ -57,7 +57,7 @@ def _living(original: Any) -> Any:
 
 
 def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
-    """Raise UsageError when this CPU engine computes with copies of its weights that nobody can update."""
+    """Raise UsageError when this CPU engine computes with copies of its weights that cannot be updated."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

@@ -17,8 +17,8 @@ What goes in
 
 What it serves afterwards, while the engine generates (`serve_from`)
     "host"   an immutable copy in shared host memory: the staged bytes themselves, or a snapshot after a conversion.
-             Peers on this host map it, and the next install waits for nobody. Takes host memory for two versions,
-             the one served and the one arriving.
+             Peers on this host map it, and the next install does not wait for readers. Takes host memory for two
+             versions, the one served and the one arriving.
     "live"   the engine's own weights in place; no extra memory. Before the next version is "ready" their readers
              are drained.
 With `install="direct"` bytes go from the peer straight into the live weights, while the engine is paused.
@@ -54,7 +54,7 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 60.0
 
-# What else changes the weights; nobody may be reading them then.
+# What else changes the weights; no peer may be reading them then.
 EXTERNAL_CHANGES = ("reload_weights", "start_weight_update")
 
 DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative decoding
@@ -101,11 +101,11 @@ class TensorHubWorkerExtension:
         _updater(self).discard()
 
     def tensorhub_prepare_install(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Before the pause, in a moment between two steps: the install will neither wait nor find another model."""
+        """Call before the pause, between two steps: the install will neither wait nor find another model."""
         _updater(self).prepare_install(timeout_s)
 
     def tensorhub_install(self, version: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-        """While the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
+        """Call while the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
         result = _updater(self).install(version, timeout_s)
         if result["installed"]:
             _forget_encodings(self.model_runner)
@@ -168,7 +168,7 @@ def attached(worker: Any) -> Updater | None:
 
 
 def extend(vllm_config: Any) -> None:
-    """As `worker_extension_cls` does, for a worker that exists already."""
+    """Do what `worker_extension_cls` does, for a worker class that exists already."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     worker_class = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
@@ -330,7 +330,7 @@ def _warn_of_drafts(vllm_config: Any) -> None:
 
 
 def _forget_encodings(model_runner: Any) -> None:
-    """As vLLM's own reload does: what encoders made of inputs under the old weights is stale."""
+    """Do as vLLM's own reload does: what encoders made of inputs under the old weights is stale."""
     for name in ("reset_encoder_cache", "reset_mm_cache"):
         if hasattr(model_runner, name):
             getattr(model_runner, name)()

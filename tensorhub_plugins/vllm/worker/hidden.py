@@ -4,7 +4,7 @@
 
 A model computes with more than its parameters and buffers: tensors kept as plain attributes, in lists and dicts, in the
 closures of functions and in what functools.partial has bound, in quantization methods and attention back ends. Whether
-an update renews those nobody says, so whoever wants to prove that it does has to find them all.
+an update renews those is not said, so a proof that it does has to find them all.
 
 What is found
     Parameters and buffers first, under the names that the model gives them. Then the rest, nearest first, so that what

@@ -22,7 +22,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 
 @contextmanager
 def rebound_references(model: torch.nn.Module) -> Iterator[None]:
-    """For all layers that vLLM's reload processes within this block."""
+    """Applies to all layers that vLLM's reload processes within this block."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     modules = {id(module) for module in model.modules()}

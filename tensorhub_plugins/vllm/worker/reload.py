@@ -51,7 +51,7 @@ def _defined_paddings() -> Iterator[None]:
 
 
 def derived(model: torch.nn.Module) -> list[str]:
-    """Of `weights.tensors`, those that are made from other weights, so that they must change when all weights do."""
+    """Names of those `weights.tensors` that are made from other weights: they must change when all weights do."""
     live = weights.tensors(model)
     names = [name for name in live if name.rpartition(".")[2] in DERIVED_ATTRIBUTES]
     # A model of vLLM has this module; a stand-in in a test need not.

@@ -5,7 +5,7 @@
                      StartFetch > Fetching
     Fetching     a version is on its way into host memory (for a direct install: awaited)
                      Fetched > Ready        FetchFailed > Idle
-    Ready        it is here and verified, and nobody reads the live weights any more
+    Ready        it is here and verified, and no peer reads the live weights any more
                      StartInstall > Installing    Refused, Discard > Idle    StartFetch > Fetching
     Installing   the live weights are being written; every worker of the engine has agreed to it
                      Installed, InstallFailed > Idle
@@ -156,7 +156,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """Nobody reads the live weights any more, and nobody may."""
+    """No peer reads the live weights any more, and none may."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class UpdateState:
     # --- questions ---
 
     def status(self) -> dict[str, Any]:
-        """For people and for the engine's owner, as plain types.
+        """What people and the engine's owner see, as plain types.
 
         state: "idle", "fetching", "ready" (also while it is installed), "failed" (Idle with an error), or "broken"
         (with nothing fetched yet that could mend it).

@@ -153,7 +153,7 @@ class Updater:
         self._handle(update_state.Discard())
 
     def prepare_install(self, timeout_s: float) -> None:
-        """Before the pause, between two steps of the engine: what an install would wait for, or might refuse.
+        """Call before the pause, between two steps of the engine: what an install would wait for, or might refuse.
 
         A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
         live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model.
@@ -265,7 +265,7 @@ class Updater:
             if held.get(version, {}).get(self.position.layout) and not self._conversion.hidden:
                 return Staged(version)
             # No peer has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
-            # and whoever converts needs the checkpoint in host memory anyway.
+            # and a converter needs the checkpoint in host memory anyway.
         staged = self._get(version, self._layouts, deadline, serve=self.config.source == "host")
         assert staged.fetched is not None
         try:
@@ -385,7 +385,7 @@ class Updater:
             self._serve(Staged(version))
 
     def _serve(self, staged: Staged) -> None:
-        """After an install: offer the new version in our layout, then stop offering the one before."""
+        """Runs after an install: offer the new version in our layout, then stop offering the one before."""
         try:
             self._offer(staged)
         except Exception as error:  # the weights are right; only peers cannot have them from here

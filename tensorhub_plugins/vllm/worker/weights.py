@@ -52,7 +52,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As the model has them, the same one under several names too."""
+    """All of them as the model has them, the same one under several names too."""
     for named in (
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
