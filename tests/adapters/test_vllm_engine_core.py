@@ -18,7 +18,8 @@ from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, Ver
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
-from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
 TIMEOUT_S = 20.0
 

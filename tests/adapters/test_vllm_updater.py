@@ -26,7 +26,8 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
-from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
 LAYOUT = "runtime:toy"
 TIMEOUT_S = 20.0

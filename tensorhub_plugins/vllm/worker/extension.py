@@ -47,8 +47,8 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
-from tensorhub_plugins.vllm.worker.updater import ShardPosition, Updater
-from tensorhub_plugins.vllm.worker.votes import engine_gather
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather
 
 logger = get_logger(__name__)
 

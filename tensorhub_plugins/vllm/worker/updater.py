@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +35,9 @@ from tensorhub_plugins.vllm.worker import digests, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
-from tensorhub_plugins.vllm.worker.votes import Gather, all_willing, first_says
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class ShardPosition:
-    """Which part of which replica this worker is, and the runtime layout of that replica."""
-
-    shard: int
-    shard_count: int
-    layout: str
 
 
 class Updater:

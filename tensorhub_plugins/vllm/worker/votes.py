@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
 VOTE_SIZE_BYTES = 32  # a fingerprint, a version and a verdict, or a number
 
 Gather = Callable[[bytes], list[bytes]]  # one VOTE_SIZE_BYTES message per worker of the engine, in shard order
+
+
+@dataclass(frozen=True)
+class ShardPosition:
+    """Which part of which replica this worker is, and the runtime layout of that replica."""
+
+    shard: int
+    shard_count: int
+    layout: str
 
 
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
