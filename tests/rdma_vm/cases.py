@@ -23,13 +23,15 @@ from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
+from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import NotServable, Offer
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.link import WINDOW
 from tensorhub_plugins.core.transports.rdma.rails import find_ports
-from tensorhub_plugins.core.transports.rdma.transport import WINDOW, RdmaTransport
+from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, VerbsError, open_nics
-from tensorhub_plugins.core.transports.stream.link import HEADER
+from tensorhub_plugins.core.transports.stream.messages import HEADER
 from tensorhub_plugins.core.types import (
     ShardKey,
 )
@@ -71,7 +73,7 @@ def all_cases() -> dict[str, Callable[[Crew], None]]:
 
 
 def _conformance(case: str, crew: Crew) -> None:
-    with TransportSuite(RdmaTransport, patience_s=PATIENCE_S) as suite:
+    with TransportSuite(RdmaTransport, patience_s=PATIENCE_S, make_peer=crew.take_peer) as suite:
         reason = suite.skip_reason(case)
         assert reason is None, reason  # nothing is skipped for this one
         suite.run(case)
@@ -87,7 +89,9 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
             manifest = link.open(KEY, 1, deadline=_far())
             assert manifest.size_bytes == manifest_size
             target = {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
-            reading = link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=time.monotonic() + 20)
+            reading = read_equal(
+                link, range(manifest.segment_count), Slab.adopt(target), deadline=time.monotonic() + 20
+            )
             got = [next(reading)]
             if one_sided:  # "ready" is said by the source itself, for all segments at once
                 told = HEADER.size * (manifest.segment_count - WINDOW)
@@ -121,7 +125,7 @@ def wrong_keys_and_closed_memory(crew: Crew) -> None:
             spoil(link)
             began = time.monotonic()
             try:
-                list(link.read(range(manifest.segment_count), Slab.adopt(_blank()), [0], deadline=_far()))
+                list(read_equal(link, range(manifest.segment_count), Slab.adopt(_blank()), deadline=_far()))
             except SourceLost as error:
                 assert time.monotonic() - began < FAR_S / 2
                 return str(error)
@@ -149,7 +153,7 @@ def wrong_keys_and_closed_memory(crew: Crew) -> None:
         link = reader.connect(endpoint, deadline=_far())
         manifest = link.open(KEY, 1, deadline=_far())
         target = Slab.adopt(_blank())
-        reading = link.read(range(manifest.segment_count), target, [0], deadline=_far())
+        reading = read_equal(link, range(manifest.segment_count), target, deadline=_far())
         got = [next(reading)]
         close_memory(link)
         try:
@@ -168,12 +172,12 @@ def queue_pair_in_error(crew: Crew) -> None:
         endpoint = source.serve(SimpleShelf(offer))
         link = reader.connect(endpoint, deadline=_far())
         manifest = link.open(KEY, 1, deadline=_far())
-        for pairs in source._server._dialect._pairs.values():
+        for pairs in source._server._backend._pairs.values():
             for queue_pair in pairs:
                 queue_pair.abort()
         began = time.monotonic()
         try:
-            list(link.read(range(manifest.segment_count), Slab.adopt(_blank()), [0], deadline=_far()))
+            list(read_equal(link, range(manifest.segment_count), Slab.adopt(_blank()), deadline=_far()))
             raise AssertionError("SourceLost was due")
         except SourceLost as error:
             assert "RETRY_EXC_ERR" in str(error), error
@@ -201,11 +205,11 @@ def connections_and_registrations_are_kept(crew: Crew) -> None:
                 link = reader.connect(endpoint, deadline=_far())
                 connections.add((link._connection, link._connection.rails[0] if link._connection.rails else None))
                 manifest = link.open(KEY, 1, deadline=_far())
-                list(link.read(range(manifest.segment_count), target, [0], deadline=_far()))
+                list(read_equal(link, range(manifest.segment_count), target, deadline=_far()))
                 assert link.check(deadline=_far())
                 link.close()
             assert len({connection for connection, _ in connections}) == 1, connections
-            assert sum(map(len, source._server._dialect._pairs.values())) == 1
+            assert sum(map(len, source._server._backend._pairs.values())) == 1
             assert len(registered) == 2, f"{registered} for one source slab and one target slab"
     finally:
         Nic.register = register  # type: ignore[method-assign]
@@ -358,7 +362,7 @@ def source_may_not_lock_memory(crew: Crew) -> None:
         segments = range(link.open(KEY, 1, deadline=_far()).segment_count)
         assert link._ring is not None and link._ring.size_bytes < SIZE_BYTES // 2
         blank = _blank()
-        assert set(link.read(segments, Slab.adopt(blank), [0], deadline=_far())) == set(segments)
+        assert set(read_equal(link, segments, Slab.adopt(blank), deadline=_far())) == set(segments)
         assert torch.equal(blank["a"], tensor_of(1))
         assert link.check(deadline=_far())
         link.close()
@@ -618,7 +622,7 @@ def _read_it(reader: RdmaTransport, endpoint: str) -> None:
     with contextlib.closing(reader.connect(endpoint, deadline=_far())) as link:
         manifest = link.open(KEY, 1, deadline=_far())
         target = _blank()
-        got = list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=_far()))
+        got = list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=_far()))
         assert len(got) == manifest.segment_count and torch.equal(target["a"], tensor_of(1))
         assert link.check(deadline=_far())
 

@@ -8,10 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-from tensorhub_plugins.core.testing import conformance as testing
+from tensorhub_plugins.core.testing.peers import Peer
 
 ANSWER_S_MAX = 120.0  # of a guest that is emulated, on a host that is busy
 
@@ -71,16 +70,14 @@ class Crew:
 
     def __init__(self, members: int, peers: int) -> None:
         self._members = [Member() for _ in range(members)]
-        real = testing.multiprocessing
-        testing.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
-        try:
-            self._peers = [testing._Peer() for _ in range(peers)]
-        finally:
-            testing.multiprocessing = real
-        testing._Peer = self._peers.pop  # the suite asks for a new one when it has killed the last
+        self._peers = [Peer("fork") for _ in range(peers)]
 
     def take(self) -> Member:
         return self._members.pop()
+
+    def take_peer(self) -> Peer:
+        """For the suite, which asks for a new one when it has killed the last."""
+        return self._peers.pop()
 
 
 def _serve(pipe: Any) -> None:

@@ -77,7 +77,7 @@ class QueuePair:
     close = abort
 
 
-class Reader:
+class ReadQueuePair:
     def __init__(self, nic: Nic) -> None:
         self.nic = nic
         self._pair = QueuePair(nic)

@@ -48,13 +48,13 @@ class FaultyExtension(TensorHubWorkerExtension):
         """This whole process stops (SIGSTOP) as it is about to send one more segment to somebody by TCP."""
         sent = itertools.count()
 
-        def payload(dialect, channel, offer, start, stop, deadline):
+        def payload(backend, channel, offer, start, stop, deadline):
             if next(sent) >= segments:
                 os.kill(os.getpid(), signal.SIGSTOP)
                 threading.Event().wait()  # other threads may stop a moment earlier than this one
-            return original(dialect, channel, offer, start, stop, deadline)
+            return original(backend, channel, offer, start, stop, deadline)
 
-        original, tcp._TcpDialect.payload = tcp._TcpDialect.payload, payload
+        original, tcp.TcpSource.segment_payload = tcp.TcpSource.segment_payload, payload
 
     def tensorhub_test_pid(self) -> int:
         return os.getpid()

@@ -27,6 +27,7 @@ import torch
 
 from tensorhub_plugins.core import ShardKey, Slab, SourceLost, TensorSpec
 from tensorhub_plugins.core.testing import SimpleShelf
+from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import Offer, Transport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 
@@ -138,7 +139,7 @@ def _read_repeatedly(transport: Transport, endpoint: str, times: int) -> tuple[i
                 allocating = time.monotonic()
                 target = Slab.allocate(manifest.tensors)
                 began += time.monotonic() - allocating  # which is not what is measured
-            for segment in link.read(range(manifest.segment_count), target, manifest.offsets, deadline=deadline):
+            for segment in read_equal(link, range(manifest.segment_count), target, deadline=deadline):
                 if link.digest(segment) != manifest.digest(segment):
                     raise SystemExit(f"segment {segment} arrived with other bytes")
             if not link.check(deadline=deadline):

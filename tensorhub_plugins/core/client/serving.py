@@ -84,7 +84,7 @@ class Serving:
 
     def publish(self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline) -> None:
         """Offer a whole shard; returns when the hub knows of it. On an error nothing was published."""
-        offer = Offer(key, manifest, slab, birth=self.hub.last_request_id + 1)
+        offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1)
         offer.mark_all_ready()
         was_read = slab in self._fetched
         with self._changed:
@@ -147,7 +147,7 @@ class Serving:
 
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
-            offer = Offer(key, manifest, slab, birth=self._shelf.readings[read].created_after)
+            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].created_after)
             effects = self._shelf.prepare(read, key, offer)
             self._changed.notify_all()
         self._carry_out(effects)
@@ -262,7 +262,7 @@ class Serving:
         copy = self.pool.take_once(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
         for name, tensor in offer.slab.tensors().items():
             copy.write(name, tensor)
-        moved = Offer(key, offer.manifest, copy, birth=offer.birth)
+        moved = Offer(key, offer.manifest, copy, created_after=offer.created_after)
         moved.mark_all_ready()
         with self._changed:
             replaced = self._shelf.replace(key, offer, moved)

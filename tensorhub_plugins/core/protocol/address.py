@@ -1,11 +1,14 @@
-"""Addresses of hubs, and the names of lives."""
+"""Addresses, scheme://host:port, of hubs and of transports; and the names of sessions."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 
 from tensorhub_plugins.core.errors import UsageError
+
+PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 
 
 def new_session() -> bytes:
@@ -13,21 +16,57 @@ def new_session() -> bytes:
     return bytes([os.urandom(1)[0] | 1]) + os.urandom(15)
 
 
+def parse_address(address: str, scheme: str) -> tuple[str, int]:
+    """(host without the brackets of IPv6, port). UsageError when it is no address of this scheme."""
+    prefix = f"{scheme}://"
+    host, _, port = address.removeprefix(prefix).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not address.startswith(prefix) or not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise UsageError(f"{address!r} is no endpoint of {scheme}, which look like {prefix}10.0.0.1:5000")
+    return host, int(port)
+
+
+def format_address(scheme: str, host: str, port: int) -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 def check_address(address: str) -> str:
-    """Return a hub's address, or raise UsageError. ZeroMQ itself takes port 99999 and uses another."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address!r} is no hub address: use tcp://host:port")
+    """Return a hub's address, or raise UsageError."""
+    try:
+        parse_address(address, "tcp")
+    except UsageError as error:
+        raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
     return address
+
+
+def check_advertised(host: str) -> str:
+    """Return a host that peers are told to connect to, or raise UsageError: 0.0.0.0 is none."""
+    try:
+        is_wildcard = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        is_wildcard = not host
+    if is_wildcard:
+        raise UsageError(f"advertise_host={host!r} cannot be connected to: name an address peers can reach")
+    return host
+
+
+def local_host_towards(host: str, port: int = 9) -> str:
+    """This host's address on the way to `host`; nothing is sent. UsageError without a route."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise UsageError(f"there is no route to {host!r}: {error}") from error
 
 
 def address_towards(address: str) -> str:
     """The address of this host's interface that faces the hub, found without sending anything."""
-    host, _, port = check_address(address).removeprefix("tcp://").rpartition(":")
+    host, port = parse_address(check_address(address), "tcp")
     try:
-        family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise UsageError(f"there is no way to the hub at {address}: correct the host's name ({error})") from error
+        return local_host_towards(host, port)
+    except UsageError as error:
+        raise UsageError(
+            f"there is no way to the hub at {address}: correct the host's name ({error.message})"
+        ) from error

@@ -7,20 +7,18 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-)
+from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
-from tensorhub_plugins.core.transports.read_plan import Placement, ReadPlan, check_segments
-from tensorhub_plugins.core.types import (
-    ShardKey,
-)
+from tensorhub_plugins.core.transports.pump import pump
+from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments
+from tensorhub_plugins.core.types import ShardKey
 
 SCHEME = "memory://"
 CLOSED_S = 0.05  # how soon a waiting reader notices that its link was closed
@@ -89,7 +87,7 @@ class MemoryLink:
         self.digests = True
         self.progress = LinkProgress()
 
-    def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
+    def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         self._check_open("open")
         self._release()
 
@@ -99,7 +97,7 @@ class MemoryLink:
                 raise SourceLost("the deadline passed", version=key.version, peer=self._endpoint, phase="open")
 
         try:
-            offer = find_offer(self._shelf, key, lease, check)
+            offer = find_offer(self._shelf, key, as_of, check)
         except VersionGone as error:
             raise VersionGone(error.message, version=key.version, peer=self._endpoint, phase="open") from error
         self._reader = offer.attach(self._cut)
@@ -110,7 +108,7 @@ class MemoryLink:
         self,
         segments: Sequence[int],
         target: Slab,
-        placement: Placement,
+        moves: Sequence[Move],
         *,
         deadline: float,
         more: More | None = None,
@@ -119,42 +117,21 @@ class MemoryLink:
         if self._offer is None:
             raise UsageError("open a version before reading it")
         check_segments(self._offer.manifest, segments)
-        self._plan = ReadPlan(self._offer.manifest, target, placement, digests=self.digests)
+        self._plan = ReadPlan(self._offer.manifest, target, moves, digests=self.digests)
         self.progress.begin_read()
-        return self._read(self._offer, self._plan, deque(segments), deadline, more)
+        stream = _InprocStream(self, self._offer, self._plan, deadline)
+        return self._read(stream, segments, lambda due: more() if more is not None else ())
 
-    def _read(self, offer: Offer, plan: ReadPlan, due: deque[int], deadline: float, more: More | None) -> Iterator[int]:
+    def _read(
+        self, stream: _InprocStream, segments: Sequence[int], additional: Callable[[int], Sequence[int]]
+    ) -> Iterator[int]:
         finished = False
         try:
-            while due:
-                segment = due.popleft()
-                self._await(offer, segment, deadline)
-                with self._guard:
-                    self._check_open("read")
-                    self._copying = True
-                try:
-                    with plan.receiving(segment) as views:
-                        copy_views(offer.slab.readable(*offer.manifest.segment_range(segment)), views)
-                finally:
-                    with self._guard:
-                        self._copying = False
-                self._check_open("read")  # cut off meanwhile: these bytes may be torn
-                yield segment
-                due.extend(more() if more is not None else ())
+            yield from pump(stream, segments, additional)
             finished = True
         finally:
             if not finished:
                 self.close()
-
-    def _await(self, offer: Offer, segment: int, deadline: float) -> None:
-        while not offer.poll_ready(segment, min(deadline, time.monotonic() + CLOSED_S)):
-            self._check_open("read")
-            self.progress.waiting()  # the source shares this process
-            self.progress.delayed(segment)
-            if time.monotonic() >= deadline:
-                break
-        if time.monotonic() >= deadline:
-            raise SourceLost("the deadline passed", version=offer.version, peer=self._endpoint, phase="read")
 
     def digest(self, segment: int) -> bytes:
         if self._plan is None:
@@ -186,3 +163,65 @@ class MemoryLink:
         offer, self._offer = self._offer, None
         if offer is not None:
             offer.detach(self._reader)
+
+
+class _InprocStream:
+    """Segments of a slab of this process: announced by the offer, copied by the thread that reads."""
+
+    window = batch = 1
+
+    def __init__(self, link: MemoryLink, offer: Offer, plan: ReadPlan, deadline: float) -> None:
+        self._link = link
+        self._offer = offer
+        self._plan = plan
+        self._deadline = deadline
+        self._copied: list[int] = []
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._copied)
+
+    def request(self, segments: Sequence[int]) -> None:
+        check_segments(self._offer.manifest, segments)
+
+    def has_input(self) -> bool:
+        return True  # `announced` looks at the offer, and returns soon
+
+    def announced(self, due: deque[int]) -> list[int]:
+        segment, progress = due[0], self._link.progress
+        is_ready = self._offer.poll_ready(segment, 0.0)
+        if not is_ready:
+            progress.delayed(segment)
+            is_ready = self._offer.poll_ready(segment, min(self._deadline, time.monotonic() + CLOSED_S))
+            self._link._check_open("read")
+        if time.monotonic() >= self._deadline:
+            raise SourceLost(
+                "the deadline passed", version=self._offer.version, peer=self._link._endpoint, phase="read"
+            )
+        if is_ready:
+            progress.heard()
+            return [due.popleft()]
+        progress.waiting()  # the source shares this process
+        return []
+
+    def start(self, ready: deque[int]) -> bool:
+        segment, link, offer = ready.popleft(), self._link, self._offer
+        with link._guard:
+            link._check_open("read")
+            link._copying = True
+        try:
+            with self._plan.receiving(segment) as views:
+                copy_views(offer.slab.readable(*offer.manifest.segment_range(segment)), views)
+        finally:
+            with link._guard:
+                link._copying = False
+        link._check_open("read")  # cut off meanwhile: these bytes may be torn
+        self._copied.append(segment)
+        return True
+
+    def finished(self, *, wait: bool) -> list[int]:
+        copied, self._copied = self._copied, []
+        return copied
+
+    def close(self) -> None:
+        pass

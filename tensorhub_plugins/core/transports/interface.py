@@ -42,14 +42,14 @@ class Shelf(Protocol):
         """The offer of this shard, or None when there is none (any more)."""
         ...
 
-    def expect(self, key: ShardKey, lease: int, deadline: float) -> Offer | None:
+    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
         """`find` that waits for an offer that is about to be made, because this worker was told to read the shard.
 
         None at the deadline, an instant of time.monotonic(), and at once when no such offer is to come."""
         ...
 
 
-def find_offer(shelf: Shelf, key: ShardKey, lease: int, check: Callable[[], None]) -> Offer:
+def find_offer(shelf: Shelf, key: ShardKey, as_of: int, check: Callable[[], None]) -> Offer:
     """The offer that a reader was granted, waited for where it is about to be made. VersionGone without one.
 
     check: called now and then while this waits; raises what ends the wait."""
@@ -58,10 +58,10 @@ def find_offer(shelf: Shelf, key: ShardKey, lease: int, check: Callable[[], None
     while offer is None:
         check()
         looks_at = min(expires_at, time.monotonic() + CHECK_S)
-        offer = shelf.expect(key, lease, looks_at)
+        offer = shelf.expect(key, as_of, looks_at)
         if looks_at == expires_at or time.monotonic() < looks_at:  # in vain, or no such offer is to come
             break
-    if offer is None or offer.birth > lease:
+    if offer is None or offer.created_after > as_of:
         raise VersionGone("the source does not offer it")
     return offer
 
@@ -133,28 +133,29 @@ class Link(Protocol):
     progress: LinkProgress
     digests: bool
 
-    def open(self, key: ShardKey, lease: int, *, deadline: float) -> Manifest:
+    def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport.
 
-        lease: the grant's `as_of`; an offer that is younger is another one."""
+        as_of: the grant's; an offer that was created after it is another one."""
         ...
 
     def read(
         self,
         segments: Sequence[int],
         target: Slab,
-        placement: Sequence[int] | Sequence[Move],
+        moves: Sequence[Move],
         *,
         deadline: float,
         more: More | None = None,
     ) -> Iterator[int]:
         """Read these segments into `target` and yield each once its bytes are in place, in any order.
 
-        more: asked after every segment for what else is to be read, so that the source never runs out of work.
+        more: asked again and again for what else is to be read, so that the source never runs out of work; the read
+        ends when all has arrived and there is no more.
 
-        placement: the moves of `reads.plan`; or, when tensors are wanted whole or not at all, for every tensor of the
-        source's manifest its stream offset in `target`, -1: not wanted. A segment
-        that was not yielded may hold anything. An iterator that is not exhausted costs the link. Raises SourceLost.
+        moves: which bytes of the source's stream go where in the target's, in the source's order, as `moves.plan`
+        makes them; what is in none is not wanted. A segment that was not yielded may hold anything. An iterator that
+        is not exhausted costs the link. Raises SourceLost.
         """
         ...
 

@@ -24,10 +24,12 @@ class Offer:
     what it has verified.
     """
 
-    def __init__(self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0, *, birth: int = 0) -> None:
-        """birth: a number of the session with the hub from before the hub was told of it."""
+    def __init__(
+        self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0, *, created_after: int = 0
+    ) -> None:
+        """created_after: a `request_id` of the session with the hub from before the hub was told of this offer."""
         self.key = key
-        self.birth = birth
+        self.created_after = created_after
         self.manifest = manifest
         self.slab = slab
         self.epoch = epoch  # told to readers, who compare it after reading

@@ -10,34 +10,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias, cast
 
 import numpy as np
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import (
-    Manifest,
-)
+from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import digest_of
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.runs import Extents
 from tensorhub_plugins.core.memory.slab import Slab
 
-NOT_WANTED = -1
-
-Placement: TypeAlias = "Sequence[int] | Sequence[Move]"
-
-
-def _moves(manifest: Manifest, placement: Placement) -> Iterator[tuple[int, int, int]]:
-    """(offset in the source, offset in the target, size) of what is wanted, in the source's order."""
-    if placement and isinstance(placement[0], tuple):
-        yield from cast("Sequence[Move]", placement)
-        return
-    if len(placement) != len(manifest.tensors):
-        raise UsageError(f"{len(placement)} placements for {len(manifest.tensors)} tensors of the source")
-    for spec, start, place in zip(manifest.tensors, manifest.offsets, cast("Sequence[int]", placement), strict=True):
-        if place != NOT_WANTED and spec.size_bytes:
-            yield start, place, spec.size_bytes
+UNWANTED = -1
 
 
 def check_segments(manifest: Manifest, segments: Iterable[int]) -> None:
@@ -50,43 +33,45 @@ def check_segments(manifest: Manifest, segments: Iterable[int]) -> None:
 class ReadPlan:
     """One read: a source's manifest laid over a target slab, and the digests of what has arrived."""
 
-    def __init__(self, manifest: Manifest, target: Slab, placement: Placement, *, digests: bool = True) -> None:
-        """UsageError when bytes would land outside the target. digests: compute them; else none is known."""
+    def __init__(self, manifest: Manifest, target: Slab, moves: Sequence[Move], *, digests: bool = True) -> None:
+        """moves: what of the source is wanted, and where, in the source's order. UsageError when bytes would land
+        outside the target. digests: compute them; else none is known."""
         self._computes = digests
         self._manifest = manifest
         self._target = target
         self._digests: dict[int, bytes] = {}
         self._starts: list[int] = []  # in the source's stream
-        self._places: list[int] = []  # in the target's stream, or NOT_WANTED
+        self._offsets: list[int] = []  # in the target's stream, or UNWANTED
         end = 0
-        for start, place, size_bytes in _moves(manifest, placement):
-            if not 0 <= place <= target.size_bytes - size_bytes or not end <= start <= manifest.size_bytes - size_bytes:
+        for start, offset, size_bytes in moves:
+            fits = 0 <= offset <= target.size_bytes - size_bytes
+            if not fits or not end <= start <= manifest.size_bytes - size_bytes:
                 raise UsageError(
-                    f"{size_bytes} bytes at offset {start} of the source do not fit at offset {place} of a target of "
+                    f"{size_bytes} bytes at offset {start} of the source do not fit at offset {offset} of a target of "
                     f"{target.size_bytes} bytes"
                 )
             if start > end:
-                self._stretch(end, NOT_WANTED)
-            self._stretch(start, place)
+                self._stretch(end, UNWANTED)
+            self._stretch(start, offset)
             end = start + size_bytes
         if end < manifest.size_bytes:
-            self._stretch(end, NOT_WANTED)
+            self._stretch(end, UNWANTED)
 
-    def _stretch(self, start: int, place: int) -> None:
-        if self._places:
-            before = self._places[-1]
-            follows = place == NOT_WANTED if before == NOT_WANTED else before + start - self._starts[-1] == place
+    def _stretch(self, start: int, offset: int) -> None:
+        if self._offsets:
+            before = self._offsets[-1]
+            follows = offset == UNWANTED if before == UNWANTED else before + start - self._starts[-1] == offset
             if follows:
                 return
         self._starts.append(start)
-        self._places.append(place)
+        self._offsets.append(offset)
 
     @contextmanager
     def receiving(self, segment: int) -> Iterator[list[memoryview]]:
         """Memory for exactly this segment's bytes, in order. Left without an exception, the bytes are digested (so that
         the caller can verify them) and, for a device, committed. Unwanted bytes go to memory that is dropped."""
         pieces = list(self._pieces(*self._manifest.segment_range(segment)))
-        wanted = [(place, place + count) for place, count in pieces if place != NOT_WANTED]
+        wanted = [(offset, offset + count) for offset, count in pieces if offset != UNWANTED]
         with self._target.writable_ranges(wanted) as views:
             if len(wanted) != len(pieces):
                 views = _with_spill(pieces, views)
@@ -98,8 +83,8 @@ class ReadPlan:
         """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,
         or where part of it is not wanted."""
         extents = []
-        for place, size_bytes in self._pieces(start, stop):
-            of_piece = None if place == NOT_WANTED else self._target.addresses(place, place + size_bytes)
+        for offset, size_bytes in self._pieces(start, stop):
+            of_piece = None if offset == UNWANTED else self._target.addresses(offset, offset + size_bytes)
             if of_piece is None:
                 return None
             extents.append(of_piece)
@@ -112,12 +97,12 @@ class ReadPlan:
         return self._digests[segment]
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(place in the target or NOT_WANTED, size) of the parts of a source range."""
+        """(offset in the target or UNWANTED, size) of the parts of a source range."""
         index = bisect_right(self._starts, start) - 1
         while start < stop:
             end = min(stop, self._starts[index + 1]) if index + 1 < len(self._starts) else stop
-            place = self._places[index]
-            yield (place if place == NOT_WANTED else place + start - self._starts[index]), end - start
+            offset = self._offsets[index]
+            yield (offset if offset == UNWANTED else offset + start - self._starts[index]), end - start
             start = end
             index += 1
 
@@ -125,13 +110,13 @@ class ReadPlan:
 def _with_spill(pieces: Sequence[tuple[int, int]], views: Sequence[memoryview]) -> list[memoryview]:
     """The views of the wanted pieces with memory for the unwanted ones between them."""
     merged: list[memoryview] = []
-    rest = iter(views)
-    for place, count in pieces:
-        if place == NOT_WANTED:
+    pending = iter(views)
+    for offset, count in pieces:
+        if offset == UNWANTED:
             merged.append(memoryview(bytearray(count)))
             continue
         while count:  # one piece may be several views
-            view = next(rest)
+            view = next(pending)
             merged.append(view)
             count -= len(view)
     return merged

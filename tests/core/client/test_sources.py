@@ -39,7 +39,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import inproc as memory
 from tensorhub_plugins.core.transports import tcp
-from tensorhub_plugins.core.transports.stream import link as _wire
+from tensorhub_plugins.core.transports.stream import source as stream_source
 
 # --- a reader becomes a source ---
 
@@ -88,7 +88,7 @@ def test_serving_can_be_switched_off(stage):
 
 
 def test_a_source_that_waits_itself_is_not_given_up(stage, progress, monkeypatch):
-    monkeypatch.setattr(_wire, "ALIVE_S", 0.2)
+    monkeypatch.setattr(stream_source, "ALIVE_S", 0.2)
     limits = TransferLimits(stall_s=3.0)  # on a busy machine the source may be late by a second
     trainer, rollout = stage.client("trainer"), stage.client("rollout", limits=limits)
     trainer.publish(1, tensors_of(1))

@@ -27,7 +27,7 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
-from tensorhub_plugins.core.transports.shm import transport as shm
+from tensorhub_plugins.core.transports.shm.source import ShmSource
 
 SOON_S = 30.0  # for what happens at once unless something is broken
 TIMEOUT_S = 120.0  # of a read: an error that came only then would be far beyond SOON_S
@@ -366,7 +366,7 @@ def test_addresses_asked_for_just_before_a_move_are_not_given_out(client, monkey
     trainer.publish(1, live, copy=False)
     offer = trainer.find(ShardKey(1, CHECKPOINT))
     moved = {"w": live["w"].clone()}
-    addresses = shm._ShmDialect.addresses
+    addresses = ShmSource.addresses
     calls: list[int] = []
 
     def move_meanwhile(self, asked):
@@ -377,7 +377,7 @@ def test_addresses_asked_for_just_before_a_move_are_not_given_out(client, monkey
             live["w"].zero_()
         return found
 
-    monkeypatch.setattr(shm._ShmDialect, "addresses", move_meanwhile)
+    monkeypatch.setattr(ShmSource, "addresses", move_meanwhile)
     fetched = rollout.fetch()
     assert len(calls) == 2 and fetched.report.losses == () and same(fetched.tensors(), moved)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,16 @@ from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
+from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, create
+from tensorhub_plugins.core.transports.rdma import link as rdma_link
+from tensorhub_plugins.core.transports.rdma import source as rdma_source
 from tensorhub_plugins.core.transports.rdma import transport as rdma
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.messages import RING_SLOTS, Taken
 from tensorhub_plugins.core.transports.rdma.rails import Port
+from tensorhub_plugins.core.transports.rdma.registration import ADOPTED_MAX
+from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import (
     ShardKey,
 )
@@ -49,8 +56,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes()
     monkeypatch.setattr(rdma, "find_ports", lambda gid_index=None: (found.ports, []))
     monkeypatch.setattr(rdma, "open_nics", found.open)
-    monkeypatch.setattr(rdma, "Reader", rdma_fakes.Reader)
-    monkeypatch.setattr(rdma, "QueuePair", rdma_fakes.QueuePair)
+    monkeypatch.setattr(rdma_link, "ReadQueuePair", rdma_fakes.ReadQueuePair)
+    monkeypatch.setattr(rdma_source, "QueuePair", rdma_fakes.QueuePair)
     return found
 
 
@@ -91,12 +98,12 @@ def serving(**options: Any) -> Iterator[tuple[rdma.RdmaTransport, Offer, str]]:
         offer.withdraw()
 
 
-def read(reader: rdma.RdmaTransport, endpoint: str) -> rdma.RdmaLink:
+def read(reader: rdma.RdmaTransport, endpoint: str) -> rdma_link.RdmaLink:
     """Everything, checked; the link is returned, not closed."""
     link = reader.connect(endpoint, deadline=far())
     manifest = link.open(KEY, 1, deadline=far())
     target = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
-    got = list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=far()))
+    got = list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=far()))
     assert sorted(got) == list(range(manifest.segment_count))
     assert torch.equal(target["a"], content())
     assert link.check(deadline=far())
@@ -133,7 +140,7 @@ def test_a_kept_connection_whose_source_has_gone_is_not_used() -> None:
 
 
 def test_the_source_closes_the_oldest_of_too_many_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma, "IDLE_AT_SOURCE_MAX", 2)
+    monkeypatch.setattr(rdma_source, "IDLE_AT_SOURCE_MAX", 2)
     with serving() as (_, _, endpoint), contextlib.ExitStack() as stack:
         links = []
         for _ in range(3):
@@ -158,25 +165,25 @@ def test_several_rails_share_the_segments(fakes: Fakes) -> None:
 
 def test_a_rail_that_does_not_carry_is_left_out(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.ports = [port("fake0"), port("fake1")]
-    poll = rdma_fakes.Reader.poll
+    poll = rdma_fakes.ReadQueuePair.poll
 
-    def broken(self: rdma_fakes.Reader) -> list[int]:
+    def broken(self: rdma_fakes.ReadQueuePair) -> list[int]:
         if self.nic.port.device == "fake0":
             raise _verbs.ReadFailed("RETRY_EXC_ERR")
         return poll(self)
 
-    monkeypatch.setattr(rdma_fakes.Reader, "poll", broken)
+    monkeypatch.setattr(rdma_fakes.ReadQueuePair, "poll", broken)
     with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
         assert [rail.nic for rail in read(reader, endpoint)._connection.rails] == [1]
 
 
 def test_a_source_that_no_rail_reaches_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: rdma_fakes.Reader) -> list[int]:
+    def broken(self: rdma_fakes.ReadQueuePair) -> list[int]:
         raise _verbs.ReadFailed("RETRY_EXC_ERR")
 
     with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(rdma_fakes.Reader, "poll", broken)
+            patch.setattr(rdma_fakes.ReadQueuePair, "poll", broken)
             with pytest.raises(NotServable, match="RETRY_EXC_ERR"):
                 reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
         with pytest.raises(SourceLost, match="a moment ago"):
@@ -203,33 +210,40 @@ def test_a_source_that_cannot_register_its_memory_sends_it_through_a_ring(fakes:
             for _ in range(3):
                 read(reader, endpoint).close()
             assert read(reader, endpoint)._ring is not None
-        ring = rdma.RING_PLACES * SEGMENT
+        ring = RING_SLOTS * SEGMENT
         assert [size for _, size in source.nics[0].registered] == [max(4096, ring)], "made once, and only that"
 
 
-def test_the_places_of_a_ring_are_filled_again_only_when_they_were_taken(fakes: Fakes) -> None:
+def test_the_slots_of_a_ring_are_filled_again_only_when_they_were_taken(fakes: Fakes) -> None:
     """A reader that never says so: the source stops after as many segments, and the bytes there stay what they were."""
     fakes.limit = SIZE // 2
     with serving() as (source, _, endpoint):
         fakes.limit = None
         with contextlib.closing(rdma.RdmaTransport()) as reader:
             link = reader.connect(endpoint, deadline=far())
-            link.open(KEY, 1, deadline=far())
+            manifest = link.open(KEY, 1, deadline=far())
             channel = link._connection.channel
-            link._request(channel, range(SIZE // SEGMENT), far())
-            places = [link._next_is_ready(channel, segment, far()) for segment in range(rdma.RING_PLACES)]
-            assert places == list(range(rdma.RING_PLACES))
-            (ring,) = source._server._dialect._rings.values()
+            with Slab.allocate(manifest.tensors) as target:
+                plan = ReadPlan(manifest, target, [])
+            stream = rdma_link._RdmaStream(link, manifest, plan, far())
+            stream.request(range(SIZE // SEGMENT))
+            slots = []
+            for segment in range(RING_SLOTS):
+                stream.announced(deque([segment]))
+                slots.append(stream._slots[segment])
+            assert slots == list(range(RING_SLOTS))
+            (ring,) = source._server._backend._rings.values()
             assert ring.is_full and not channel.has_input()
-            want = [content()[place * SEGMENT : (place + 1) * SEGMENT].numpy().tobytes() for place in places]
-            assert bytes(ring._memory.view[: rdma.RING_PLACES * SEGMENT]) == b"".join(want)
-            rdma._tell(channel, rdma.Taken(2), far())
-            assert link._next_is_ready(channel, rdma.RING_PLACES, far()) == 2
+            want = [content()[slot * SEGMENT : (slot + 1) * SEGMENT].numpy().tobytes() for slot in slots]
+            assert bytes(ring._memory.view[: RING_SLOTS * SEGMENT]) == b"".join(want)
+            channel.send_message(Taken(2), far())
+            stream.announced(deque([RING_SLOTS]))
+            assert stream._slots[RING_SLOTS] == 2
             link.close()
 
 
 def test_a_source_that_can_register_nothing_says_so(fakes: Fakes) -> None:
-    fakes.limit = rdma.RING_PLACES * SEGMENT - 1
+    fakes.limit = RING_SLOTS * SEGMENT - 1
     with serving() as (_, _, endpoint):
         fakes.limit = None
         with contextlib.closing(rdma.RdmaTransport()) as reader, pytest.raises(NotServable, match="ulimit -l"):
@@ -258,7 +272,7 @@ def test_one_link_reads_offers_of_small_segments_and_then_of_big_ones_through_st
             for offer in offers:
                 manifest = link.open(offer.key, 1, deadline=far())
                 target = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
-                list(link.read(range(manifest.segment_count), Slab.adopt(target), [0], deadline=far()))
+                list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=far()))
                 assert torch.equal(target["a"], content())
                 reader.nics[0].left = 40_000  # what was registered for the first is free again
             link.close()
@@ -293,11 +307,11 @@ def test_live_tensors_stay_registered_while_they_are_the_same() -> None:
         tensors["a"] = torch.zeros(SIZE, dtype=torch.uint8)
         assert not memory._adopted, "kept after its tensor had gone"
         assert keys() not in (first, second)
-        for _ in range(rdma.ADOPTED_MAX + 1):
+        for _ in range(ADOPTED_MAX + 1):
             tensors = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
             kept = [tensors]
             memory.of(Slab.adopt(tensors))
-        assert kept and len(memory._adopted) <= rdma.ADOPTED_MAX
+        assert kept and len(memory._adopted) <= ADOPTED_MAX
 
 
 def test_bytes_go_nowhere_once_the_offer_is_withdrawn() -> None:
@@ -305,7 +319,7 @@ def test_bytes_go_nowhere_once_the_offer_is_withdrawn() -> None:
     with serving() as (source, offer, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
         link = reader.connect(endpoint, deadline=far())
         link.open(KEY, 1, deadline=far())
-        (pairs,) = source._server._dialect._pairs.values()
+        (pairs,) = source._server._backend._pairs.values()
         assert pairs[0].endpoint.queue_pair in rdma_fakes._pairs
         offer.withdraw()
         assert pairs[0].endpoint.queue_pair not in rdma_fakes._pairs

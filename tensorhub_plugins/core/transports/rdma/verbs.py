@@ -412,7 +412,7 @@ class Ring(Generic[Token]):
 ReadRequest = tuple[int, int, int, int, int]  # remote address, remote key, local address, local key, size in bytes
 
 
-class Reader(Generic[Token]):
+class ReadQueuePair(Generic[Token]):
     """A queue pair that reads, its ring and its completions. Used by one thread."""
 
     def __init__(self, nic: Nic) -> None:

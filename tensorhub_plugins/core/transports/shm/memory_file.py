@@ -2,9 +2,9 @@
 
 Memory that is read once is read with preadv, which is faster than the page faults of a mapping, scatters into thousands
 of tiny tensors in one call, and fails where a file is cut. A trainer writes every version into the same few slabs:
-memory that is met again is mapped, and stays so (`Mappings`), as that makes one copy at memcpy's speed of it. So that
-a mapping never holds memory its owner has let go of, or died with, a pipe comes with the file whose other end only the
-owner has: when that closes, the mapping goes.
+memory that is read again is mapped, and stays so (`MappingCache`), as that makes one copy at memcpy's speed of it. So
+that a mapping never holds memory its owner has let go of, or died with, a pipe comes with the file whose other end only
+the owner has: when that closes, the mapping goes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.copying import copy_views
-from tensorhub_plugins.core.transports.stream.link import IOV_MAX, rest
+from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 
 PIECES_MAX = 16  # of a copy from a mapping: each takes a call from here, where preadv takes one for all of them
-MAPPINGS_MAX = 32  # slabs that a reader meets again: a few of each shard's trainer, and of peers
+MAPPINGS_MAX = 32  # slabs that a reader reads again: a few of each shard's trainer, and of peers
 
 _Identity: TypeAlias = "tuple[int, int, int]"  # of a file: device, inode, size
 
@@ -75,7 +75,7 @@ class MemoryFile:
                 if not count:
                     raise ProtocolError("the source's memory ends before its manifest does")
                 at += count
-                batch = rest(batch, count)
+                batch = remaining_buffers(batch, count)
 
     def close(self) -> None:
         self._mapped = None
@@ -98,22 +98,22 @@ def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
 
 
 @dataclass
-class _Kept:
-    """Memory that was met. lifeline: the end of a pipe whose other end its owner has."""
+class _Entry:
+    """Memory that was read. owner_liveness_fd: the end of a pipe whose other end its owner has."""
 
-    lifeline: int
-    meetings: int = 0
+    owner_liveness_fd: int
+    access_count: int = 0
     memory: memoryview | None = None
 
 
-class Mappings:
+class MappingCache:
     """What this process keeps mapped of others, each as long as its owner has it. Thread-safe."""
 
     def __init__(self, map_from: int = 2) -> None:
-        """map_from: which time memory is met it is mapped."""
+        """map_from: at which access memory is mapped."""
         self._map_from = map_from
         self._guard = threading.Lock()
-        self._kept: OrderedDict[_Identity, _Kept] = OrderedDict()  # those met last at the end
+        self._entries: OrderedDict[_Identity, _Entry] = OrderedDict()  # least recently used first
         self._watcher: threading.Thread | None = None
         self._wake_out, self._wake_in = socket.socketpair()
         self._closed = False
@@ -121,38 +121,38 @@ class Mappings:
     def __len__(self) -> int:
         """How many are mapped."""
         with self._guard:
-            return sum(kept.memory is not None for kept in self._kept.values())
+            return sum(entry.memory is not None for entry in self._entries.values())
 
-    def meet(self, fd: int, lifeline: int) -> memoryview | None:
-        """All bytes of this file, if it is worth it and safe to map it. Takes `lifeline` over, and not `fd`."""
+    def get_or_map(self, fd: int, owner_liveness_fd: int) -> memoryview | None:
+        """All bytes of this file, if it is worth it and safe to map it. Takes over `owner_liveness_fd`, not `fd`."""
         status = os.fstat(fd)
         identity = status.st_dev, status.st_ino, status.st_size
         with self._guard:
-            if identity in self._kept and _is_over(self._kept[identity].lifeline):
+            if identity in self._entries and _is_over(self._entries[identity].owner_liveness_fd):
                 self._drop(identity)  # the number was given to another file since
-            if identity in self._kept or self._closed or not _is_sealed(fd):
-                os.close(lifeline)
+            if identity in self._entries or self._closed or not _is_sealed(fd):
+                os.close(owner_liveness_fd)
             else:
-                self._kept[identity] = _Kept(lifeline)
+                self._entries[identity] = _Entry(owner_liveness_fd)
                 self._watch()
-            kept = self._kept.get(identity)
-            if kept is None:
+            entry = self._entries.get(identity)
+            if entry is None:
                 return None
-            self._kept.move_to_end(identity)
-            kept.meetings += 1
-            if kept.memory is None and kept.meetings >= self._map_from:
+            self._entries.move_to_end(identity)
+            entry.access_count += 1
+            if entry.memory is None and entry.access_count >= self._map_from:
                 # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
                 with contextlib.suppress(OSError, ValueError):
-                    kept.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
-            while len(self._kept) > MAPPINGS_MAX:
-                self._drop(next(iter(self._kept)))
-            return kept.memory
+                    entry.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
+            while len(self._entries) > MAPPINGS_MAX:
+                self._drop(next(iter(self._entries)))
+            return entry.memory
 
     def close(self) -> None:
         """Idempotent. What is being read stays until it has been."""
         with self._guard:
             self._closed = True
-            for identity in list(self._kept):
+            for identity in list(self._entries):
                 self._drop(identity)
             watcher, self._watcher = self._watcher, None
             self._wake_in.close()
@@ -162,7 +162,7 @@ class Mappings:
 
     def _drop(self, identity: _Identity) -> None:
         """With the guard. The memory is unmapped when nobody reads it any more."""
-        os.close(self._kept.pop(identity).lifeline)
+        os.close(self._entries.pop(identity).owner_liveness_fd)
 
     def _watch(self) -> None:
         """With the guard: see to it that the watcher looks at what is kept now."""
@@ -179,21 +179,22 @@ class Mappings:
                 if self._closed:
                     return
                 # Their numbers alone: a name for one of them here would keep its memory for as long as is waited.
-                for lifeline in [kept.lifeline for kept in self._kept.values()]:
-                    poll.register(lifeline, 0)  # nothing is ever written: it is over, or it is not
+                for liveness_fd in [entry.owner_liveness_fd for entry in self._entries.values()]:
+                    poll.register(liveness_fd, 0)  # nothing is ever written: it is over, or it is not
             poll.poll()
             with self._guard:
                 if self._closed:
                     return
                 with contextlib.suppress(BlockingIOError):
                     self._wake_out.recv(4096, socket.MSG_DONTWAIT)
-                for identity in [identity for identity, kept in self._kept.items() if _is_over(kept.lifeline)]:
+                ended = [identity for identity, entry in self._entries.items() if _is_over(entry.owner_liveness_fd)]
+                for identity in ended:
                     self._drop(identity)
 
 
-def _is_over(lifeline: int) -> bool:
+def _is_over(fd: int) -> bool:
     poll = select.poll()
-    poll.register(lifeline, 0)
+    poll.register(fd, 0)
     return bool(poll.poll(0))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.memory.runs import Extents, cut_extents
-from tensorhub_plugins.core.transports.stream.link import IOV_MAX
+from tensorhub_plugins.core.transports.stream.channel import IOV_MAX
 
 YAMA_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 PR_SET_PTRACER = 0x59616D61

@@ -1,0 +1,283 @@
+"""The other ends of the conformance suite: shelves, sources, readers and impostors, in this process or another."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core.errors import SourceLost
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.protocol.address import format_address, parse_address
+from tensorhub_plugins.core.testing.material import (
+    FAR_S,
+    SEGMENT_SIZE_BYTES,
+    ConformanceError,
+    far,
+    make_tensor,
+    read_equal,
+)
+from tensorhub_plugins.core.transports import Link, Offer, Transport
+from tensorhub_plugins.core.types import ShardKey
+
+MakeTransport = Callable[[], Transport]
+
+
+class SimpleShelf:
+    """Offers by shard, in a dictionary. The client has its own; this one is for tests and examples."""
+
+    def __init__(self, *offers: Offer) -> None:
+        self._offers = {offer.key: offer for offer in offers}
+        self._changed = threading.Condition()
+        self._expected: set[ShardKey] = set()
+        self.waiting = 0  # threads that wait in `expect`
+
+    def put(self, offer: Offer) -> Offer:
+        with self._changed:
+            self._offers[offer.key] = offer
+            self._expected.discard(offer.key)
+            self._changed.notify_all()
+        return offer
+
+    def announce(self, key: ShardKey) -> None:
+        """An offer of this shard is about to be `put`."""
+        self._expected.add(key)
+
+    def find(self, key: ShardKey) -> Offer | None:
+        offer = self._offers.get(key)
+        return None if offer is None or offer.withdrawn else offer
+
+    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
+        with self._changed:
+            self.waiting += 1
+            self._changed.wait_for(lambda: key not in self._expected, deadline - time.monotonic())
+            self.waiting -= 1
+            return self.find(key)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A stream socket behind an endpoint. fresh: where an impostor may listen."""
+
+    family: socket.AddressFamily
+    name: Any
+    fresh: Any
+    endpoint: Callable[[Any], str]
+
+
+def address_of(endpoint: str) -> Address | None:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme in ("tcp", "rdma"):
+        host, port = parse_address(endpoint, scheme)
+        return Address(socket.AF_INET, (host, port), (host, 0), lambda name: format_address(scheme, *name))
+    if scheme == "shm":
+        fresh = f"\0conformance-{os.getpid()}-{time.monotonic_ns()}"
+        return Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: "shm://" + bytes(name[1:]).decode())
+    return None
+
+
+class Source:
+    """A serving transport of this process and what it offers."""
+
+    def __init__(self, transport: Transport, slabs: str) -> None:
+        self.transport = transport
+        self.slabs = slabs
+        self.shelf = SimpleShelf()
+        self.endpoint = transport.serve(self.shelf)
+        self.offers: list[Offer] = []
+
+    def offer(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        key: ShardKey | None = None,
+        version: int = 1,
+        kind: str | None = None,
+        ready: bool = True,
+        segment_size_bytes: int = SEGMENT_SIZE_BYTES,
+    ) -> Offer:
+        if (kind or self.slabs) == "adopted":
+            slab = Slab.adopt(dict(tensors))
+        else:
+            slab = Slab.allocate([spec_of(name, tensor) for name, tensor in tensors.items()])
+            for name, tensor in tensors.items():
+                slab.write(name, tensor)
+        key = key or ShardKey(version, "checkpoint")
+        offer = self.shelf.put(Offer(key, slab.manifest(segment_size_bytes), slab, epoch=len(self.offers)))
+        self.offers.append(offer)
+        if ready:
+            offer.mark_all_ready()
+        return offer
+
+
+class Victim:
+    """Reads in a thread of its own, and says when it has got more than `count` segments or can get no more."""
+
+    def __init__(self, link: Link, manifest: Manifest, slab: Slab, count: int) -> None:
+        self.reached = threading.Event()
+        self.got: list[int] = []
+        self.torn: list[int] = []
+        self.thread = threading.Thread(target=self._run, args=(link, manifest, slab, count), daemon=True)
+        self.thread.start()
+
+    def _run(self, link: Link, manifest: Manifest, slab: Slab, count: int) -> None:
+        try:
+            for segment in read_equal(link, range(manifest.segment_count), slab, deadline=far()):
+                self.got.append(segment)
+                if link.digest(segment) != manifest.digest(segment):
+                    self.torn.append(segment)
+                if len(self.got) > count:
+                    self.reached.set()
+        except SourceLost:
+            pass
+        finally:
+            self.reached.set()
+
+
+class Peer:
+    """Another process that does what it is asked."""
+
+    def __init__(self, method: str = "spawn") -> None:
+        """method: a fork of a process with threads may hang; where there are none yet it is quicker."""
+        context: Any = multiprocessing.get_context(method)
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_peer_main, args=(child,), daemon=True)
+        self._process.start()
+        child.close()
+
+    def ask(self, what: str, *arguments: object) -> Any:
+        self._pipe.send((what, arguments))
+        if not self._pipe.poll(FAR_S):
+            raise ConformanceError(f"the other process did not {what} within {FAR_S:g} s")
+        answer = self._pipe.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def alive(self) -> bool:
+        return bool(self._process.is_alive())
+
+    def freeze(self) -> None:
+        """Returns when it has stopped."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def thaw(self) -> None:
+        if self.alive() and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead, and makes sure that this is what it died of."""
+        alive = self.alive()
+        self._process.kill()
+        self._process.join(FAR_S)
+        self._pipe.close()
+        if alive and self._process.exitcode != -signal.SIGKILL:
+            raise ConformanceError(f"the other process ended with {self._process.exitcode}, not by our SIGKILL")
+
+
+@dataclass
+class Remote:
+    """A source in another process, with the first half of its segments ready."""
+
+    peer: Peer
+    make: MakeTransport
+    slabs: str
+    key: ShardKey = field(default=ShardKey(7, "checkpoint"))
+    endpoint: str = ""
+
+    def __enter__(self) -> Remote:
+        self.endpoint = self.peer.ask("serve", self.make, self.slabs, self.key)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.peer.alive():
+            self.peer.ask("end")
+
+    def open(self, reader: Transport) -> tuple[Link, Manifest, dict[str, torch.Tensor]]:
+        link = reader.connect(self.endpoint, deadline=far())
+        return link, link.open(self.key, 1, deadline=far()), remote_tensors()
+
+
+def remote_tensors() -> dict[str, torch.Tensor]:
+    return {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=26)}
+
+
+def open_at(reader: Transport, endpoint: str, key: ShardKey, deadline: float) -> None:
+    """Connect and open: a frozen process' kernel may still accept the connection."""
+    with contextlib.closing(reader.connect(endpoint, deadline=deadline)) as link:
+        link.open(key, 1, deadline=deadline)
+
+
+@contextlib.contextmanager
+def impostor(listener: socket.socket, greeting: bytes | None) -> Iterator[None]:
+    """Whoever connects is told this and then nothing more (None: nothing at all; empty: it is hung up on)."""
+    done = threading.Event()
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(greeting or b"")
+            if greeting != b"":
+                done.wait(FAR_S)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _peer_main(pipe: Connection) -> None:
+    """Serve or read as asked until the pipe closes."""
+    transports: list[Transport] = []
+    kept: list[object] = []
+    while True:
+        try:
+            what, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if what == "serve":
+                make, slabs, key = arguments
+                source = Source(make(), slabs)
+                kept.append(source)
+                offer = source.offer(remote_tensors(), key=key, ready=False)
+                for segment in range(offer.manifest.segment_count // 2):
+                    offer.mark_ready(segment)
+                transports.append(source.transport)
+                pipe.send(source.endpoint)
+            elif what == "read":
+                make, endpoint, key, count = arguments
+                reader: Transport = make()
+                transports.append(reader)
+                link = reader.connect(endpoint, deadline=far())
+                manifest = link.open(key, 1, deadline=far())
+                slab = Slab.allocate(manifest.tensors)
+                reading = read_equal(link, range(manifest.segment_count), slab, deadline=far())
+                got = [next(reading) for _ in range(count)]
+                kept += [link, reading, slab]  # and stay in the middle
+                pipe.send(got)
+            else:
+                for transport in transports:
+                    transport.close()
+                transports.clear()
+                kept.clear()
+                pipe.send(None)
+        except Exception as error:
+            pipe.send(error)

@@ -1,0 +1,416 @@
+"""The reader's end of rdma: agrees on queue pairs with the source, proves them, and reads one-sided over all."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.moves import Move
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.interface import More, NotServable
+from tensorhub_plugins.core.transports.pump import pump
+from tensorhub_plugins.core.transports.rdma.messages import (
+    DIAL_SIZE_BYTES_MAX,
+    RING_SLOTS,
+    SLOT,
+    Dial,
+    Rails,
+    Taken,
+    dialed_decoder,
+    rails_decoder,
+)
+from tensorhub_plugins.core.transports.rdma.rails import Region, RemoteMemory, cut_reads, pair
+from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registration, address_of, log_once
+from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair, VerbsError
+from tensorhub_plugins.core.transports.read_plan import ReadPlan
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
+from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, SEGMENT
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
+
+WINDOW = 16  # segments in flight: 64 MiB is more than any path holds
+PROBE_SIZE_BYTES = 8
+PROBE_S_MAX = 8.0  # longer than the retries of a queue pair
+
+_log = logging.getLogger(__name__)
+
+
+class _Rail:
+    """One queue pair of a reader, and which ports it joins."""
+
+    def __init__(self, pair: ReadQueuePair[int], nic: int, port: int) -> None:
+        self.pair = pair
+        self.nic = nic  # index of ours
+        self.port = port  # index of the source's
+
+
+class Connection:
+    """What is kept from link to link: the channel and its rails."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.rails: list[_Rail] = []
+        self.proved = False  # something was read over them
+
+    def hang_up(self) -> None:
+        """No read arrives any more when this returns."""
+        for rail in self.rails:
+            rail.pair.close()
+        self.rails = []
+
+    def close(self) -> None:
+        self.hang_up()
+        self.channel.close()
+
+
+class _Arriving:
+    """A segment whose reads are in flight."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()  # of ReadPlan.receiving
+        self.bounce: BounceBuffer | None = None
+        self.buffered: list[tuple[int, memoryview]] = []  # offset in the bounce buffer, and where it goes from there
+
+    def give_up(self) -> None:
+        with suppress(_GivenUp):
+            self.stack.__exit__(_GivenUp, _GivenUp(), None)
+
+
+class _GivenUp(Exception):
+    """Thrown into ReadPlan.receiving: nothing of that segment counts."""
+
+
+class RdmaLink(SocketLink):
+    def __init__(self, transport: RdmaTransport, connection: Connection, stall_s: float) -> None:
+        super().__init__([connection.channel])
+        self._transport = transport
+        self._connection = connection
+        self._stall_s = stall_s
+        self._remote: RemoteMemory | None = None
+        self._ring: Region | None = None  # of the source, where its memory is not registered
+        self._target: Registration | None = None
+        self._free: list[BounceBuffer] = []
+        self._rested = False  # the last offer was ended properly: another link may use the connection
+        self._given = False  # and does
+
+    def check(self, *, deadline: float) -> bool:
+        self._rested = super().check(deadline=deadline)
+        return self._rested
+
+    def cut(self) -> None:
+        if not self._given:
+            super().cut()
+
+    def close(self) -> None:
+        with self._guard:
+            if self._given:
+                return
+            self._given = self._rested and not self._closed and not self._in_use
+            if self._given:
+                self._closed = True
+        if self._given:
+            self._drop_bounce_buffers()
+            self._transport.keep(self._connection)
+        else:
+            super().close()
+
+    def _dispose(self) -> None:
+        self._connection.hang_up()
+        self._drop_bounce_buffers()
+        super()._dispose()
+
+    def _drop_bounce_buffers(self) -> None:
+        free, self._free = self._free, []
+        for buffer in free:
+            buffer.close()
+
+    # opening
+
+    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+        self._rested = False
+        self._drop_bounce_buffers()  # of the size of another offer's segments
+        told = channel.receive_message(rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)
+        size_bytes = RING_SLOTS * manifest.segment_size_bytes if told.is_ring else manifest.size_bytes
+        self._remote = RemoteMemory(told.memory, size_bytes, len(told.link_layers))
+        self._ring = told.memory[0] if told.is_ring else None
+        connection = self._connection
+        try:
+            self._dial(channel, told, deadline)
+            if not connection.proved and told.memory:
+                self._probe(channel, told.memory[0], deadline)
+        except VerbsError as error:
+            connection.hang_up()
+            self._transport.unreachable(channel.peer, str(error))
+            raise NotServable(f"it cannot be reached over rdma: {error}") from error
+
+    def _dial(self, channel: Channel, told: Rails, deadline: float) -> None:
+        connection = self._connection
+        if connection.rails:
+            channel.send_message(Dial([]), deadline)
+            channel.receive_message(dialed_decoder, DIAL_SIZE_BYTES_MAX, deadline)
+            return
+        nics = self._transport.nics
+        try:
+            for mine, theirs in pair([nic.port.link_layer for nic in nics], told.link_layers):
+                connection.rails.append(_Rail(ReadQueuePair(nics[mine]), mine, theirs))
+            problem = "" if connection.rails else f"none of its ports {told.link_layers} faces one of ours"
+        except VerbsError as error:
+            connection.hang_up()
+            problem = str(error)
+        # Said also when there is none, since the source waits for it.
+        channel.send_message(Dial([(rail.port, rail.pair.endpoint) for rail in connection.rails]), deadline)
+        answer = channel.receive_message(dialed_decoder, DIAL_SIZE_BYTES_MAX, deadline)
+        if problem or answer.problem:
+            raise VerbsError(problem or answer.problem)
+        if len(answer.rails) != len(connection.rails):
+            raise ProtocolError(f"{len(connection.rails)} queue pairs were offered, {len(answer.rails)} came back")
+        for rail, endpoint in zip(connection.rails, answer.rails, strict=True):
+            rail.pair.connect(endpoint)
+
+    def _probe(self, channel: Channel, region: Region, deadline: float) -> None:
+        """Read a few bytes over every rail, and keep those that carry. VerbsError when none does."""
+        connection = self._connection
+        size_bytes = min(PROBE_SIZE_BYTES, region.size_bytes)
+        until = min(deadline, time.monotonic() + PROBE_S_MAX)
+        awaited, problems = list(connection.rails), []
+        connection.rails = []
+        buffer = BounceBuffer(self._transport.nics, size_bytes)
+        try:
+            for rail in awaited:
+                remote = (region.address, size_bytes, region.keys[rail.port])
+                rail.pair.submit(cut_reads([remote], [buffer.piece(0, size_bytes, rail.nic)], size_bytes), 0)
+            while awaited:
+                for rail in list(awaited):
+                    try:
+                        if rail.pair.poll():
+                            awaited.remove(rail)
+                            connection.rails.append(rail)
+                    except VerbsError as error:
+                        if channel.is_cut():
+                            raise Disconnected("cut the connection") from error
+                        awaited.remove(rail)
+                        rail.pair.close()
+                        problems.append(f"{rail.pair.nic.port.name}: {error}")
+                if channel.is_cut():
+                    raise Disconnected("cut the connection")
+                if awaited:
+                    _wait(channel, awaited, until, until, listens=False)
+        finally:
+            for rail in awaited:
+                rail.pair.close()
+            buffer.close()
+        if not connection.rails:
+            raise VerbsError("; ".join(problems))
+        if problems:
+            _log.warning("rdma: %s: some rails do not carry: %s", channel.peer, "; ".join(problems))
+        connection.proved = True
+
+    # reading
+
+    def read(
+        self,
+        segments: Sequence[int],
+        target: Slab,
+        moves: Sequence[Move],
+        *,
+        deadline: float,
+        more: More | None = None,
+    ) -> Iterator[int]:
+        reading = super().read(segments, target, moves, deadline=deadline, more=more)
+        self._target = self._register(target)
+        return reading
+
+    def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
+        stream = _RdmaStream(self, manifest, plan, deadline)
+        try:
+            yield from pump(stream, segments, stream.additional)
+        except VerbsError as error:
+            raise Disconnected(str(error)) from error
+
+    def _register(self, target: Slab) -> Registration | None:
+        """None: this memory has to be read by way of a bounce buffer."""
+        tensors = target.tensors()
+        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        if device != "cpu":
+            log_once(logging.INFO, "rdma: %s memory is read by way of pinned host memory", device)
+            return None
+        return self._transport.memory.of(target)
+
+    def _in_place(self, view: memoryview, nic: int) -> list[tuple[int, int, int]] | None:
+        """The view itself, None where it is not registered."""
+        if self._target is None:
+            return None
+        try:
+            return self._target.find(address_of(view), len(view), nic)
+        except VerbsError as error:
+            _log.warning("rdma: reading by way of host memory that is copied from: %s", error)
+            self._target = None
+            return None
+
+
+class _RdmaStream:
+    """Segments that the source announces and queue pairs read, which end in any order."""
+
+    window = WINDOW
+    batch = 1
+
+    def __init__(self, link: RdmaLink, manifest: Manifest, plan: ReadPlan, deadline: float) -> None:
+        assert link._remote is not None
+        self._link = link
+        self._connection = link._connection
+        self._channel = link._connection.channel
+        self._remote = link._remote
+        self._ring = link._ring
+        self._manifest = manifest
+        self._plan = plan
+        self._deadline = deadline
+        self._awaited = 0  # segments that the source has not announced
+        self._slots: dict[int, int] = {}  # of the source's ring, by segment, from its announcement to its end
+        self._arriving: dict[int, _Arriving] = {}
+        self._blocked = False  # there is no bounce buffer for the next segment
+        self._moved_at = time.monotonic()
+        self._yielded = False  # the caller had the segments that finished last: its time is not the source's
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._arriving)
+
+    def additional(self, due: int) -> Sequence[int]:
+        """Over a ring only once all has ended: until then the source listens for `Taken` alone."""
+        return [] if self._ring is not None and (due or self._slots) else self._link._additional(due)
+
+    def request(self, segments: Sequence[int]) -> None:
+        self._link._request(self._channel, segments, self._deadline)
+        self._awaited += len(segments)
+
+    def has_input(self) -> bool:
+        return self._channel.has_input()
+
+    def announced(self, due: deque[int]) -> list[int]:
+        segment = due[0]
+        length = self._link._announced(self._channel, SEGMENT, segment, self._deadline)
+        self._moved_at = time.monotonic()
+        if length is None:
+            return []
+        if length != (0 if self._ring is None else SLOT.size):
+            raise ProtocolError(f"segment {segment} is announced with {length} bytes")
+        slot = 0
+        if length:
+            slot = int(SLOT.unpack(self._channel.receive_body(length, SLOT.size, self._deadline))[0])
+        if slot >= RING_SLOTS:
+            raise ProtocolError(f"segment {segment} is said to lie in slot {slot} of a ring of {RING_SLOTS}")
+        self._slots[segment] = slot
+        self._awaited -= 1
+        return [due.popleft()]
+
+    def start(self, ready: deque[int]) -> bool:
+        """Post the reads of a segment. False when the bounce buffer it needs comes back with others."""
+        segment = ready[0]
+        rail = self._connection.rails[segment % len(self._connection.rails)]
+        start, stop = self._manifest.segment_range(segment)
+        if self._ring is not None:
+            first = self._slots[segment] * self._manifest.segment_size_bytes
+            start, stop = first, first + stop - start
+        begun = _Arriving()
+        try:
+            views = begun.stack.enter_context(self._plan.receiving(segment))
+            local = self._local(views, rail.nic, begun)
+        except VerbsError as error:
+            begun.give_up()
+            self._blocked = bool(self._arriving)
+            if self._blocked:
+                return False
+            # Not even one bounce buffer: this reader cannot use rdma now.
+            self._link._transport.unreachable(self._channel.peer, str(error))
+            raise
+        remote = self._remote.pieces(start, stop, rail.port)
+        rail.pair.submit(cut_reads(remote, local, rail.pair.nic.read_size_bytes_max), segment)
+        self._arriving[ready.popleft()] = begun
+        return True
+
+    def finished(self, *, wait: bool) -> list[int]:
+        if self._yielded:
+            self._moved_at, self._yielded = time.monotonic(), False
+        done = [segment for rail in self._connection.rails for segment in rail.pair.poll()]
+        if self._channel.is_cut():
+            raise Disconnected("cut the connection")
+        if not done and wait:
+            listens = bool(self._awaited) and self.in_flight < self.window and not self._blocked
+            stalls_at = self._moved_at + self._link._stall_s
+            _wait(self._channel, self._connection.rails, self._deadline, stalls_at, listens=listens)
+        for segment in done:
+            self._finish(self._arriving[segment])
+            del self._arriving[segment]
+            slot = self._slots.pop(segment)
+            if self._ring is not None:
+                self._channel.send_message(Taken(slot), self._deadline)
+        if done:
+            self._blocked, self._yielded = False, True
+        return done
+
+    def close(self) -> None:
+        if self._arriving:
+            self._connection.hang_up()  # before the target's memory is let go of
+            for begun in self._arriving.values():
+                begun.give_up()
+
+    def _local(self, views: Sequence[memoryview], nic: int, begun: _Arriving) -> list[tuple[int, int, int]]:
+        """Registered memory for these views: their own, or a bounce buffer that is copied to them at the end."""
+        link = self._link
+        pieces: list[tuple[int, int, int]] = []
+        used = 0
+        for view in views:
+            if not len(view):
+                continue
+            found = link._in_place(view, nic)
+            if found is not None:
+                pieces += found
+                continue
+            if begun.bounce is None:
+                nics, size_bytes = link._transport.nics, self._manifest.segment_size_bytes
+                begun.bounce = link._free.pop() if link._free else BounceBuffer(nics, size_bytes)
+            pieces.append(begun.bounce.piece(used, len(view), nic))
+            begun.buffered.append((used, view))
+            used += len(view)
+        return pieces
+
+    def _finish(self, done: _Arriving) -> None:
+        if done.bounce is not None:
+            for start, view in done.buffered:
+                copy_views([done.bounce.view[start : start + len(view)]], [view])
+            self._link._free.append(done.bounce)
+        done.stack.close()  # digests, and commits to a device
+
+
+def _wait(channel: Channel, rails: Sequence[_Rail], deadline: float, stalls_at: float, *, listens: bool) -> None:
+    """Until something may have been read, or (listens) said, or the connection was cut. Silent when it is too late.
+
+    Returns at once when it has asked for events that had not been asked for: what completed before makes none.
+    """
+    pairs = [rail.pair for rail in rails if rail.pair.busy]
+    if any([each.arm() for each in pairs]):
+        return
+    poll = select.poll()
+    cut = getattr(select, "POLLRDHUP", 0)
+    poll.register(channel.sock, select.POLLIN | cut if listens else cut)
+    for each in pairs:
+        poll.register(each.fd, select.POLLIN)
+    now = time.monotonic()
+    if now >= deadline:
+        raise Silent("the deadline passed")
+    if now >= stalls_at:
+        raise Silent("sent nothing")
+    ready = dict(poll.poll(max(1, int((min(deadline, stalls_at) - now) * 1000))))
+    for each in pairs:
+        if each.fd in ready:
+            each.take_event()

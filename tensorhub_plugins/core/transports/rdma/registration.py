@@ -1,0 +1,170 @@
+"""Memory in verbs' terms: slabs that are registered once, and bounce buffers for what cannot be."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.rdma.rails import Extent, Region, chunks, regions
+from tensorhub_plugins.core.transports.rdma.verbs import Memory, Nic, VerbsError
+
+ADOPTED_MAX = 4  # sets of live tensors that stay registered between versions
+SAID_MAX = 100
+
+_log = logging.getLogger(__name__)
+
+
+class Registration:
+    """A slab's memory in verbs' terms: registered piece by piece, all of it for a source, as needed for a target."""
+
+    def __init__(self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object, device: str) -> None:
+        self.extents = extents
+        self._nics = nics
+        self._device = device
+        self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
+        self._chunks = chunks(extents)
+        self._starts = [address for address, _ in self._chunks]
+        self._regions: list[list[Memory] | None] = [None] * len(self._chunks)
+        self._guard = threading.Lock()
+
+    def offer(self) -> list[Region]:
+        """All of it, as peers may read it. VerbsError."""
+        registered = []
+        for index, (address, size_bytes) in enumerate(self._chunks):
+            known = self._registered(index)
+            if len({region.address for region in known}) > 1:
+                raise VerbsError("its cards register device memory in different ways: name one of them")
+            registered.append((address, size_bytes, known[0].address, tuple(region.rkey for region in known)))
+        return regions(self.extents, registered)
+
+    def find(self, address: int, size_bytes: int, nic: int) -> list[tuple[int, int, int]] | None:
+        """(address, size, local key) of a range on the host; None when some of it is not of this slab. VerbsError."""
+        found = []
+        while size_bytes:
+            index = bisect_right(self._starts, address) - 1
+            if index < 0:
+                return None
+            first, length = self._chunks[index]
+            count = min(size_bytes, first + length - address)
+            if count <= 0:
+                return None
+            found.append((address, count, self._registered(index)[nic].lkey))
+            address, size_bytes = address + count, size_bytes - count
+        return found
+
+    def _registered(self, index: int) -> list[Memory]:
+        known = self._regions[index]
+        if known is None:
+            with self._guard:
+                known = self._regions[index]
+                if known is None:
+                    address, size_bytes = self._chunks[index]
+                    known = [nic.register(address, size_bytes, self._device) for nic in self._nics]
+                    self._regions[index] = known
+                    if self._device != "cpu":
+                        log_once(logging.INFO, "rdma: device memory is served %s", known[0].how)
+        return known
+
+    def close(self) -> None:
+        with self._guard:
+            for known in self._regions:
+                for region in known or ():
+                    with suppress(Exception):
+                        region.close()
+            self._regions = [None] * len(self._chunks)
+
+
+class Registry:
+    """Every slab is registered once, and until it is forgotten by everybody else.
+
+    So are live tensors that are adopted again for every version, while they and their storage stay the same.
+    """
+
+    def __init__(self, nics: Sequence[Nic]) -> None:
+        self._nics = nics
+        self._guard = threading.Lock()
+        self._known: weakref.WeakKeyDictionary[Slab, Registration] = weakref.WeakKeyDictionary()
+        self._adopted: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Registration]] = {}  # oldest first
+
+    def of(self, slab: Slab) -> Registration:
+        with self._guard:
+            found = self._known.get(slab)
+            if found is None:
+                found = self._known[slab] = self._find_or_make(slab)
+            return found
+
+    def _find_or_make(self, slab: Slab) -> Registration:
+        by_name = slab.tensors()
+        extents, tensors, at = [], [], 0
+        for spec in slab.specs:
+            if spec.size_bytes:
+                tensors.append(by_name[spec.name])
+                extents.append((at, spec.size_bytes, tensors[-1].data_ptr()))
+            at += spec.size_bytes
+        key = tuple(map(id, tensors))
+        refs, found = self._adopted.pop(key, ([], None))
+        same = len(refs) == len(tensors) and all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
+        if found is None or not same or found.extents != extents:
+            # The storages, not the tensors: the memory must stay, the tensors are free to go and take this with them.
+            storages = [tensor.untyped_storage() for tensor in tensors]
+            found = Registration(self._nics, extents, storages, tensors[0].device.type if tensors else "cpu")
+        if slab.kind == "adopted" and tensors:
+            adopted = self._adopted
+
+            def forget(_: object) -> None:
+                adopted.pop(key, None)
+
+            self._adopted[key] = [weakref.ref(tensor, forget) for tensor in tensors], found
+            if len(self._adopted) > ADOPTED_MAX:
+                self._adopted.pop(next(iter(self._adopted)))
+        return found
+
+    def clear(self) -> None:
+        with self._guard:
+            self._known = weakref.WeakKeyDictionary()
+            self._adopted = {}  # links in the middle of a read hold what they use
+
+
+class BounceBuffer:
+    """Registered host memory that no slab owns, for what cannot be read in place."""
+
+    def __init__(self, nics: Sequence[Nic], size_bytes: int) -> None:
+        self._block = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
+        self.view = memoryview(self._block)
+        self._address = address_of(self.view)
+        self._regions = [nic.register(self._address, len(self.view)) for nic in nics]
+
+    def region(self, size_bytes: int) -> Region:
+        """Its first bytes as peers may read them."""
+        return Region(0, size_bytes, self._address, tuple(region.rkey for region in self._regions))
+
+    def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
+        return self._address + start, size_bytes, self._regions[nic].lkey
+
+    def close(self) -> None:
+        for region in self._regions:
+            with suppress(Exception):
+                region.close()
+
+
+def log_once(level: int, message: str, argument: str) -> None:
+    """A line in the log that would otherwise come with every version."""
+    if (message, argument) not in _said and len(_said) < SAID_MAX:
+        _said.add((message, argument))
+        _log.log(level, message, argument)
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

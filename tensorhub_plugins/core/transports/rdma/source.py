@@ -1,0 +1,196 @@
+"""The source's end of rdma: registers what it offers, or passes it through a ring, and makes queue pairs."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.protocol.address import format_address
+from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.rdma.messages import (
+    DIAL_SIZE_BYTES_MAX,
+    RING_SLOTS,
+    SLOT,
+    Dialed,
+    Rails,
+    dial_decoder,
+    taken_decoder,
+)
+from tensorhub_plugins.core.transports.rdma.rails import Region
+from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registry, log_once
+from tensorhub_plugins.core.transports.rdma.verbs import Nic, QueuePair, VerbsError
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.source import SourceBackend
+from tensorhub_plugins.core.transports.stream.tcp_socket import tune
+
+RINGS_KEPT_MAX = 4  # for the next readers
+IDLE_AT_SOURCE_MAX = 128  # half of what a source accepts
+DIAL_S_MAX = 10.0  # a reader that has opened makes its queue pairs at once
+
+
+class RdmaSource(SourceBackend):
+    name = "rdma"
+
+    def __init__(self, nics: Sequence[Nic], memory: Registry) -> None:
+        self._nics = nics
+        self._memory = memory
+        self._guard = threading.Lock()
+        self._pairs: dict[Channel, list[QueuePair]] = {}
+        self._idle: dict[Channel, None] = {}  # oldest first
+        self._rings: dict[Channel, _SlotRing] = {}
+        self._spare_rings: list[_SlotRing] = []
+
+    def accept_peer(self, sock: socket.socket) -> str:
+        tune(sock)
+        return format_address(self.name, *sock.getpeername()[:2])
+
+    def refusal(self, offer: Offer) -> str | None:
+        try:
+            _, ring = self._readable(offer)
+        except VerbsError as error:
+            log_once(logging.WARNING, "rdma: what is in such memory cannot be served: %s", str(error))
+            return str(error)
+        self._put_back(ring)
+        return None
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+        try:
+            memory, ring = self._readable(offer)
+        except VerbsError as error:
+            raise SourceLost(str(error), version=offer.version) from error
+        if ring is not None:
+            with self._guard:
+                self._rings[channel] = ring
+        with self._guard:
+            self._idle.pop(channel, None)
+        channel.send_message(Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
+        dial = channel.receive_message(dial_decoder, DIAL_SIZE_BYTES_MAX, min(deadline, time.monotonic() + DIAL_S_MAX))
+        if dial.rails:
+            with self._guard:
+                old = self._pairs.pop(channel, [])
+            for made in old:
+                made.close()
+        pairs: list[QueuePair] = []
+        problem = ""
+        try:
+            for number, endpoint in dial.rails:
+                if not 0 <= number < len(self._nics):
+                    raise ProtocolError(f"there is no port {number}")
+                pairs.append(QueuePair(self._nics[number]))
+                pairs[-1].connect(endpoint)
+        except BaseException as error:
+            for made in pairs:
+                made.close()
+            if not isinstance(error, VerbsError):
+                raise
+            pairs, problem = [], str(error)
+        with self._guard:
+            self._pairs.setdefault(channel, pairs)
+        channel.send_message(Dialed([made.endpoint for made in pairs], problem), deadline)
+
+    def _readable(self, offer: Offer) -> tuple[list[Region], _SlotRing | None]:
+        """The offer's own memory as peers may read it, or else a ring that it can pass through. VerbsError."""
+        try:
+            return self._memory.of(offer.slab).offer(), None
+        except (VerbsError, UsageError) as error:
+            why = str(error)
+        slot_size_bytes = offer.manifest.segment_size_bytes
+        with self._guard:
+            fitting = [ring for ring in self._spare_rings if ring.slot_size_bytes == slot_size_bytes]
+            if fitting:
+                self._spare_rings.remove(fitting[0])
+        try:
+            ring = fitting[0] if fitting else _SlotRing(self._nics, slot_size_bytes)
+        except VerbsError as error:
+            raise VerbsError(f"{why}; nor can a ring of host memory that it would pass through: {error}") from error
+        log_once(logging.INFO, "rdma: served by way of a ring of host memory, as it is itself not registered: %s", why)
+        return [ring.region], ring
+
+    def _put_back(self, ring: _SlotRing | None) -> None:
+        """For the next reader."""
+        if ring is None:
+            return
+        ring.reset()
+        with self._guard:
+            keep = len(self._spare_rings) < RINGS_KEPT_MAX
+            if keep:
+                self._spare_rings.append(ring)
+        if not keep:
+            ring.close()
+
+    def segment_payload(
+        self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
+    ) -> list[memoryview]:
+        ring = self._rings.get(channel)
+        if ring is None:
+            return []
+        if ring.is_full:
+            ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
+        return [memoryview(SLOT.pack(ring.fill(offer.slab.readable(start, stop))))]
+
+    def flush(self, channel: Channel, deadline: float) -> None:
+        ring = self._rings.get(channel)
+        while ring is not None and not ring.is_empty:
+            ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
+
+    def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
+        """Idle connections are kept, but not too many; of an ended one nothing is left that could read."""
+        with self._guard:
+            if ended:
+                self._idle.pop(channel, None)
+                pairs = self._pairs.pop(channel, [])
+            else:
+                self._idle[channel] = None
+                pairs = []
+            ring = self._rings.pop(channel, None)
+            surplus = list(self._idle)[: max(0, len(self._idle) - IDLE_AT_SOURCE_MAX)]
+            for oldest in surplus:
+                del self._idle[oldest]
+        for oldest in surplus:
+            oldest.cut()
+        for made in pairs:
+            made.close()
+        self._put_back(ring)
+
+
+class _SlotRing:
+    """Registered host memory in as many slots as segments may be on their way from it. VerbsError."""
+
+    def __init__(self, nics: Sequence[Nic], slot_size_bytes: int) -> None:
+        self.slot_size_bytes = slot_size_bytes
+        self._memory = BounceBuffer(nics, RING_SLOTS * slot_size_bytes)
+        self.region = self._memory.region(RING_SLOTS * slot_size_bytes)
+        self._free = deque(range(RING_SLOTS))
+
+    @property
+    def is_full(self) -> bool:
+        return not self._free
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self._free) == RING_SLOTS
+
+    def fill(self, views: Sequence[memoryview]) -> int:
+        """Copy a segment into a free slot; says which."""
+        slot = self._free.popleft()
+        at = slot * self.slot_size_bytes
+        copy_views(views, [self._memory.view[at : at + sum(map(len, views))]])
+        return slot
+
+    def taken(self, slot: int) -> None:
+        if slot in self._free:
+            raise ProtocolError(f"slot {slot} of the ring was taken twice")
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        """Its reader has gone, whatever it had not taken."""
+        self._free = deque(range(RING_SLOTS))
+
+    def close(self) -> None:
+        self._memory.close()

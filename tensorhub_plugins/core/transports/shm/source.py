@@ -1,0 +1,179 @@
+"""The source's end of shm: passes its slab's file on, tells the addresses of adopted memory, or makes a shared copy."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.shm import process_memory as _process
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.source import SourceBackend
+
+READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
+COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
+SHARED_COPY_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
+SHARED_COPY_KEPT_S = 600.0  # for the next version; a worker whose tensors stay as they are gets its memory back then
+TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; process 0: not to be seen from here."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+class ShmSource(SourceBackend):
+    name = "shm"
+
+    def accept_peer(self, sock: socket.socket) -> str:
+        pid, uid = peer_of(sock)
+        if uid not in (os.geteuid(), 0):  # the abstract namespace has no permissions of its own
+            raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+        return f"pid {pid}"
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._refused_at: weakref.WeakKeyDictionary[Offer, float] = weakref.WeakKeyDictionary()
+        self._copies: weakref.WeakKeyDictionary[Offer, SharedCopy] = weakref.WeakKeyDictionary()
+        self._reading: dict[Channel, Offer] = {}  # through a shared copy
+        self._idle: SharedCopy | None = None  # nobody reads from it now, and several did
+        self._idle_timer: threading.Timer | None = None
+
+    def refusal(self, offer: Offer) -> str | None:
+        if offer.slab.shared_fd is not None:
+            return None
+        with self._guard:
+            now = time.monotonic()
+            refused_at = self._refused_at.get(offer)
+            together = refused_at is not None and (bool(offer.active_readers) or now - refused_at < TOGETHER_S)
+            if self._copy_of(offer, several=together):
+                return None
+            self._refused_at[offer] = now
+        return "its tensors lie in memory that was adopted, or cannot be shared"
+
+    def addresses(self, offer: Offer) -> bytes | None:
+        extents = None if offer.slab.shared_fd is not None else offer.slab.addresses()
+        if extents is None:
+            return None
+        with self._guard:
+            if self._copy_of(offer, several=offer.active_readers >= SHARED_COPY_READERS - 1):
+                return None
+        return _process.pack(extents)
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+        slab = offer.slab
+        if slab.shared_fd is None:
+            with self._guard:
+                shared = self._copy_of(offer, several=True)
+                if shared is not None:
+                    shared.readers += 1
+                    shared.together = max(shared.together, offer.active_readers)
+                    self._reading[channel] = offer
+                    slab = shared.slab
+        fd, liveness_fd = slab.shared_fd, slab.lifeline_fd
+        if fd is None or liveness_fd is None:
+            raise SourceLost("the slab was closed", version=offer.version)
+        readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
+        try:
+            channel.send_descriptors([readable, liveness_fd], deadline)
+        finally:
+            os.close(readable)
+
+    def segment_payload(
+        self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
+    ) -> list[memoryview]:
+        shared = self._copies.get(offer) if channel in self._reading else None
+        if shared is not None:
+            shared.copy(offer, start, stop)
+        return []
+
+    def ready_batch_max(self, channel: Channel) -> int:
+        return COPY_AHEAD if channel in self._reading else READY_MAX
+
+    def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
+        if ended:
+            channel.cut()  # before its memory is used again: whoever still copies from it finds out
+        with self._guard:
+            offer = self._reading.pop(channel, None)
+            shared = self._copies.get(offer) if offer is not None else None
+            if offer is None or shared is None:
+                return
+            shared.readers -= 1
+            if shared.readers:
+                return
+            del self._copies[offer]
+            if shared.together < SHARED_COPY_READERS:
+                shared.slab.close()
+                return
+            self._take_idle(close=True)
+            self._idle, self._idle_timer = shared, threading.Timer(SHARED_COPY_KEPT_S, self._end_idle, [shared])
+            self._idle_timer.daemon = True
+            self._idle_timer.start()
+
+    def close(self) -> None:
+        with self._guard:
+            self._take_idle(close=True)
+
+    def _end_idle(self, shared: SharedCopy) -> None:
+        with self._guard:
+            if self._idle is shared:
+                self._take_idle(close=True)
+
+    def _take_idle(self, *, close: bool = False) -> SharedCopy | None:
+        """The caller holds `_guard`."""
+        shared, self._idle = self._idle, None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if shared is not None and close:
+            shared.slab.close()
+        return shared
+
+    def _copy_of(self, offer: Offer, *, several: bool) -> SharedCopy | None:
+        """The caller holds `_guard`. The copy of this offer to read from: where there is one, or memory for one, or if
+        `several` want to read at the same time."""
+        shared = self._copies.get(offer)
+        if shared is None and offer.slab.kind == "adopted":
+            if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
+                shared = self._take_idle()
+            elif several:
+                shared = SharedCopy(offer.manifest)
+            if shared is not None:
+                shared.begin(offer)
+                self._copies[offer] = shared
+        return shared
+
+
+class SharedCopy:
+    """A shareable copy of an adopted shard, made as it is read."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.slab = Slab.allocate(manifest.tensors, pin=False)
+        self.readers = 0
+        self._of: weakref.ref[Offer] | None = None
+
+    def begin(self, offer: Offer) -> None:
+        """Be a copy of this one from now on; what was copied of it before is not copied again."""
+        self.together = 0  # readers at a time, those of the offer's own memory too
+        if self._of is None or self._of() is not offer:
+            self._of = weakref.ref(offer)
+            self._locks = [threading.Lock() for _ in range(offer.manifest.segment_count)]
+            self._copied = bytearray(offer.manifest.segment_count)
+
+    def copy(self, offer: Offer, start: int, stop: int) -> None:
+        """Once for all readers; the others wait for it."""
+        segment = start // offer.manifest.segment_size_bytes
+        with self._locks[segment]:
+            if not self._copied[segment]:
+                with self.slab.writable(start, stop) as views:
+                    copy_views(offer.slab.readable(start, stop), views)
+                self._copied[segment] = 1

@@ -1,0 +1,217 @@
+"""One connection of a socket transport, either end: buffers, frames, messages and open files, each with a deadline.
+
+Waiting is done by the kernel: blocking sockets with SO_RCVTIMEO and SO_SNDTIMEO, which let one call move megabytes
+without the GIL and without a poll before each piece. Another thread ends such a wait with shutdown().
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import msgspec
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.transports.stream.messages import CONTROL, HEADER
+
+DESCRIPTOR = b"F"
+CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not as it is announced
+IOV_MAX = 1024  # Linux' limit of buffers in one sendmsg, recvmsg or process_vm_readv
+
+_Buffer = TypeVar("_Buffer", bound=bytes | memoryview)
+_Message = TypeVar("_Message")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Disconnected(Exception):
+    """The other side has closed, died, or cut us off."""
+
+
+class Silent(Exception):
+    """The other side did nothing in the time it had."""
+
+
+def remaining_buffers(views: list[_Buffer], count: int) -> list[_Buffer]:
+    """What is left of these buffers after their first `count` bytes; empty when that is all of them."""
+    if count == sum(map(len, views)):  # nearly always, since the kernel waits for all
+        return []
+    done = 0
+    while count >= len(views[done]):
+        count -= len(views[done])
+        done += 1
+    left = views[done:]
+    left[0] = cast(_Buffer, memoryview(left[0])[count:])
+    return left
+
+
+class Channel:
+    """A connected stream socket that fills and sends lists of buffers, each call with a deadline (None: no end).
+
+    Not thread-safe but for `cut`, which ends whatever wait another thread is in.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, *, stall_s: float) -> None:
+        sock.setblocking(True)
+        self.sock = sock
+        self.peer = peer
+        self.waited = False  # the source had to wait for the segment whose header came last
+        self._stall_s = stall_s
+        self._allowed: dict[int, tuple[int, int]] = {}  # seconds and microseconds, by option
+        self._guard = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | getattr(select, "POLLRDHUP", 0))
+
+    # both ends
+
+    def send(self, views: Sequence[bytes | memoryview], deadline: float | None) -> None:
+        """Send all of these bytes, straight from where they are."""
+        at = 0
+        while at < len(views):
+            batch = list(views[at : at + IOV_MAX])
+            at += len(batch)
+            while batch:
+                self._allow(socket.SO_SNDTIMEO, deadline)
+                try:
+                    count = self.sock.sendmsg(batch, [], socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    raise Silent("took nothing") from None
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+                batch = remaining_buffers(batch, count)
+
+    def fill(self, views: Sequence[memoryview], deadline: float | None) -> None:
+        """Receive exactly as many bytes as fit, straight to where they belong."""
+        at = 0
+        while at < len(views):
+            batch = list(views[at : at + IOV_MAX])
+            at += len(batch)
+            while any(map(len, batch)):
+                self._allow(socket.SO_RCVTIMEO, deadline)
+                try:
+                    count = self.sock.recvmsg_into(batch, 0, socket.MSG_WAITALL)[0]
+                except BlockingIOError:
+                    raise Silent("sent nothing") from None
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+                if not count:
+                    raise Disconnected("closed the connection")
+                batch = remaining_buffers(batch, count)
+
+    def send_descriptors(self, fds: Sequence[int], deadline: float) -> None:
+        """Pass open files to the process at the other end of a UNIX socket, with one byte to carry them."""
+        self._allow(socket.SO_SNDTIMEO, deadline)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+        try:
+            self.sock.sendmsg([DESCRIPTOR], [rights], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            raise Silent("took nothing") from None
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+
+    def receive_descriptors(self, count: int, deadline: float) -> list[int]:
+        """The files that `send_descriptors` passes; the caller owns them."""
+        self._allow(socket.SO_RCVTIMEO, deadline)
+        room = socket.CMSG_LEN(count * struct.calcsize("i"))  # the kernel closes what does not fit
+        try:
+            data, ancillary, _, _ = self.sock.recvmsg(1, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        except BlockingIOError:
+            raise Silent("sent nothing") from None
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+        fds = [
+            fd
+            for level, kind, content in ancillary
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for fd in struct.unpack_from(f"{len(content) // struct.calcsize('i')}i", content)
+        ]
+        if not data:
+            raise Disconnected("closed the connection")
+        if data != DESCRIPTOR or len(fds) != count:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"{len(fds)} files came where {count} should, with the source's memory")
+        return fds
+
+    def send_message(self, message: msgspec.Struct, deadline: float | None) -> None:
+        body = _encoder.encode(message)
+        self.send([HEADER.pack(CONTROL, 0, 0, len(body)), body], deadline)
+
+    def receive_message(self, decoder: msgspec.msgpack.Decoder[_Message], limit: int, deadline: float) -> _Message:
+        """The next frame, which has to be a control message of at most `limit` bytes. ProtocolError."""
+        kind, _, length = self.receive_header(deadline)
+        if kind != CONTROL:
+            raise ProtocolError(f"a frame of kind {kind} where a message should be")
+        return self.receive_rest(decoder, length, limit, deadline)
+
+    def receive_rest(
+        self, decoder: msgspec.msgpack.Decoder[_Message], length: int, limit: int, deadline: float
+    ) -> _Message:
+        """The control message whose header was received already. ProtocolError."""
+        try:
+            return decoder.decode(self.receive_body(length, limit, deadline))
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a message that does not decode: {error}") from error
+
+    def receive_header(self, deadline: float | None) -> tuple[int, int, int]:
+        """(kind, segment, length) of the next frame."""
+        header = bytearray(HEADER.size)
+        self.fill([memoryview(header)], deadline)
+        kind, waited, segment, length = HEADER.unpack(header)
+        self.waited = bool(waited)
+        return kind, segment, length
+
+    def receive_body(self, length: int, limit: int, deadline: float | None) -> bytearray:
+        """The rest of a control message. What a liar announces and does not send is never allocated."""
+        if length > limit:
+            raise ProtocolError(f"a message of {length} bytes is announced, the limit is {limit}")
+        body = bytearray()
+        while len(body) < length:
+            chunk = bytearray(min(length - len(body), CHUNK_SIZE_BYTES))
+            self.fill([memoryview(chunk)], deadline)
+            body += chunk
+        return body
+
+    def has_input(self) -> bool:
+        """Would reading return at once?"""
+        return bool(self._poll.poll(0))
+
+    def is_cut(self) -> bool:
+        """Has the other side shut down, closed or died? Known at once on the same host, whatever is still unread."""
+        gone = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
+        return any(event & gone for _, event in self._poll.poll(0))
+
+    def cut(self) -> None:
+        """End the connection from any thread, without waiting."""
+        with self._guard, contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._guard:
+            self.sock.close()
+
+    def _allow(self, option: int, deadline: float | None) -> None:
+        """How long the next system call may wait."""
+        seconds = 0.0  # for ever
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Silent("the deadline passed")
+            seconds = min(left, self._stall_s)
+        whole = int(seconds)
+        micros = int((seconds - whole) * 1e6)
+        if deadline is not None and not whole:
+            micros = max(micros, 1000)  # zero would mean for ever
+        if self._allowed.get(option) == (whole, micros):  # usually all that a peer may stay silent
+            return
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", whole, micros))
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+        self._allowed[option] = whole, micros

@@ -1,0 +1,102 @@
+"""The messages that the socket transports (tcp, shm, rdma) share.
+
+    reader                                  source
+    HELLO magic, version            ->
+                                    <-      HELLO magic, version
+    StreamOpen(shard)               ->
+                                    <-      StreamOpened(epoch, manifest) or StreamRefused(reason);
+                                            shm: its file, or its addresses
+    StreamRead(segment runs, seconds) ->    (any number, without waiting for what was asked for before)
+                                    <-      for each segment, once it is ready: SEGMENT header, then its bytes; shm,
+                                            for all that are ready: READY header (the first of them, how many);
+                                            ALIVE now and then while the source itself waits;
+                                            StreamRefused when it gives up
+    StreamFinish()                  ->
+                                    <-      StreamFinished(current)
+
+Everything after the HELLO is a frame: a 16-byte header (kind, segment, length) and `length` bytes. Control messages are
+msgpack arrays whose types msgspec checks. A withdrawn offer has no message: the source shuts the connection down, which
+no queue can delay. So does either end that receives something it does not understand.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.types import ShardKey
+
+MAGIC = b"TENSORHB"
+PROTOCOL = 5
+HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
+# Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).
+HEADER = struct.Struct("!BBxxIQ")
+CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
+NO_MANIFEST = msgspec.msgpack.encode(None)
+
+REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
+REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
+READ_S_MAX = 3600.0  # whatever a reader asks for
+STALL_S = 10.0  # default: a source that says nothing for so long is frozen or unreachable
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class StreamOpen(_Message, frozen=True):
+    key: ShardKey
+    as_of: Count
+    brief: bool = False  # another stream of the same reader has the manifest already
+    by_address: bool = False  # shm: it can read this process's memory itself
+
+
+class StreamRead(_Message, frozen=True):
+    runs: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=1 << 20)]  # of segments, [start, stop)
+    seconds: Annotated[float, msgspec.Meta(ge=0)]  # until the reader's deadline
+
+
+class StreamFinish(_Message, frozen=True):
+    pass
+
+
+StreamRequest: TypeAlias = StreamOpen | StreamRead | StreamFinish
+
+
+class StreamOpened(_Message, frozen=True):
+    epoch: Count
+    manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
+    addresses: bytes | None = None  # shm: where its bytes lie in the source's memory; None: `send_memory` follows
+
+
+class StreamRefused(_Message, frozen=True):
+    reason: Literal["gone", "not servable", "late"]
+    message: Text
+
+
+class StreamFinished(_Message, frozen=True):
+    current: bool
+
+
+StreamReply: TypeAlias = StreamOpened | StreamRefused | StreamFinished
+
+# Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.
+request_decoder = msgspec.msgpack.Decoder[StreamRequest](StreamRequest)
+reply_decoder = msgspec.msgpack.Decoder[StreamReply](StreamReply)
+
+
+def check_hello(greeting: bytearray) -> None:
+    """Raise ProtocolError when the other side speaks something else."""
+    magic, version, _ = HELLO.unpack(greeting)
+    if magic != MAGIC:
+        raise ProtocolError(f"its first bytes are {magic!r}: this is no weight transfer of ours")
+    if version != PROTOCOL:
+        raise ProtocolError(
+            f"it speaks transfer protocol {version}, this side {PROTOCOL}: install the same release on both"
+        )

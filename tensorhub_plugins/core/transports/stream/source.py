@@ -1,0 +1,323 @@
+"""The source's end of the socket transports: accepts readers and serves a shelf to each in a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from typing import ClassVar
+
+import msgspec
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
+from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
+from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
+from tensorhub_plugins.core.transports.stream.messages import (
+    ALIVE,
+    CONTROL,
+    HEADER,
+    HELLO,
+    MAGIC,
+    NO_MANIFEST,
+    PROTOCOL,
+    READ_S_MAX,
+    READY,
+    REQUEST_SIZE_BYTES_MAX,
+    SEGMENT,
+    StreamFinish,
+    StreamFinished,
+    StreamOpen,
+    StreamOpened,
+    StreamRead,
+    StreamRefused,
+    StreamRequest,
+    check_hello,
+    request_decoder,
+)
+
+CONNECTIONS_MAX = 256  # threads of one source; the hub spreads readers long before
+BACKLOG = 128
+HELLO_S_MAX = 10.0  # a peer introduces itself at once, or is none
+SEND_STALL_S_MAX = 60.0  # a reader that takes nothing for so long has lost the connection, not only its turn
+ALIVE_S = 0.25  # how often a waiting source says that it lives; below what a reader takes for slow
+VANISHED_S = 0.25  # how soon a waiting source notices that its reader has gone
+CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
+
+_log = logging.getLogger(__name__)
+
+
+class SourceBackend:
+    """What a transport does its own way at the source."""
+
+    name: ClassVar[str]
+
+    def accept_peer(self, sock: socket.socket) -> str:
+        """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
+        raise NotImplementedError
+
+    def refusal(self, offer: Offer) -> str | None:
+        """Why this transport cannot serve this offer; None: it can."""
+        raise NotImplementedError
+
+    def addresses(self, offer: Offer) -> bytes | None:
+        """For a reader that reads this process's memory itself, and then gets nothing else; None: it cannot."""
+        return None
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+        """What follows a StreamOpened message."""
+        raise NotImplementedError
+
+    def segment_payload(
+        self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
+    ) -> list[memoryview]:
+        """The bytes that follow a segment's header; what else it takes until a segment is ready, where none do."""
+        raise NotImplementedError
+
+    def ready_batch_max(self, channel: Channel) -> int:
+        """How many segments this reader is told of by one READY; 0: it is sent their bytes."""
+        return 0
+
+    def flush(self, channel: Channel, deadline: float) -> None:
+        """Everything that was asked for has been sent."""
+
+    def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
+        """The reader is done with what was handed over (ended: and with the connection). Memory may change after it."""
+
+    def close(self) -> None:
+        """No reader will come any more, and none is left."""
+
+
+class StreamServer:
+    """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
+
+    def __init__(self, listener: socket.socket, shelf: Shelf, backend: SourceBackend) -> None:
+        self._listener = listener
+        self._shelf = shelf
+        self._backend = backend
+        self._guard = threading.Lock()
+        self._connections: dict[Channel, threading.Thread] = {}
+        self._closing = threading.Event()
+        self._wake_out, self._wake_in = socket.socketpair()
+        listener.setblocking(False)
+        self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Idempotent; returns when all threads have ended."""
+        with self._guard:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+        self._wake_in.send(b"x")
+        self._acceptor.join()
+        with self._guard:
+            connections = dict(self._connections)
+        for channel in connections:
+            channel.cut()
+        deadline = time.monotonic() + CLOSE_S_MAX
+        for thread in connections.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                _log.error("%s: thread %s does not end", self._backend.name, thread.name)
+        for sock in (self._listener, self._wake_in, self._wake_out):
+            sock.close()
+        self._backend.close()
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._listener, select.POLLIN)
+        poll.register(self._wake_out, select.POLLIN)
+        while not self._closing.is_set():
+            poll.poll()
+            if self._closing.is_set():
+                return
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                continue
+            except OSError as error:  # out of descriptors, say: it may pass
+                _log.error("%s: cannot accept a reader: %s", self._backend.name, error)
+                self._closing.wait(VANISHED_S)
+                continue
+            self._begin(sock)
+
+    def _begin(self, sock: socket.socket) -> None:
+        try:
+            peer = self._backend.accept_peer(sock)
+        except (OSError, ProtocolError) as error:
+            _log.warning("%s: refused a connection: %s", self._backend.name, error)
+            sock.close()
+            return
+        channel = Channel(sock, peer, stall_s=SEND_STALL_S_MAX)
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}", daemon=True
+        )
+        with self._guard:
+            full = len(self._connections) >= CONNECTIONS_MAX
+            if not full:
+                self._connections[channel] = thread
+        if full:
+            _log.warning("%s: refused %s: %d readers are connected", self._backend.name, peer, CONNECTIONS_MAX)
+            channel.close()
+            return
+        thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        name = self._backend.name
+        try:
+            ReaderConnection(channel, self._shelf, self._backend).run()
+        except Disconnected as reason:
+            _log.debug("%s: %s has gone: %s", name, channel.peer, reason)
+        except SourceLost as error:  # withdrawn, or late itself
+            _log.info("%s: closed the connection of %s: %s", name, channel.peer, error)
+        except Silent as reason:
+            _log.warning("%s: closed the connection of %s: it %s in time", name, channel.peer, reason)
+        except TensorHubError as error:
+            _log.warning("%s: closed the connection of %s: %s", name, channel.peer, error)
+        except Exception:
+            _log.exception("%s: serving %s failed", name, channel.peer)
+        finally:
+            channel.close()
+            with self._guard:
+                del self._connections[channel]
+
+
+class ReaderConnection:
+    """One reader's connection at the source: at most one offer open at a time."""
+
+    def __init__(self, channel: Channel, shelf: Shelf, backend: SourceBackend) -> None:
+        self._channel = channel
+        self._shelf = shelf
+        self._backend = backend
+        self._offer: Offer | None = None
+        self._reader = -1
+
+    def run(self) -> None:
+        """Answer until the reader goes. Raises what ended it."""
+        channel = self._channel
+        deadline = time.monotonic() + HELLO_S_MAX
+        greeting = bytearray(HELLO.size)
+        channel.fill([memoryview(greeting)[: len(MAGIC)]], deadline)
+        if greeting[: len(MAGIC)] != MAGIC:  # said before more is awaited: a stranger may have no more to say
+            raise ProtocolError(f"its first bytes are {bytes(greeting[: len(MAGIC)])!r}: no reader of ours")
+        channel.fill([memoryview(greeting)[len(MAGIC) :]], deadline)
+        channel.send([HELLO.pack(MAGIC, PROTOCOL, 0)], deadline)
+        check_hello(greeting)
+        try:
+            while True:
+                self._answer(self._receive())
+        finally:
+            self._release(ended=True)
+
+    def _receive(self) -> StreamRequest:
+        # Between reads a reader may be silent; keepalive finds the dead.
+        kind, _, length = self._channel.receive_header(None)
+        if kind != CONTROL:
+            raise ProtocolError(f"a frame of kind {kind} where a request should be")
+        deadline = time.monotonic() + HELLO_S_MAX
+        request: StreamRequest = self._channel.receive_rest(request_decoder, length, REQUEST_SIZE_BYTES_MAX, deadline)
+        return request
+
+    def _answer(self, request: StreamRequest) -> None:
+        deadline = time.monotonic() + SEND_STALL_S_MAX
+        match request:
+            case StreamOpen():
+                self._open(request, deadline)
+            case StreamRead():
+                self._read(request)
+            case StreamFinish():
+                current = self._offer is not None and not self._offer.withdrawn
+                self._release()
+                self._channel.send_message(StreamFinished(current), deadline)
+
+    def _open(self, request: StreamOpen, deadline: float) -> None:
+        self._release()
+        try:
+            offer, addresses = self._begin(request)
+        except VersionGone as error:
+            self._channel.send_message(StreamRefused("gone", error.message), deadline)
+            return
+        except NotServable as error:
+            self._channel.send_message(StreamRefused("not servable", error.message), deadline)
+            return
+        _log.debug("%s: %s opens %s, as of %d", self._backend.name, self._channel.peer, offer.key, request.as_of)
+        manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
+        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses), deadline)
+        if not request.brief and addresses is None:
+            self._backend.send_memory(self._channel, offer, deadline)
+
+    def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None]:
+        """Attach to the offer; its addresses if it is read by them. VersionGone, NotServable."""
+        offer = find_offer(self._shelf, request.key, request.as_of, self._check_reader)
+        slab = offer.slab
+        addresses = self._backend.addresses(offer) if request.by_address else None
+        reason = self._backend.refusal(offer) if addresses is None else None
+        if reason is not None:
+            raise NotServable(reason)
+        self._reader = offer.attach(self._channel.cut)
+        self._offer = offer
+        if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
+            addresses = self._backend.addresses(offer)
+        return offer, addresses
+
+    def _check_reader(self) -> None:
+        if self._channel.is_cut():
+            raise Disconnected("went away while it waited")
+
+    def _read(self, request: StreamRead) -> None:
+        offer = self._offer
+        if offer is None:
+            raise ProtocolError("a read before anything was opened")
+        count = offer.manifest.segment_count
+        if any(not start < stop <= count for start, stop in request.runs):
+            raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
+        deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
+        ready_batch_max = self._backend.ready_batch_max(self._channel)
+        for start, stop in request.runs:
+            segment = start
+            while segment < stop:
+                waited = self._await(offer, segment, deadline)
+                payload = self._payload(offer, segment, deadline)
+                if not ready_batch_max:
+                    header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
+                    self._channel.send([header, *payload], deadline)
+                    segment += 1
+                    continue
+                first, segment = segment, segment + 1
+                while segment < min(stop, first + ready_batch_max) and offer.poll_ready(segment, 0.0):
+                    self._payload(offer, segment, deadline)
+                    segment += 1
+                self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
+        self._backend.flush(self._channel, deadline)
+
+    def _payload(self, offer: Offer, segment: int, deadline: float) -> list[memoryview]:
+        return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
+
+    def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
+        """Until the segment is ready, with a sign of life now and then; whether that took time. SourceLost when
+        withdrawn."""
+        if offer.poll_ready(segment, 0.0):
+            return False
+        alive_at = time.monotonic() + ALIVE_S
+        while not offer.poll_ready(segment, min(deadline, time.monotonic() + VANISHED_S)):
+            now = time.monotonic()
+            self._check_reader()
+            if now >= deadline:
+                message = f"segment {segment} has not reached its source itself"
+                self._channel.send_message(StreamRefused("late", message), now + VANISHED_S)
+                raise SourceLost(message, version=offer.version, peer=self._channel.peer, phase="wait")
+            if now >= alive_at:
+                self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
+                alive_at = now + ALIVE_S
+        return True
+
+    def _release(self, *, ended: bool = False) -> None:
+        offer, self._offer = self._offer, None
+        try:
+            self._backend.on_reader_done(self._channel, ended=ended)
+        finally:
+            if offer is not None:
+                offer.detach(self._reader)

@@ -1,0 +1,76 @@
+"""TCP sockets of transports that leave the host: how they listen, connect and are tuned."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+
+from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.link import greet
+from tensorhub_plugins.core.transports.stream.source import BACKLOG
+
+# A host that vanished without a word is noticed after about this long; longer than a frozen reader is given, since the
+# kernel counts a closed window as silence too.
+USER_TIMEOUT_MS = 90_000
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
+LOOPBACK = "127.0.0.1"
+# Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
+# (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
+SAME_HOST_CONGESTION = b"reno"
+
+
+def connect(endpoint: str, host: str, port: int, *, stall_s: float, deadline: float) -> Channel:
+    """A connection to a source that has introduced itself. SourceLost, ProtocolError."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
+    sock: socket.socket | None = None
+    try:
+        sock = socket.create_connection((host, port), timeout=min(left, stall_s))
+        tune(sock)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
+    return greet(sock, endpoint, stall_s=stall_s, deadline=deadline)
+
+
+def tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_COUNT),
+        ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS),
+    ):
+        if hasattr(socket, option):  # Linux has them all
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if hasattr(socket, "TCP_CONGESTION") and sock.getsockname()[0] == sock.getpeername()[0]:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, SAME_HOST_CONGESTION)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listener on this address; on all, where it is not of this host (address translation). UsageError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise UsageError(f"advertise_host={host!r} is not an address: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on {host!r}, port {port}: {error}") from error
+    return listener

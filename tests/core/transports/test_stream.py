@@ -1,0 +1,199 @@
+"""The socket transports believe no peer; a source has limits, and says that it waits."""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+import torch
+from transport_helpers import GREETING, KEY, frame, served, soon
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, VersionGone
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.testing.material import read_equal
+from tensorhub_plugins.core.transports.stream import channel, messages
+from tensorhub_plugins.core.transports.stream import source as stream_source
+from tensorhub_plugins.core.transports.stream.messages import (
+    CONTROL,
+    HEADER,
+    HELLO,
+    MAGIC,
+    PROTOCOL,
+    SEGMENT,
+    StreamOpened,
+)
+from tensorhub_plugins.core.transports.tcp import TcpTransport
+
+
+def test_a_bigger_deadline_than_stall_does_not_wait_for_the_dead():
+    """A source that says nothing at all is lost after stall_s, however far the deadline is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.closing(TcpTransport(stall_s=0.3)) as reader:
+            began = time.monotonic()
+            with pytest.raises(SourceLost, match="frozen or unreachable"):
+                reader.connect(endpoint, deadline=soon(600))
+            assert time.monotonic() - began < 60
+
+
+def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
+    """It says that it lives, and each time it does the reader waits anew. The segment comes after three such signs."""
+    monkeypatch.setattr(stream_source, "ALIVE_S", 0.01)
+    monkeypatch.setattr(stream_source, "VANISHED_S", 0.01)
+    allowed, signs = [], []
+    receive_header, allow = channel.Channel.receive_header, channel.Channel._allow
+
+    def receive_and_count(self, deadline):
+        kind, segment, length = receive_header(self, deadline)
+        if kind == messages.ALIVE:
+            signs.append(kind)
+            if len(signs) == 3:
+                offer.mark_all_ready()
+        return kind, segment, length
+
+    def allow_and_note(self, option, deadline):
+        if self is link._channels[0] and option == socket.SO_RCVTIMEO:
+            allowed.append(min(self._stall_s, deadline - time.monotonic()))
+        allow(self, option, deadline)
+
+    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport(stall_s=20.0)) as reader:
+        offer._ready = bytearray(len(offer._ready))
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(channel.Channel, "receive_header", receive_and_count)
+        monkeypatch.setattr(channel.Channel, "_allow", allow_and_note)
+        assert list(read_equal(link, [0], Slab.allocate(manifest.tensors), deadline=soon(600))) == [0]
+    assert len(signs) >= 3
+    assert len(allowed) > len(signs)
+    assert set(allowed) == {20.0}
+
+
+# --- the reader against forged sources ---
+
+
+@contextlib.contextmanager
+def forged_source(*answers):
+    """Says these things one after the other, each after hearing something, and then hangs up when the test ends."""
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                for answer in answers:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                done.wait(30)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join()
+
+
+def manifest_of(size_bytes=4000, segment_size_bytes=1000):
+    with Slab.adopt({"a": torch.zeros(size_bytes, dtype=torch.uint8)}) as slab:
+        return slab.manifest(segment_size_bytes)
+
+
+def opened(manifest=None):
+    return frame(StreamOpened(0, msgspec.Raw((manifest or manifest_of()).encoded)))
+
+
+@pytest.mark.parametrize(
+    ("answers", "error", "reason"),
+    [
+        ((HELLO.pack(MAGIC, PROTOCOL + 1, 0),), ProtocolError, f"protocol {PROTOCOL + 1}, this side {PROTOCOL}"),
+        ((b"HTTP/1.1 400 Bad Request\r\n\r\n",), ProtocolError, "no weight transfer"),
+        ((GREETING, HEADER.pack(CONTROL, 0, 0, 1 << 62)), ProtocolError, "the limit is"),
+        ((GREETING, HEADER.pack(SEGMENT, 0, 0, 0)), ProtocolError, "where a message should be"),
+        ((GREETING, frame(["StreamOpened", 1, 2])), ProtocolError, "does not decode"),
+        ((GREETING, frame(["StreamFinished", True])), ProtocolError, "StreamFinished where StreamOpened"),
+        ((GREETING, frame(["StreamOpened", 0, None])), ProtocolError, "without a manifest"),
+        ((GREETING, opened(manifest=msgspec.structs.replace(manifest_of(), digests=b""))), ProtocolError, "digests"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 1, 1000)), ProtocolError, "segment 0 was due"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 0, 1 << 60)), ProtocolError, "segment 0 has 1000 bytes"),
+        ((GREETING, opened(), HEADER.pack(99, 0, 0, 0)), ProtocolError, "came kind 99"),
+        ((GREETING, opened(), frame(["StreamFinished", True])), ProtocolError, "StreamFinished where"),
+        ((GREETING, opened(), frame(["StreamRefused", "late", "not here yet"])), SourceLost, "not here yet"),
+        ((GREETING, opened(), HEADER.pack(SEGMENT, 0, 0, 1000) + b"x" * 999), SourceLost, "by the deadline"),
+        ((GREETING, frame(["StreamRefused", "gone", "never heard of it"])), VersionGone, "never heard of it"),
+    ],
+)
+def test_a_reader_believes_no_source(answers, error, reason):
+    with forged_source(*answers) as endpoint, contextlib.closing(TcpTransport()) as reader:
+        deadline = soon(2.0)
+        with pytest.raises(error, match=reason) as caught:
+            link = reader.connect(endpoint, deadline=deadline)
+            link.open(KEY, 1, deadline=deadline)
+            list(read_equal(link, [0], Slab.allocate(manifest_of().tensors), deadline=deadline))
+        assert type(caught.value) is error
+        assert caught.value.peer == endpoint
+        assert caught.value.phase in ("connect", "open", "read")
+
+
+def test_what_a_liar_announces_is_not_allocated():
+    answers = GREETING, HEADER.pack(CONTROL, 0, 0, messages.REPLY_SIZE_BYTES_MAX) + b"x"
+    with forged_source(*answers) as endpoint, contextlib.closing(TcpTransport()) as reader:
+        deadline = soon(1.0)
+        link = reader.connect(endpoint, deadline=deadline)
+        tracemalloc.start()
+        with pytest.raises(SourceLost):
+            link.open(KEY, 1, deadline=deadline)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 4 * channel.CHUNK_SIZE_BYTES
+
+
+# --- the source ---
+
+
+def test_a_source_has_a_limit_of_readers(monkeypatch, caplog):
+    monkeypatch.setattr(stream_source, "CONNECTIONS_MAX", 2)
+    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
+        with pytest.raises(SourceLost):
+            reader.connect(endpoint, deadline=soon())
+        assert "2 readers are connected" in caplog.text
+        assert all(link.open(KEY, 1, deadline=soon()) for link in links)
+        links[0].close()
+        patience = soon()
+        while True:  # the place is free as soon as the source has noticed
+            try:
+                reader.connect(endpoint, deadline=soon()).close()
+                break
+            except SourceLost:
+                assert time.monotonic() < patience
+
+
+def test_a_fault_of_the_shelf_costs_one_connection(caplog):
+    class Shelf:
+        def find(self, key):
+            raise ZeroDivisionError
+
+        def expect(self, key, as_of, deadline):
+            raise ZeroDivisionError
+
+    with contextlib.closing(TcpTransport()) as source, contextlib.closing(TcpTransport()) as reader:
+        endpoint = source.serve(Shelf())
+        for _ in range(2):
+            with pytest.raises(SourceLost):
+                reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
+
+
+def test_withdrawing_is_no_warning(caplog):
+    caplog.set_level(logging.WARNING)
+    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
+        offer.withdraw()
+        assert not link.check(deadline=soon())
+    assert caplog.text == ""

@@ -1,0 +1,180 @@
+"""What only tcp does: several streams, digests while it reads, where it listens."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transport_helpers import KEY, served, soon
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.copying import digest_of
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.address import local_host_towards
+from tensorhub_plugins.core.testing.material import read_equal
+from tensorhub_plugins.core.transports import read_plan as _plan
+from tensorhub_plugins.core.transports import tcp
+from tensorhub_plugins.core.transports.stream import tcp_socket
+from tensorhub_plugins.core.transports.tcp import SegmentQueue, TcpLink, TcpTransport
+
+
+def test_tcp_says_what_fails_in_its_other_thread(monkeypatch):
+    def fail(views):
+        raise ZeroDivisionError
+
+    with (
+        served(TcpTransport()) as (_, endpoint),
+        contextlib.closing(TcpTransport(offload_size_bytes=0)) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(_plan, "digest_of", fail)
+        got = []
+        with pytest.raises(ZeroDivisionError):
+            got.extend(read_equal(link, range(16), Slab.allocate(manifest.tensors), deadline=soon()))
+        assert got == []
+
+
+@pytest.mark.parametrize(("cores", "offloads"), [(2, False), (16, True)])
+def test_tcp_digests_in_another_thread_where_there_are_cores_for_it(monkeypatch, cores, offloads):
+    threads = []
+
+    def digest(views):
+        threads.append(threading.current_thread())
+        return digest_of(views)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    tensors = {"a": torch.zeros(4 << 20, dtype=torch.uint8)}
+    with (
+        served(TcpTransport(), tensors, segment_size_bytes=tcp.OFFLOAD_SIZE_BYTES) as (_, endpoint),
+        contextlib.closing(TcpTransport()) as reader,
+    ):
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        monkeypatch.setattr(_plan, "digest_of", digest)
+        assert list(read_equal(link, range(4), Slab.allocate(manifest.tensors), deadline=soon())) == [0, 1, 2, 3]
+    assert len(threads) == 4
+    assert all((thread is not threading.current_thread()) == offloads for thread in threads)
+
+
+@pytest.mark.parametrize(("host", "known"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_tcp_within_a_host_is_not_paced(host, known):
+    """A peer that has this end's own address is on this host; another address of the same host is not recognized."""
+    source = TcpTransport(host)
+    with served(source) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        link.open(KEY, 1, deadline=soon())
+        with socket.socket() as plain:
+            default = congestion_of(plain)
+        for channel in (*link._channels, *source._server._connections):  # the reader's end, and the one that sends
+            assert congestion_of(channel.sock) == (tcp_socket.SAME_HOST_CONGESTION if known else default)
+
+
+def congestion_of(sock):
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+@pytest.mark.parametrize("streams", [0, 17])
+def test_tcp_streams_are_bounded(streams):
+    with pytest.raises(UsageError, match="streams"):
+        TcpTransport(streams=streams)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_tcp_does_not_advertise_what_cannot_be_connected_to(host):
+    with pytest.raises(UsageError, match="advertise_host"):
+        TcpTransport(host)
+
+
+def test_tcp_listens_only_where_it_says():
+    with served(TcpTransport()) as (_, endpoint):
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        with (
+            pytest.raises(OSError),
+            socket.create_connection(("127.0.0.2", int(endpoint.rpartition(":")[2])), timeout=5),
+        ):
+            pass
+
+
+def test_tcp_behind_address_translation_listens_everywhere():
+    """192.0.2.1 is nobody's address (RFC 5737): peers reach it through somebody else's."""
+    with served(TcpTransport("192.0.2.1")) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        assert endpoint.startswith("tcp://192.0.2.1:")
+        port = endpoint.rpartition(":")[2]
+        reader.connect(f"tcp://127.0.0.1:{port}", deadline=soon()).close()
+
+
+def test_tcp_over_ipv6():
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with served(TcpTransport("::1")) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        assert endpoint.startswith("tcp://[::1]:")
+        assert reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon()).size_bytes == 16000
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://", "tcp://host", "tcp://host:", "tcp://:1", "shm://x", "host:1", "tcp://h:x"]
+)
+def test_endpoints_that_are_none(endpoint):
+    with contextlib.closing(TcpTransport()) as reader, pytest.raises(UsageError, match="endpoint"):
+        reader.connect(endpoint, deadline=soon())
+
+
+def test_local_host_towards():
+    assert local_host_towards("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UsageError):
+        local_host_towards("no such host.invalid")
+
+
+def test_streams_share_a_read(monkeypatch):
+    asked = []
+    request = TcpLink._request
+    monkeypatch.setattr(
+        TcpLink,
+        "_request",
+        lambda self, channel, segments, deadline: (
+            asked.append(list(segments)) or request(self, channel, segments, deadline)
+        ),
+    )
+    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport(streams=3)) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        slab = Slab.allocate(manifest.tensors)
+        assert sorted(read_equal(link, range(16), slab, deadline=soon())) == list(range(16))
+        assert sorted(segment for each in asked for segment in each) == list(range(16)) and len(asked) >= 3
+        asked.clear()
+        assert list(read_equal(link, [5], slab, deadline=soon())) == [5]
+        assert asked == [[5]]
+
+
+def test_a_stream_that_runs_out_of_work_waits_for_more():
+    later = deque([[], [], [4, 5, 6]])
+    work = SegmentQueue([0, 1, 2, 3], lambda: later.popleft() if later else [], 2)
+    assert [work.take(0), work.take(0), work.take(2)] == [[0, 1], [2], [3]]
+    with ThreadPoolExecutor(2) as pool:
+        idle = pool.submit(work.take, 0)  # it asks for more in vain, as does the other one
+        while not work._idle:
+            time.sleep(0)
+        assert work.take(3) == []
+        assert not idle.done()
+        assert work.take(1) == [4, 5] and idle.result(60) == [6]
+        ends = [pool.submit(work.take, 0) for _ in range(2)]
+        assert [end.result(60) for end in ends] == [[], []]
+
+
+def test_a_stream_that_waits_for_work_ends_with_the_read():
+    work = SegmentQueue([], None, 2)
+    with ThreadPoolExecutor(1) as pool:
+        idle = pool.submit(work.take, 0)
+        while not work._idle:
+            time.sleep(0)
+        work.end()
+        assert idle.result(60) == [] and work.take(0) == []
