@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import functools
 import os
-import resource
-import struct
-import termios
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from calls import (
+    FAR_S,
+    KEY,
+    PATIENCE_S,
+    SEGMENT_SIZE_BYTES,
+    SIZE_BYTES,
+    count_packets,
+    count_tcp_bytes,
+    far,
+    hold_back,
+    interface_of,
+    join,
+    kept,
+    make_blank,
+    make_client,
+    pair_of_transports,
+    publish,
+    read_it,
+    readers_of,
+    replaced,
+    replicate,
+    replicate_fails,
+    retain_nothing,
+    serve_all,
+    serve_alone,
+    tensor_of,
+    unpublish,
+    unread,
+    until,
+)
 from crew import Crew, Member
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import NotServable, Offer
+from tensorhub_plugins.core.transports import NotServable
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
 from tensorhub_plugins.core.transports.rdma.link import WINDOW
@@ -38,13 +61,8 @@ from tensorhub_plugins.core.types import (
 
 MEMBERS = 30  # the cases take 26
 PEERS = 6
-SIZE_BYTES = 16 << 20
-SEGMENT_SIZE_BYTES = 256 << 10  # 64 of them: more than are in flight at once, and progress even in a guest that crawls
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
-FAR_S = PATIENCE_S = 60.0
-CONNECT_S = 120.0  # the other host may still be importing torch
-CAPABILITY_VERSION_3, CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
 RDMA = ("rdma", "tcp")
 
 
@@ -85,8 +103,8 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
         source = crew.take()
         endpoint, manifest_size = source.ask(serve_alone, name)
         with contextlib.closing(create_transport(name)) as transport:
-            link = transport.connect(endpoint, deadline=_far())
-            manifest = link.open(KEY, 1, deadline=_far())
+            link = transport.connect(endpoint, deadline=far())
+            manifest = link.open(KEY, 1, deadline=far())
             assert manifest.size_bytes == manifest_size
             target = {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
             reading = read_equal(
@@ -95,7 +113,7 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
             got = [next(reading)]
             if one_sided:  # "ready" is said by the source itself, for all segments at once
                 told = HEADER.size * (manifest.segment_count - WINDOW)
-                _until(lambda link=link, told=told: _unread(link) >= told, "the source has said that all is ready")
+                until(lambda link=link, told=told: unread(link) >= told, "the source has said that all is ready")
             source.freeze()
             try:
                 got += reading
@@ -108,7 +126,7 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
             if one_sided:
                 assert sorted(got) == list(range(manifest.segment_count))
                 assert torch.equal(target["a"], tensor_of(1))
-                assert link.check(deadline=_far())
+                assert link.check(deadline=far())
             print(f"      {name}: {len(got)} of {manifest.segment_count} segments of a stopped source", flush=True)
             link.close()
         source.kill()
@@ -116,16 +134,16 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
 
 def wrong_keys_and_closed_memory(crew: Crew) -> None:
     """A wrong key, a range past the end, memory closed before and during a read: SourceLost, and a new link works."""
-    with _pair_of_transports() as (source, offer, reader):
+    with pair_of_transports() as (source, offer, reader):
         endpoint = source.serve(SimpleShelf(offer))
 
         def lost(spoil: Callable[[Any], None]) -> str:
-            link = reader.connect(endpoint, deadline=_far())
-            manifest = link.open(KEY, 1, deadline=_far())
+            link = reader.connect(endpoint, deadline=far())
+            manifest = link.open(KEY, 1, deadline=far())
             spoil(link)
             began = time.monotonic()
             try:
-                list(read_equal(link, range(manifest.segment_count), Slab.adopt(_blank()), deadline=_far()))
+                list(read_equal(link, range(manifest.segment_count), Slab.adopt(make_blank()), deadline=far()))
             except SourceLost as error:
                 assert time.monotonic() - began < FAR_S / 2
                 return str(error)
@@ -135,11 +153,11 @@ def wrong_keys_and_closed_memory(crew: Crew) -> None:
 
         def wrong_key(link: Any) -> None:
             regions = link._remote._regions
-            link._remote._regions = [_replaced(r, keys=tuple(key ^ 0x5500 for key in r.keys)) for r in regions]
+            link._remote._regions = [replaced(r, keys=tuple(key ^ 0x5500 for key in r.keys)) for r in regions]
 
         def past_the_end(link: Any) -> None:
             regions = link._remote._regions
-            link._remote._regions = [_replaced(r, address=r.address + SIZE_BYTES) for r in regions]
+            link._remote._regions = [replaced(r, address=r.address + SIZE_BYTES) for r in regions]
 
         def close_memory(link: Any) -> None:
             source.memory.of(offer.slab).close()
@@ -148,12 +166,12 @@ def wrong_keys_and_closed_memory(crew: Crew) -> None:
             text = lost(spoil)
             assert "REM_ACCESS_ERR" in text, text
             print(f"      {what}: {text}", flush=True)
-            _read_it(reader, endpoint)
+            read_it(reader, endpoint)
 
-        link = reader.connect(endpoint, deadline=_far())
-        manifest = link.open(KEY, 1, deadline=_far())
-        target = Slab.adopt(_blank())
-        reading = read_equal(link, range(manifest.segment_count), target, deadline=_far())
+        link = reader.connect(endpoint, deadline=far())
+        manifest = link.open(KEY, 1, deadline=far())
+        target = Slab.adopt(make_blank())
+        reading = read_equal(link, range(manifest.segment_count), target, deadline=far())
         got = [next(reading)]
         close_memory(link)
         try:
@@ -163,26 +181,26 @@ def wrong_keys_and_closed_memory(crew: Crew) -> None:
             assert "REM_ACCESS_ERR" in str(error) or "RETRY_EXC_ERR" in str(error), error
             print(f"      closed in mid-read, after {len(got)} segments: {error}", flush=True)
         assert all(link.digest(segment) == manifest.digest(segment) for segment in got)
-        _read_it(reader, endpoint)
+        read_it(reader, endpoint)
 
 
 def queue_pair_in_error(crew: Crew) -> None:
     """The source's queue pair goes to error and its connection stays: retries run out, within seconds."""
-    with _pair_of_transports() as (source, offer, reader):
+    with pair_of_transports() as (source, offer, reader):
         endpoint = source.serve(SimpleShelf(offer))
-        link = reader.connect(endpoint, deadline=_far())
-        manifest = link.open(KEY, 1, deadline=_far())
+        link = reader.connect(endpoint, deadline=far())
+        manifest = link.open(KEY, 1, deadline=far())
         for pairs in source._server._backend._pairs.values():
             for queue_pair in pairs:
                 queue_pair.abort()
         began = time.monotonic()
         try:
-            list(read_equal(link, range(manifest.segment_count), Slab.adopt(_blank()), deadline=_far()))
+            list(read_equal(link, range(manifest.segment_count), Slab.adopt(make_blank()), deadline=far()))
             raise AssertionError("SourceLost was due")
         except SourceLost as error:
             assert "RETRY_EXC_ERR" in str(error), error
             print(f"      after {time.monotonic() - began:.1f} s: {error}", flush=True)
-        _read_it(reader, endpoint)
+        read_it(reader, endpoint)
 
 
 def connections_and_registrations_are_kept(crew: Crew) -> None:
@@ -197,16 +215,16 @@ def connections_and_registrations_are_kept(crew: Crew) -> None:
 
     Nic.register = counted  # type: ignore[method-assign]
     try:
-        with _pair_of_transports() as (source, offer, reader):
+        with pair_of_transports() as (source, offer, reader):
             endpoint = source.serve(SimpleShelf(offer))
-            target = Slab.adopt(_blank())
+            target = Slab.adopt(make_blank())
             connections = set()
             for _ in range(3):
-                link = reader.connect(endpoint, deadline=_far())
+                link = reader.connect(endpoint, deadline=far())
                 connections.add((link._connection, link._connection.rails[0] if link._connection.rails else None))
-                manifest = link.open(KEY, 1, deadline=_far())
-                list(read_equal(link, range(manifest.segment_count), target, deadline=_far()))
-                assert link.check(deadline=_far())
+                manifest = link.open(KEY, 1, deadline=far())
+                list(read_equal(link, range(manifest.segment_count), target, deadline=far()))
+                assert link.check(deadline=far())
                 link.close()
             assert len({connection for connection, _ in connections}) == 1, connections
             assert sum(map(len, source._server._backend._pairs.values())) == 1
@@ -238,11 +256,11 @@ def memory_of_a_device_that_verbs_refuses(crew: Crew) -> None:
 def two_rails(crew: Crew) -> None:
     """Two cards side by side: both carry a fair share, and the bytes are right."""
     cards = ("rxe0", "rxe1")
-    with _pair_of_transports(devices=cards) as (source, offer, reader):
+    with pair_of_transports(devices=cards) as (source, offer, reader):
         endpoint = source.serve(SimpleShelf(offer))
-        before = [_packets(card) for card in cards]
-        _read_it(reader, endpoint)
-        moved = [_packets(card) - old for card, old in zip(cards, before, strict=True)]
+        before = [count_packets(card) for card in cards]
+        read_it(reader, endpoint)
+        moved = [count_packets(card) - old for card, old in zip(cards, before, strict=True)]
         print(f"      packets: {dict(zip(cards, moved, strict=True))}", flush=True)
         assert min(moved) > sum(moved) / 4, moved
 
@@ -259,11 +277,11 @@ def two_readers_one_sided(crew: Crew) -> None:
             publisher.ask(publish, hub.address, "trainer", 1, transports)
             for index, reader in enumerate(readers):
                 reader.ask(join, hub.address, f"rollout-{index}", transports)
-            before = publisher.cpu_s(), _tcp_bytes(), _packets("rxe0")
+            before = publisher.cpu_s(), count_tcp_bytes(), count_packets("rxe0")
             for reader in readers:
                 reader.start(replicate, 1, False)
             reports = [reader.result() for reader in readers]
-            after = publisher.cpu_s(), _tcp_bytes(), _packets("rxe0")
+            after = publisher.cpu_s(), count_tcp_bytes(), count_packets("rxe0")
             cpu_s, tcp_bytes, packets = (b - a for a, b in zip(before, after, strict=True))
             measured[transports[0]] = cpu_s, tcp_bytes, packets
             print(
@@ -309,15 +327,15 @@ def _goes_on_elsewhere(crew: Crew, lose: Callable[[Member], None]) -> None:
             read_from[:] = [name for name, holder in holders.items() if holder.ask(readers_of, 1)]
             return bool(read_from)
 
-        packets = _packets("rxe0")
+        packets = count_packets("rxe0")
         reader.start(replicate, 1, False)
         half = SIZE_BYTES // 2
-        _until(lambda: (_packets("rxe0") - packets) * 4096 >= half and attached(), "half of it was read")
+        until(lambda: (count_packets("rxe0") - packets) * 4096 >= half and attached(), "half of it was read")
         (lost,) = read_from
         (other,) = set(holders) - {lost}
         began = time.monotonic()
         lose(holders[lost])
-        _until(lambda: holders[other].ask(readers_of, 1), "the other source is read from")
+        until(lambda: holders[other].ask(readers_of, 1), "the other source is read from")
         print(f"      {time.monotonic() - began:.1f} s until the other source was read from", flush=True)
         holders[other].ask(serve_all, 1)
         report = reader.result()
@@ -339,7 +357,7 @@ def unpublish_cuts_off(crew: Crew) -> None:
         publisher.ask(hold_back, 1, 2)
         reader.ask(join, hub.address, "rollout-0", RDMA)
         reader.start(replicate_fails, 1, 30.0)
-        _until(lambda: publisher.ask(readers_of, 1), "the source is read from")
+        until(lambda: publisher.ask(readers_of, 1), "the source is read from")
         seconds, cut_off = publisher.ask(unpublish, 1, 1.0)
         name, message, _ = reader.result()
         print(
@@ -358,21 +376,21 @@ def source_may_not_lock_memory(crew: Crew) -> None:
     source, reader = crew.take(), crew.take()
     endpoint, _ = source.ask(serve_alone, "rdma", SIZE_BYTES // 2)
     with contextlib.closing(create_transport("rdma")) as transport:
-        link = transport.connect(endpoint, deadline=_far())
-        segments = range(link.open(KEY, 1, deadline=_far()).segment_count)
+        link = transport.connect(endpoint, deadline=far())
+        segments = range(link.open(KEY, 1, deadline=far()).segment_count)
         assert link._ring is not None and link._ring.size_bytes < SIZE_BYTES // 2
-        blank = _blank()
-        assert set(read_equal(link, segments, Slab.adopt(blank), deadline=_far())) == set(segments)
+        blank = make_blank()
+        assert set(read_equal(link, segments, Slab.adopt(blank), deadline=far())) == set(segments)
         assert torch.equal(blank["a"], tensor_of(1))
-        assert link.check(deadline=_far())
+        assert link.check(deadline=far())
         link.close()
     source.kill()
     source = crew.take()
     endpoint, _ = source.ask(serve_alone, "rdma", SEGMENT_SIZE_BYTES)
     with contextlib.closing(create_transport("rdma")) as transport:
-        link = transport.connect(endpoint, deadline=_far())
+        link = transport.connect(endpoint, deadline=far())
         try:
-            link.open(KEY, 1, deadline=_far())
+            link.open(KEY, 1, deadline=far())
             raise AssertionError("NotServable was due")
         except NotServable as error:
             assert "ulimit -l" in str(error), error
@@ -406,21 +424,21 @@ def reader_may_not_lock_memory(crew: Crew) -> None:
 
 def not_reached(crew: Crew) -> None:
     """Both have RDMA, but no way leads from one to the other: found out once, remembered, and tcp it is."""
-    with _pair_of_transports() as (source, offer, reader):
+    with pair_of_transports() as (source, offer, reader):
         endpoint = source.serve(SimpleShelf(offer))
         nic = source.nics[0]
-        nic.port = _replaced(nic.port, gid="0000:0000:0000:0000:0000:ffff:0a4d:0063")  # 10.77.0.99, nobody
-        link = reader.connect(endpoint, deadline=_far())
+        nic.port = replaced(nic.port, gid="0000:0000:0000:0000:0000:ffff:0a4d:0063")  # 10.77.0.99, nobody
+        link = reader.connect(endpoint, deadline=far())
         began = time.monotonic()
         try:
-            link.open(KEY, 1, deadline=_far())
+            link.open(KEY, 1, deadline=far())
             raise AssertionError("NotServable was due")
         except NotServable as error:
             print(f"      after {time.monotonic() - began:.1f} s: {error}", flush=True)
         link.close()
         began = time.monotonic()
         try:
-            reader.connect(endpoint, deadline=_far())
+            reader.connect(endpoint, deadline=far())
             raise AssertionError("SourceLost was due")
         except SourceLost as error:
             assert "a moment ago" in str(error) and time.monotonic() - began < 2, error
@@ -440,9 +458,9 @@ def not_reached(crew: Crew) -> None:
 def two_hosts(crew: Crew) -> None:
     """Over RoCEv2 between two guests, in both directions."""
     member = crew.take()
-    packets, tcp_bytes = _packets("rxe1"), _tcp_bytes(_interface_of("rxe1"))
+    packets, tcp_bytes = count_packets("rxe1"), count_tcp_bytes(interface_of("rxe1"))
     report = member.ask(visit_the_other_host)
-    packets, tcp_bytes = _packets("rxe1") - packets, _tcp_bytes(_interface_of("rxe1")) - tcp_bytes
+    packets, tcp_bytes = count_packets("rxe1") - packets, count_tcp_bytes(interface_of("rxe1")) - tcp_bytes
     print(f"      {report}; {packets} RDMA packets on our card", flush=True)
     assert report["transports"] == {"rdma": SIZE_BYTES}, report
     assert packets * 4096 >= SIZE_BYTES
@@ -452,8 +470,8 @@ def two_hosts(crew: Crew) -> None:
 def visit_the_other_host() -> dict[str, Any]:
     """In a member of the first guest: read what the second publishes, publish what it reads, wait until it has."""
     os.environ["TENSORHUB_RDMA_DEVICES"] = "rxe1"
-    client = kept["client"] = _client(OTHER_HUB, "guest-1", RDMA)
-    target = _blank()
+    client = kept["client"] = make_client(OTHER_HUB, "guest-1", RDMA)
+    target = make_blank()
     client.wait(1, timeout_s=PATIENCE_S)
     report = client.replicate(target, 1, timeout_s=PATIENCE_S)
     assert torch.equal(target["a"], tensor_of(1))
@@ -469,199 +487,20 @@ def be_the_other_host() -> None:
     """The second guest: hub, publisher and reader. Ends when the first guest has left."""
     with (
         start_server(OTHER_HUB),
-        _client(OTHER_HUB, "guest-2", RDMA) as client,
+        make_client(OTHER_HUB, "guest-2", RDMA) as client,
     ):
         client.retain(0)
         client.publish(1, {"a": tensor_of(1)})
         print("publishes", flush=True)
         client.wait(2, timeout_s=1000)
-        target = _blank()
+        target = make_blank()
         report = client.replicate(target, 2, timeout_s=PATIENCE_S)
         right = torch.equal(target["a"], tensor_of(2)) and report.transports == {"rdma": SIZE_BYTES}
         print(f"read version 2: {report.transports}, {'right' if right else 'WRONG'}", flush=True)
         client.publish(3, {"a": torch.tensor([int(right)], dtype=torch.uint8)})
-        _until(lambda: not client.find(ShardKey(3, "checkpoint")).active_readers and _read_once(client), "answer taken")
+        until(lambda: not client.find(ShardKey(3, "checkpoint")).active_readers and _read_once(client), "answer taken")
 
 
 def _read_once(client: Client) -> bool:
     """The first guest holds version 3 too, or is gone with it."""
     return any(len(holders) > 1 for v in client.versions() if v.version == 3 for holders in v.layouts.values())
-
-
-# --- called in members ---
-
-kept: dict[str, Any] = {}
-KEY = ShardKey(1, "checkpoint")
-
-
-def _client(address: str, replica: str, transports: tuple[str, ...]) -> Client:
-    return Client(address, run="vm", model="m", replica=replica, transports=transports, connect_timeout_s=CONNECT_S)
-
-
-def serve_alone(name: str, memlock_size_bytes: int | None = None) -> tuple[str, int]:
-    """A source without a hub."""
-    if memlock_size_bytes is not None:
-        _limit_locked_memory(memlock_size_bytes)
-    transport = create_transport(name)
-    offer = _offer()
-    kept["alone"] = transport, offer
-    endpoint = transport.serve(SimpleShelf(offer))
-    return endpoint, offer.manifest.size_bytes
-
-
-def publish(
-    address: str,
-    replica: str,
-    version: int,
-    transports: tuple[str, ...],
-    memlock_size_bytes: int | None = None,
-    claimed_address: str | None = None,
-) -> None:
-    if memlock_size_bytes is not None:
-        _limit_locked_memory(memlock_size_bytes)
-    client = kept["client"] = _client(address, replica, transports)
-    if claimed_address is not None:
-        nic = client._transports["rdma"].nics[0]
-        mapped = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
-        nic.port = _replaced(nic.port, gid=mapped.format(*map(int, claimed_address.split("."))))
-    client.publish(version, {"a": tensor_of(version)})
-
-
-def join(address: str, replica: str, transports: tuple[str, ...], memlock_size_bytes: int | None = None) -> None:
-    if memlock_size_bytes is not None:
-        _limit_locked_memory(memlock_size_bytes)
-    kept["client"] = _client(address, replica, transports)
-
-
-def replicate(version: int, serve: bool) -> dict[str, Any]:
-    target = kept["target"] = _blank()
-    report = kept["client"].replicate(target, version, timeout_s=PATIENCE_S, serve=serve)
-    assert torch.equal(target["a"], tensor_of(version)), "other bytes arrived"
-    return {"transports": report.transports, "sources": report.sources, "losses": report.losses}
-
-
-def replicate_fails(version: int, timeout_s: float) -> tuple[str, str, float]:
-    began = time.monotonic()
-    try:
-        replicate(version, False)
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "it succeeded", time.monotonic() - began
-
-
-def retain_nothing() -> None:
-    kept["client"].retain(0)
-
-
-def unpublish(version: int, timeout_s: float) -> tuple[float, tuple[str, ...]]:
-    report = kept["client"].unpublish(version, timeout_s=timeout_s)
-    return report.seconds, report.cut_off
-
-
-def hold_back(version: int, start: int) -> None:
-    """From now on only the first `start` segments are served, as if the others still arrived."""
-    offer = kept["client"].find(ShardKey(version, "checkpoint"))
-    with offer._changed:
-        offer._ready[start:] = bytes(len(offer._ready) - start)
-
-
-def serve_all(version: int) -> None:
-    kept["client"].find(ShardKey(version, "checkpoint")).mark_all_ready()
-
-
-def readers_of(version: int) -> int:
-    offer = kept["client"].find(ShardKey(version, "checkpoint"))
-    return 0 if offer is None else offer.active_readers
-
-
-def _limit_locked_memory(size_bytes: int) -> None:
-    """Before there are threads, since capabilities are a thread's: root without CAP_IPC_LOCK is an ordinary user."""
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (size_bytes, size_bytes))
-    libc = ctypes.CDLL(None, use_errno=True)
-    head, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    assert libc.capget(head, sets) == 0, os.strerror(ctypes.get_errno())
-    for word in (0, 1):  # effective, permitted
-        sets[word] &= ~(1 << CAP_IPC_LOCK)
-    assert libc.capset(head, sets) == 0, os.strerror(ctypes.get_errno())
-
-
-# --- small things ---
-
-
-@functools.cache
-def tensor_of(seed: int) -> torch.Tensor:
-    words = torch.arange(SIZE_BYTES // 8, dtype=torch.int64) * 2654435761 + seed
-    return words.view(torch.uint8)
-
-
-def _blank() -> dict[str, torch.Tensor]:
-    return {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
-
-
-def _offer() -> Offer:
-    tensor = tensor_of(1)
-    slab = Slab.allocate([spec_of("a", tensor)])
-    slab.write("a", tensor)
-    offer = Offer(KEY, slab.manifest(SEGMENT_SIZE_BYTES), slab)
-    offer.mark_all_ready()
-    return offer
-
-
-@contextlib.contextmanager
-def _pair_of_transports(**options: Any) -> Iterator[tuple[RdmaTransport, Offer, RdmaTransport]]:
-    offer = _offer()
-    with (
-        contextlib.closing(RdmaTransport(**options)) as source,
-        contextlib.closing(RdmaTransport(**options)) as reader,
-    ):
-        yield source, offer, reader
-        offer.withdraw()
-
-
-def _read_it(reader: RdmaTransport, endpoint: str) -> None:
-    with contextlib.closing(reader.connect(endpoint, deadline=_far())) as link:
-        manifest = link.open(KEY, 1, deadline=_far())
-        target = _blank()
-        got = list(read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=_far()))
-        assert len(got) == manifest.segment_count and torch.equal(target["a"], tensor_of(1))
-        assert link.check(deadline=_far())
-
-
-def _replaced(struct_: Any, **changes: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(struct_, **changes)
-
-
-def _unread(link: Any) -> int:
-    """Bytes of the conversation that have arrived and wait to be read."""
-    counted = fcntl.ioctl(link._channels[0].sock, termios.FIONREAD, struct.pack("i", 0))
-    return int(struct.unpack("i", counted)[0])
-
-
-def _far() -> float:
-    return time.monotonic() + FAR_S
-
-
-def _until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen: {what}"
-        time.sleep(0.02)
-
-
-def _tcp_bytes(interface: str = "lo") -> int:
-    """What the interface has sent: soft-RoCE talks to itself without it."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
-def _interface_of(device: str) -> str:
-    return Path(f"/sys/class/infiniband/{device}/parent").read_text().strip()
-
-
-def _packets(device: str) -> int:
-    counters = Path(f"/sys/class/infiniband/{device}/ports/1/hw_counters")
-    return int((counters / "rcvd_pkts").read_text())
-
-
-Slab.manifest.__defaults__ = (SEGMENT_SIZE_BYTES,)  # the clients' too

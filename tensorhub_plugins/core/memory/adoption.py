@@ -40,7 +40,7 @@ class Adoption:
     """One set of live tensors: their table `specs`, the `runs` of their stream, the `device` they are on (None: host
     memory), and their `ties`: name -> the first other name of the very same memory."""
 
-    _kept: ClassVar[deque[Adoption]] = deque(maxlen=ADOPTIONS_MAX)
+    _kept: ClassVar[deque[Adoption]] = deque()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
@@ -57,6 +57,8 @@ class Adoption:
                 if kept._same_objects(found):  # they have other memory now: nothing about the old is of use
                     kept._forget(None)
             cls._kept.append(found)
+            if len(cls._kept) > ADOPTIONS_MAX:
+                cls._kept[0]._forget(None)
         return found
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -118,6 +120,7 @@ class Adoption:
             self._kept.remove(self)
         except ValueError:
             pass
+        self._tensors.clear()  # their callbacks hold this: without them it goes now, and not with a collection
 
 
 def _some_at_a_time(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:

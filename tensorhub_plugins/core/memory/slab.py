@@ -78,7 +78,7 @@ class Slab:
         self._device: torch.device | None = None  # None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
         self._fd = fd
-        self._lifeline, self._alive = os.pipe() if fd >= 0 else (-1, -1)
+        self._owner_liveness, self._alive = os.pipe() if fd >= 0 else (-1, -1)
         self._pinned = pinned  # address of memory registered with CUDA, 0: none
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
@@ -176,10 +176,10 @@ class Slab:
         return self._fd if self._fd >= 0 and not self._closed else None
 
     @property
-    def lifeline_fd(self) -> int | None:
+    def owner_liveness_fd(self) -> int | None:
         """The end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or when the
         owner of the slab dies: then the memory is to be let go. Still owned by the slab."""
-        return self._lifeline if self._lifeline >= 0 and not self._closed else None
+        return self._owner_liveness if self._owner_liveness >= 0 and not self._closed else None
 
     def readable(self, start: int, stop: int) -> list[memoryview]:
         """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
@@ -253,10 +253,10 @@ class Slab:
                 return
             self._closed = True
             block.unpin(self._pinned)
-            for fd in (self._fd, self._lifeline, self._alive):
+            for fd in (self._fd, self._owner_liveness, self._alive):
                 if fd >= 0:
                     os.close(fd)
-            self._fd = self._lifeline = self._alive = -1
+            self._fd = self._owner_liveness = self._alive = -1
             self._tensors = {}
             self._runs, self._flats = Runs([]), []
 

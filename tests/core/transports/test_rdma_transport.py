@@ -14,6 +14,7 @@ import torch
 
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.memory.adoption import ADOPTIONS_MAX
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
@@ -25,7 +26,6 @@ from tensorhub_plugins.core.transports.rdma import transport as rdma
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
 from tensorhub_plugins.core.transports.rdma.messages import RING_SLOTS, Taken
 from tensorhub_plugins.core.transports.rdma.rails import Port
-from tensorhub_plugins.core.transports.rdma.registration import ADOPTED_MAX
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -303,15 +303,15 @@ def test_live_tensors_stay_registered_while_they_are_the_same() -> None:
         tensors["a"].data = torch.ones(SIZE, dtype=torch.uint8)
         second = keys()
         assert second != first, "the same tensor, other memory"
-        assert len(memory._adopted) == 1
+        assert len(memory._known) == 1
         tensors["a"] = torch.zeros(SIZE, dtype=torch.uint8)
-        assert not memory._adopted, "kept after its tensor had gone"
+        assert not memory._known, "kept after its tensor had gone"
         assert keys() not in (first, second)
-        for _ in range(ADOPTED_MAX + 1):
+        for _ in range(ADOPTIONS_MAX + 1):
             tensors = {"a": torch.zeros(SIZE, dtype=torch.uint8)}
             kept = [tensors]
             memory.of(Slab.adopt(tensors))
-        assert kept and len(memory._adopted) <= ADOPTED_MAX
+        assert kept and len(memory._known) <= ADOPTIONS_MAX
 
 
 def test_bytes_go_nowhere_once_the_offer_is_withdrawn() -> None:

@@ -182,14 +182,14 @@ def test_shm_keeps_a_bounded_number_of_mappings_those_it_met_last():
     mappings = MappingCache(map_from=1)
     slabs = [Slab.allocate([spec_of("a", torch.zeros(1))]) for _ in range(_memfile.MAPPINGS_MAX + 3)]
     for slab in slabs:
-        assert mappings.get_or_map(slab.shared_fd, os.dup(slab.lifeline_fd)) is not None
+        assert mappings.get_or_map(slab.shared_fd, os.dup(slab.owner_liveness_fd)) is not None
     assert len(mappings) == _memfile.MAPPINGS_MAX
     assert [maps_of(inode_of(slab)) for slab in (*slabs[:4], slabs[-1])] == [1, 1, 1, 2, 2]
-    assert [ends_of(slab.lifeline_fd) for slab in (*slabs[:4], slabs[-1])] == [2, 2, 2, 3, 3]
+    assert [ends_of(slab.owner_liveness_fd) for slab in (*slabs[:4], slabs[-1])] == [2, 2, 2, 3, 3]
     assert len(os.listdir("/proc/self/fd")) > before + _memfile.MAPPINGS_MAX
     mappings.close()
     mappings.close()
-    assert [ends_of(slab.lifeline_fd) for slab in slabs] == [2] * len(slabs)
+    assert [ends_of(slab.owner_liveness_fd) for slab in slabs] == [2] * len(slabs)
     assert [maps_of(inode_of(slab)) for slab in slabs] == [1] * len(slabs)
     for slab in slabs:
         slab.close()

@@ -9,15 +9,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
+from tensorhub_plugins.core.memory.runs import Runs
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.rdma.rails import Extent, Region, chunks, regions
 from tensorhub_plugins.core.transports.rdma.verbs import Memory, Nic, VerbsError
 
-ADOPTED_MAX = 4  # sets of live tensors that stay registered between versions
 SAID_MAX = 100
 
 _log = logging.getLogger(__name__)
@@ -84,54 +83,29 @@ class Registration:
 
 
 class Registry:
-    """Every slab is registered once, and until it is forgotten by everybody else.
-
-    So are live tensors that are adopted again for every version, while they and their storage stay the same.
-    """
+    """All memory is registered once, and until everything else has forgotten it: by `Slab.runs`, which slabs of the
+    same live tensors share (adoption.py), so that what is adopted anew for every version stays registered."""
 
     def __init__(self, nics: Sequence[Nic]) -> None:
         self._nics = nics
         self._guard = threading.Lock()
-        self._known: weakref.WeakKeyDictionary[Slab, Registration] = weakref.WeakKeyDictionary()
-        self._adopted: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Registration]] = {}  # oldest first
+        self._known: weakref.WeakKeyDictionary[Runs, Registration] = weakref.WeakKeyDictionary()
 
     def of(self, slab: Slab) -> Registration:
         with self._guard:
-            found = self._known.get(slab)
+            found = self._known.get(slab.runs)
             if found is None:
-                found = self._known[slab] = self._find_or_make(slab)
+                tensors = list(slab.tensors().values())
+                extents = [(run.start, run.size_bytes, run.address) for run in slab.runs.all]
+                # The storages, not the tensors: the memory must stay, the tensors are free to go and take this along.
+                storages = [tensor.untyped_storage() for tensor in tensors]
+                device = tensors[0].device.type if tensors else "cpu"
+                found = self._known[slab.runs] = Registration(self._nics, extents, storages, device)
             return found
-
-    def _find_or_make(self, slab: Slab) -> Registration:
-        by_name = slab.tensors()
-        extents, tensors, at = [], [], 0
-        for spec in slab.specs:
-            if spec.size_bytes:
-                tensors.append(by_name[spec.name])
-                extents.append((at, spec.size_bytes, tensors[-1].data_ptr()))
-            at += spec.size_bytes
-        key = tuple(map(id, tensors))
-        refs, found = self._adopted.pop(key, ([], None))
-        same = len(refs) == len(tensors) and all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
-        if found is None or not same or found.extents != extents:
-            # The storages, not the tensors: the memory must stay, the tensors are free to go and take this with them.
-            storages = [tensor.untyped_storage() for tensor in tensors]
-            found = Registration(self._nics, extents, storages, tensors[0].device.type if tensors else "cpu")
-        if slab.kind == "adopted" and tensors:
-            adopted = self._adopted
-
-            def forget(_: object) -> None:
-                adopted.pop(key, None)
-
-            self._adopted[key] = [weakref.ref(tensor, forget) for tensor in tensors], found
-            if len(self._adopted) > ADOPTED_MAX:
-                self._adopted.pop(next(iter(self._adopted)))
-        return found
 
     def clear(self) -> None:
         with self._guard:
-            self._known = weakref.WeakKeyDictionary()
-            self._adopted = {}  # links in the middle of a read hold what they use
+            self._known = weakref.WeakKeyDictionary()  # links in the middle of a read hold what they use
 
 
 class BounceBuffer:

@@ -80,7 +80,7 @@ class ShmSource(SourceBackend):
                     shared.together = max(shared.together, offer.active_readers)
                     self._reading[channel] = offer
                     slab = shared.slab
-        fd, liveness_fd = slab.shared_fd, slab.lifeline_fd
+        fd, liveness_fd = slab.shared_fd, slab.owner_liveness_fd
         if fd is None or liveness_fd is None:
             raise SourceLost("the slab was closed", version=offer.version)
         readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
