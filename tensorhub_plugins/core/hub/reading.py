@@ -56,6 +56,9 @@ class Reading:
         if history.is_visible(pending.version):
             return pending.version
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
+        if worker.is_replaced and shard_count > 1:  # what a dead process has sent must not speak for its replica
+            text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
+            return m.Refused(acquire.request_id, "UsageError", text)
         present = {w.hello.shard for w in history.replicas[replica].values()}
         if len(present) < shard_count:
             return 0  # the one we do not know may have been answered already, by a hub that was restarted since

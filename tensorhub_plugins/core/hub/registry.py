@@ -110,6 +110,7 @@ class Registry:
         session, hello, history = worker.session, worker.hello, worker.history
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
+                other.is_replaced = True
                 history.groups[hello.replica].forget_version()
                 for pending in list(other.pending.values()):  # asked by its former life
                     self.waiters.remove(pending)

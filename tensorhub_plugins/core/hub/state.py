@@ -97,6 +97,7 @@ class Worker:
     history: History
     last_heard: float
     suspect: bool = False  # a reader lost it and it has not been heard since
+    is_replaced: bool = False  # another process has said Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)

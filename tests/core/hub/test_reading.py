@@ -289,3 +289,22 @@ def test_another_converts_when_the_first_does_not(scenario: Scenario, end: str) 
         assert scenario.heard("b/0") == []
         scenario.wait(2)
     assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+
+
+def test_what_a_dead_process_has_sent_does_not_speak_for_its_replica(scenario: Scenario) -> None:
+    """It comes late: its replica has started again, and both new shards must still agree on "latest"."""
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    for name in ("rollout/0", "rollout/1"):
+        scenario.join(name, 2)
+    scenario.sessions["dead/0"], scenario.sessions["rollout/0"] = (
+        scenario.sessions["rollout/0"],
+        b"started again...."[:16],
+    )
+    scenario.join("rollout/0", 2)
+    scenario.acquire("dead/0")
+    scenario.acquire("rollout/1")
+    scenario.publish("trainer/0", 2)
+    scenario.acquire("rollout/0")
+    assert scenario.heard("dead/0") == ["refused UsageError"]
+    assert [scenario.heard(f"rollout/{shard}")[0].split()[:2] for shard in (0, 1)] == [["read", "1"], ["read", "1"]]
