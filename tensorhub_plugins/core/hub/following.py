@@ -61,7 +61,8 @@ class Following:
             return m.Visible(target.request_id, number)
         if pending.deadline > now:
             return None
-        error, text = "NotPublished", f"no other version than {installed or 'none'} was to be run before the deadline"
+        error: m.ErrorCode = "NotPublished"
+        text = f"no other version than {installed or 'none'} was to be run before the deadline"
         if self._registry.recovering(now):
             pass  # others may still say what they hold
         elif pin and not history.is_visible(pin):

@@ -62,7 +62,7 @@ class Outbox:
         self.send(worker.session, reply)
         return True
 
-    def refuse(self, worker: Worker, request_id: int, error: str, text: str) -> None:
+    def refuse(self, worker: Worker, request_id: int, error: m.ErrorCode, text: str) -> None:
         self.log(f"{worker.name}: refused: {text}")
         self.reply(worker, m.Refused(request_id, error, text))
 

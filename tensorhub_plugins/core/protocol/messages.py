@@ -29,7 +29,7 @@ PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
-SERIAL_MAX = 1 << 32  # of directives: nobody gives so many
+SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
 SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
 MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
 
@@ -44,6 +44,7 @@ Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
+ErrorCode: TypeAlias = Literal["DeadlineExceeded", "NotPublished", "ProtocolError", "UsageError", "VersionGone"]
 Origin: TypeAlias = Literal["published", "replicated"]  # by a trainer, or read from another worker
 Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
 Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
@@ -57,7 +58,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
 
 
 class Holding(_Message, frozen=True):
-    """This worker has this shard. complete: all of it, verified; else it is still arriving (and served as it does)."""
+    """A shard that the worker holds. complete: all of it, verified; else it is arriving, and served meanwhile."""
 
     key: ShardKey
     root: Root
@@ -67,7 +68,7 @@ class Holding(_Message, frozen=True):
 
 
 class HeldLease(_Message, frozen=True):
-    """This worker reads these shards from these sources, under a lease the hub may have forgotten."""
+    """The worker reads these shards from these sources, under a lease that a restarted hub has forgotten."""
 
     request_id: Count
     version: Count
@@ -114,7 +115,7 @@ def merge(one: Directive, other: Directive) -> Directive:
     """What both together say, whatever the order in which they are heard.
 
     The pin is that of the higher serial. Two hubs may have given the same serial, when the second one had not yet
-    heard of the first one's: then the higher pin counts, for everybody. A withdrawal is never taken back.
+    heard of the first one's: then the higher pin counts, for all workers. A withdrawal is never taken back.
     """
     if one == other:
         return one
@@ -127,12 +128,12 @@ def merge(one: Directive, other: Directive) -> Directive:
 
 
 class Hello(_Message, frozen=True):
-    """Opens a session, and rebuilds the hub's memory of this worker when the hub has lost it.
+    """Opens a session, and rebuilds the hub's records of this worker when the hub has lost them.
 
-    It says all there is: what is not in it is over. request_id: a fresh number, so that the hub can tell it from one
-    that was delayed or doubled on the way; of the requests up to it only `pending` are still wanted. seen: the newest
-    version this worker was told of. generation, resolved: the last generation of "latest" of its replica in which it
-    was answered, and with which version, for the replica's other shards.
+    It is complete: what is not in it is over. request_id: a fresh number, by which the hub recognizes a Hello that was
+    delayed or duplicated on the way; of the requests up to it only `pending` are still wanted. seen: the newest version
+    in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
+    answered, and with which version, for the replica's other shards.
     """
 
     run: Name
@@ -155,10 +156,11 @@ class Hello(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """I live. Of my requests up to `last_request_id` I wait for `pending`, and read under `leases` (-> shards), only.
+    """The worker lives. Of its requests up to `last_request_id` only `pending` wait for an answer.
 
-    hub: the session of the hub that has welcomed me last. holdings_checksum: of what I hold; 0: it changes just now.
-    directive_checksum: of the one that I know; 0: I am older than directives.
+    hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
+    reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
+    that it knows; 0: the worker is older than directives.
     """
 
     hub: Session
@@ -174,12 +176,17 @@ class Bye(_Message, frozen=True):
 
 
 class Publish(_Message, frozen=True):
+    """The worker holds this shard, and other workers may read it."""
+
     request_id: Count
     holding: Holding
 
 
 class Unpublish(_Message, frozen=True):
-    """Stop leasing these shards; answer when no reader is left, or at the deadline. gone: they are no more already."""
+    """Grant no more leases on these shards; answer when no reader is left, or at the deadline.
+
+    gone: the worker does not have them any more, whatever the answer.
+    """
 
     request_id: Count
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
@@ -188,14 +195,14 @@ class Unpublish(_Message, frozen=True):
 
 
 class Acquire(_Message, frozen=True):
-    """Find me sources. version 0: the newest visible one, resolved once for the replica's group.
+    """Asks for sources. version 0: the newest visible one, resolved once for the replica's group.
 
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
-    shard that this worker is. claim: when nobody has the first layout, make me the one who converts the last into it.
-    shards: of `shards_layout` in `shard_count` shards I need only these, the rest I have (after a loss).
-    avoid: sources that failed me, the last resort. exclude: never again. serve: I pass on what arrives while it does.
-    beside: sources of these shards that I read from and keep: I look for a further one. urgent: because they are slow;
-    else only one that has nothing to do is wanted.
+    shard that this worker is. claim: when no worker has the first layout, this one will convert the last into it.
+    shards: of `shards_layout` in `shard_count` shards only these are needed, the rest is there (after a loss).
+    avoid: sources that failed, the last resort. exclude: never again. serve: what arrives is passed on while it does.
+    beside: sources of these shards that the worker reads from and keeps; it asks for an additional one. urgent: because
+    they are slow; else only a source with no other reader is wanted.
     """
 
     request_id: Count
@@ -215,7 +222,7 @@ class Acquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source failed me."""
+    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed."""
 
     request_id: Count
     shard: Count | None = None
@@ -223,14 +230,14 @@ class Release(_Message, frozen=True):
 
 
 class Abandon(_Message, frozen=True):
-    """I shall not publish what I claimed to convert."""
+    """The worker will not publish what it claimed to convert."""
 
     request_id: Count
     key: ShardKey
 
 
 class Wait(_Message, frozen=True):
-    """Tell me when `version` (0: any) that is newer than `newer_than` is visible."""
+    """Asks for an answer when `version` (0: any that is newer than `newer_than`) is visible."""
 
     request_id: Count
     version: Count
@@ -239,11 +246,11 @@ class Wait(_Message, frozen=True):
 
 
 class Target(_Message, frozen=True):
-    """Tell me which version I am to run, as soon as it is not `installed` (0: none).
+    """Asks which version a follower is to run; answered as soon as that is not `installed` (0: none).
 
     That is the pinned one; else the newest visible one that is not in `refused`, and not older than what is installed
-    unless that was withdrawn. serial: of the directive under which I refused. A pin that is given later overrules
-    that. pins: else as if nothing were pinned.
+    unless that was withdrawn. serial: of the directive under which it refused; a pin that is given later overrules
+    that. pins: False: as if nothing were pinned.
     """
 
     request_id: Count
@@ -263,7 +270,7 @@ class Pin(_Message, frozen=True):
 
 
 class Withdraw(_Message, frozen=True):
-    """This version is bad: nobody is to read or run it any more."""
+    """This version is bad: no worker is to read or run it any more."""
 
     request_id: Count
     version: Number
@@ -271,11 +278,15 @@ class Withdraw(_Message, frozen=True):
 
 
 class Retain(_Message, frozen=True):
+    """The last copies of so many of the newest versions are not given up."""
+
     request_id: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
 
 
 class AskVersions(_Message, frozen=True):
+    """Asks for the versions of the session's history. Answered with `Versions`."""
+
     request_id: Count
 
 
@@ -293,7 +304,9 @@ ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Reque
 
 
 class Welcome(_Message, frozen=True):
-    hub: Session  # this hub's life
+    """Answers a Hello: the session is open."""
+
+    hub: Session  # one life of the hub
     heartbeat_s: Seconds
     session_timeout_s: Seconds
     request_id: Count = 0  # of the Hello that it answers
@@ -301,14 +314,14 @@ class Welcome(_Message, frozen=True):
 
 
 class Unknown(_Message, frozen=True):
-    """I do not know this session (I was restarted, or gave you up), or not all of it: say Hello again."""
+    """The hub does not know this session, or not all of it (it was restarted, or gave the worker up): send Hello."""
 
 
 class Alive(_Message, frozen=True):
-    """Answer to a heartbeat. resend: requests I have never seen. directive: when the worker knows another one.
+    """Answers a heartbeat. resend: requests that the hub never received. directive: when the worker knows another one.
 
-    Comes without a heartbeat when a directive is given. In this message rather than in one of its own, so that a
-    worker that is older than directives does not stumble over it.
+    It comes without a heartbeat when a directive is given. In this message rather than in one of its own, so that a
+    worker that is older than directives can read it.
     """
 
     resend: Requests = ()
@@ -322,7 +335,7 @@ class Done(_Message, frozen=True):
 
 
 class Unpublished(_Message, frozen=True):
-    """No lease is left on these shards. cut_off: readers whose lease ended at the deadline only.
+    """Answers an Unpublish: no lease is left. cut_off: readers whose leases ended only because of the deadline.
 
     must_retain: this is the last copy of a retained version: move it to host memory and serve it from there.
     """
@@ -333,6 +346,8 @@ class Unpublished(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
+    """Answers an Acquire: a source for every shard that is needed, under one lease."""
+
     request_id: Count
     version: Count
     layout: Name
@@ -344,30 +359,36 @@ class Granted(_Message, frozen=True):
 
 
 class Visible(_Message, frozen=True):
+    """Answers a Wait or a Target: this version is visible."""
+
     request_id: Count
     version: Count
 
 
 class Refused(_Message, frozen=True):
-    """The request failed; `error` is the name of a class in errors.py."""
+    """The request failed; `error` is the name of a class in errors.py, see `errors.refusal`."""
 
     request_id: Count
-    error: Name
+    error: ErrorCode
     message: Text
 
 
 class Versions(_Message, frozen=True):
+    """Answers AskVersions: all versions of the history that the hub knows of, in order."""
+
     request_id: Count
     versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
 
 
 class Status(_Message, frozen=True):
+    """Answers AskStatus, see `report.report`."""
+
     request_id: Count
     report: dict[str, object]
 
 
 class SourceGone(_Message, frozen=True):
-    """A source you read from has left or was given up."""
+    """A source that this worker reads from has left or was given up."""
 
     session: Session
 
