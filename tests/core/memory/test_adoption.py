@@ -1,5 +1,8 @@
 """What is remembered of live tensors: never more than is so, and none of their memory."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from slabs import stream
@@ -84,3 +87,24 @@ def test_what_is_remembered_of_tensors_keeps_no_memory(how):
     slab.close()
     del slab
     assert storage.expired()
+
+
+@pytest.mark.parametrize("how", ["dies", "is given other memory", "is one of too many"])
+def test_what_stands_for_the_memory_goes_with_it_and_not_with_a_collection(how):
+    tensors = {"a": torch.zeros(10), "b": torch.zeros(10)}
+    runs = weakref.ref(Slab.adopt(tensors).runs)
+    others = [{"a": torch.zeros(1)} for _ in range(adoption.ADOPTIONS_MAX)]
+    gc.disable()
+    try:
+        assert runs() is not None
+        if how == "dies":
+            del tensors["a"]
+        elif how == "is given other memory":
+            tensors["a"].data = torch.ones(10)
+            Slab.adopt(tensors)
+        else:
+            for other in others:
+                Slab.adopt(other)
+        assert runs() is None
+    finally:
+        gc.enable()
