@@ -13,6 +13,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
@@ -67,6 +68,7 @@ class Channel:
         self._guard = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | getattr(select, "POLLRDHUP", 0))
+        weakref.finalize(self, sock.close).atexit = False  # a link that is dropped keeps no descriptor
 
     # both ends
 
@@ -140,6 +142,7 @@ class Channel:
         return fds
 
     def send_message(self, message: msgspec.Struct, deadline: float | None) -> None:
+        """Send one control message. SourceLost at the deadline (None: there is none), or when the peer is gone."""
         body = _encoder.encode(message)
         self.send([HEADER.pack(CONTROL, 0, 0, len(body)), body], deadline)
 
