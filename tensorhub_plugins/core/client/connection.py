@@ -125,6 +125,11 @@ class HubLink:
         return future
 
     def end_lease(self, request: int, shard: int | None = None, *, lost: bool = False) -> None:
+        """Tell the hub that nothing more is read under this grant. Returns at once; it is sent again until the hub
+        knows.
+
+        shard: None for all of them. lost: the source failed, so that the hub stops offering it to others.
+        """
         with self._lock:
             if self._closing:
                 return

@@ -205,6 +205,7 @@ class Publisher:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
 
     def close(self) -> None:
+        """Take the published versions back and close the client. Errors are not raised: the run is over."""
         self._retired.put(None)
         self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):

@@ -58,6 +58,7 @@ class ReplicateReport:
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
+        """The report of what a transfer has come to."""
         return cls(
             outcome.version,
             outcome.layout,

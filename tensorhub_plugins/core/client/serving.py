@@ -137,10 +137,12 @@ class Serving:
     # --- what is read is served on ---
 
     def begin_read(self) -> int:
+        """A transfer begins: its number, by which the calls below name it."""
         with self._changed:
             return self._shelf.begin_read(self.hub.last_request_id + 1)
 
     def grant(self, read: int, key: ShardKey) -> None:
+        """This transfer was just told to read this shard: readers may be sent here for it, and wait."""
         with self._changed:
             self._shelf.grant(read, key)
             self._changed.notify_all()
@@ -158,6 +160,7 @@ class Serving:
         self._carry_out(effects)
 
     def arriving(self, read: int) -> list[Offer]:
+        """What this transfer passes on while it arrives."""
         with self._changed:
             return self._shelf.arriving(read)
 
@@ -170,6 +173,7 @@ class Serving:
             log.info("%s: the hub has not heard yet what was read", self.worker)
 
     def drop(self, read: int, *, restarts: bool) -> None:
+        """Take back what this transfer was passing on. restarts: it begins anew in another layout."""
         with self._changed:
             effects = self._shelf.drop(read, restarts=restarts)
             self._changed.notify_all()
@@ -188,6 +192,7 @@ class Serving:
                 )
 
     def take(self, specs: Iterable[TensorSpec]) -> Slab:
+        """A slab for these tensors, a used one where there is one."""
         slab = self.pool.take(specs)
         self._fetched.discard(slab)
         return slab

@@ -51,11 +51,13 @@ class EndLease(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
+    """The hub has sent this."""
+
     message: m.HubMessage
 
 
 class Tick(msgspec.Struct, frozen=True):
-    pass
+    """Time has passed: timers are looked at."""
 
 
 Event: TypeAlias = Ask | EndLease | Heard | Tick
@@ -64,10 +66,14 @@ Event: TypeAlias = Ask | EndLease | Heard | Tick
 
 
 class Send(msgspec.Struct, frozen=True):
+    """Send this to the hub."""
+
     message: m.ClientMessage
 
 
 class Answered(msgspec.Struct, frozen=True):
+    """The request with this number has its answer; it is not sent again."""
+
     request_id: int
     reply: m.Reply
 
@@ -80,6 +86,8 @@ class Expired(msgspec.Struct, frozen=True):
 
 
 class SourceGone(msgspec.Struct, frozen=True):
+    """The hub knows that the worker of this session is gone: stop reading from it."""
+
     session: bytes
 
 
@@ -96,10 +104,14 @@ class Directed(msgspec.Struct, frozen=True):
 
 
 class HubAway(msgspec.Struct, frozen=True):
+    """The hub has not been heard for `silent_s` seconds. Requests are kept until their deadlines."""
+
     silent_s: float
 
 
 class HubBack(msgspec.Struct, frozen=True):
+    """The hub is heard again. restarted: it had forgotten this worker, which has told it everything anew."""
+
     restarted: bool
 
 
@@ -161,6 +173,7 @@ class Session:
         return self.last_request_id
 
     def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take one event at time `now` (seconds of a monotonic clock); returns what the shell is to do, in order."""
         self._effects = []
         match event:
             case Ask(message, deadline):

@@ -111,6 +111,8 @@ class Published:
 
 @dataclass
 class Shelf(Generic[OfferT]):
+    """What this worker offers, by shard, and what is about to be offered."""
+
     entries: dict[ShardKey, Entry[OfferT]] = field(default_factory=dict)
     readings: dict[int, Reading] = field(default_factory=dict)
     published: dict[str, Published] = field(default_factory=dict)  # by layout
@@ -120,6 +122,7 @@ class Shelf(Generic[OfferT]):
     # --- what others ask ---
 
     def find(self, key: ShardKey) -> OfferT | None:
+        """The offer of this shard; None: there is none."""
         entry = self.entries.get(key)
         return entry.offer if entry is not None else None
 

@@ -21,6 +21,8 @@ VERSIONS_LISTED_MAX = 16  # in one sentence
 
 
 class Following:
+    """Answers those who wait for versions, and carries out what operators decide."""
+
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry = registry
         self._outbox = outbox
@@ -28,6 +30,7 @@ class Following:
     # --- followers ---
 
     def try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
+        """A version that this reader may have; None: not yet. Refused at the deadline."""
         history = pending.worker.history
         number = history.latest(max(wait.newer_than + 1, history.floor(pending.worker.seen_version)))
         if number is not None and number <= wait.newer_than:  # pinned
@@ -139,6 +142,7 @@ def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | N
 
 
 def gone(request_id: int, history: History, number: int) -> m.Refused:
+    """The refusal of a version that nobody holds any more, or that was withdrawn."""
     why = "has been unpublished or lost with its last holder"
     if number in history.withdrawn:
         why = "was withdrawn, and nobody is to use it any more"

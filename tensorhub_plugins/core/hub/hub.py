@@ -82,6 +82,7 @@ class Hub:
 
     @property
     def session(self) -> bytes:
+        """Of this hub's life."""
         return self.registry.session
 
     # --- the one mutator ---

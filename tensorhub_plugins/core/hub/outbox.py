@@ -35,13 +35,16 @@ class Outbox:
         self._effects: list[Effect] = []
 
     def take(self) -> list[Effect]:
+        """The effects so far, which are then the caller's."""
         effects, self._effects = self._effects, []
         return effects
 
     def send(self, session: bytes, message: m.HubMessage) -> None:
+        """Send this to the worker of that session."""
         self._effects.append(Send(session, message))
 
     def log(self, text: str) -> None:
+        """A line for people."""
         self._effects.append(Log(text))
 
     def reply(self, worker: Worker, message: m.Reply) -> None:
@@ -50,6 +53,7 @@ class Outbox:
         self.send(worker.session, message)
 
     def remember(self, worker: Worker, message: m.Reply) -> None:
+        """Keep this answer for a request that is sent again: the last REPLIES_KEPT_MAX of a session."""
         worker.replies[message.request_id] = message
         while len(worker.replies) > REPLIES_KEPT_MAX:
             del worker.replies[next(iter(worker.replies))]
@@ -63,9 +67,11 @@ class Outbox:
         return True
 
     def refuse(self, worker: Worker, request_id: int, error: m.ErrorCode, text: str) -> None:
+        """Answer with an error. error: the name of its class (errors.py); text: what to do."""
         self.log(f"{worker.name}: refused: {text}")
         self.reply(worker, m.Refused(request_id, error, text))
 
     def refuse_session(self, session: bytes, text: str) -> None:
+        """Refuse a session that is not known as a worker."""
         self.log(f"refused: {text}")
         self.send(session, m.Refused(0, "UsageError", text))

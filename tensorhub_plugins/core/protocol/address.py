@@ -27,6 +27,7 @@ def parse_address(address: str, scheme: str) -> tuple[str, int]:
 
 
 def format_address(scheme: str, host: str, port: int) -> str:
+    """As in "tcp://host:port", an IPv6 address in brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

@@ -49,6 +49,7 @@ class Bench:
 
     @contextlib.contextmanager
     def source(self) -> Iterator[Source]:
+        """A source of its own for one case, closed at the end."""
         source = Source(self.make_source(), self.slabs)
         try:
             yield source
@@ -61,6 +62,7 @@ class Bench:
 
     @contextlib.contextmanager
     def link(self, source: Source) -> Iterator[Link]:
+        """A link to this source, closed at the end."""
         with (
             contextlib.closing(self.make()) as reader,
             contextlib.closing(reader.connect(source.endpoint, deadline=far())) as link,
@@ -79,6 +81,7 @@ class Bench:
                 yield offer, source, link
 
     def process(self) -> Peer:
+        """A source in another process, ended at the end."""
         if self._peer is None or not self._peer.alive():
             self._peer = self.make_peer()
         return self._peer
@@ -100,6 +103,7 @@ class Bench:
         return segments
 
     def finish(self, reading: Iterator[int]) -> None:
+        """Exhaust a reading."""
         rest = self.soon(lambda: list(reading), "end the iteration after the last segment")
         require(not rest, f"segments {rest} were yielded twice")
 
@@ -148,6 +152,7 @@ class Bench:
         raise ConformanceError(f"{expected[0].__name__} was due: {what} ({time.monotonic() - began:.1f} s)")
 
     def soon_after(self, deadline: float, call: Callable[[], object], what: str) -> None:
+        """Run this, and require that it ends soon after the deadline."""
         patience, self.patience_s = self.patience_s, max(0.0, deadline - time.monotonic()) + self.patience_s
         try:
             self.soon(call, f"keep its deadline ({what})")
@@ -155,6 +160,7 @@ class Bench:
             self.patience_s = patience
 
     def until(self, condition: Callable[[], bool], problem: Callable[[], str]) -> None:
+        """Wait until this is so. ConformanceError that says the problem, if that takes too long."""
         deadline = time.monotonic() + self.patience_s
         while not condition():
             if time.monotonic() > deadline:
@@ -162,5 +168,6 @@ class Bench:
             time.sleep(0.005)
 
     def no_readers(self, offer: Offer, what: str) -> None:
+        """Require that all readers of this offer have left soon."""
         gone = offer.wait_no_readers(time.monotonic() + self.patience_s)
         require(gone, f"the source still counts {offer.active_readers} readers after {what}")

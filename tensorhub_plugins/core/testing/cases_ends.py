@@ -46,6 +46,7 @@ def check_nobody_there(bench: Bench) -> None:
 
 
 def check_close_twice(bench: Bench) -> None:
+    """Closing a link or a transport twice is fine."""
     tensors = {"a": make_tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=20)}
     with bench.source() as source:
         offer = source.offer(tensors)

@@ -111,6 +111,7 @@ def check_several_shards_into_one_target(bench: Bench) -> None:
 
 
 def check_nothing_wanted(bench: Bench) -> None:
+    """A read of nothing writes nothing."""
     tensors = sample_tensors(seed=5)
     with bench.reading(tensors) as (offer, _, link):
         target = {"other": make_tensor("uint8", (1 << 20,), seed=6)}  # could hold any of them by mistake
@@ -138,6 +139,7 @@ def check_many_tiny_tensors(bench: Bench) -> None:
 
 
 def check_many_readers(bench: Bench) -> None:
+    """Several readers at a time get the same bytes."""
     tensors = {"a": make_tensor("uint8", (8 << 20,), seed=7)}
     with bench.source() as source:
         offer = source.offer(tensors, segment_size_bytes=1 << 20)
@@ -395,6 +397,7 @@ def check_published_anew(bench: Bench) -> None:
 
 
 def check_readers_are_counted(bench: Bench) -> None:
+    """The offer knows how many read it, and of each that it has left."""
     tensors = {"a": make_tensor("uint8", (3 * SEGMENT_SIZE_BYTES,), seed=17)}
     with bench.source() as source:
         offer = source.offer(tensors)

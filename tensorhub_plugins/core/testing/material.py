@@ -65,6 +65,7 @@ def blank_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def make_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random content of this dtype and shape, on the CPU, the same for the same seed."""
     kind: torch.dtype = getattr(torch, dtype)
     count = 1
     for n in shape:
@@ -109,17 +110,20 @@ def read_equal(link: Link, segments: Sequence[int], target: Slab, **options: Any
 
 
 def require(condition: bool, message: str) -> None:
+    """ConformanceError with this message unless the condition holds."""
     if not condition:
         raise ConformanceError(message)
 
 
 def require_equal(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """ConformanceError unless names and bytes are equal."""
     wrong = [name for name, tensor in expected.items() if raw(got[name]) != raw(tensor)]
     require(not wrong, f"tensors {wrong[:5]} ({len(wrong)} of {len(expected)}) arrived with other bytes")
 
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], what: str) -> Iterator[None]:
+    """ConformanceError unless the block raises this."""
     try:
         yield
     except kind:
@@ -128,14 +132,17 @@ def raises(kind: type[BaseException], what: str) -> Iterator[None]:
 
 
 def far() -> float:
+    """A deadline that no case reaches."""
     return time.monotonic() + FAR_S
 
 
 def near() -> float:
+    """A deadline that a case waits for."""
     return time.monotonic() + NEAR_S
 
 
 def resources() -> tuple[int, int]:
+    """How many threads and descriptors this process has."""
     fds = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     return threading.active_count(), fds
 
@@ -154,15 +161,18 @@ def traced_memory() -> Iterator[Callable[[], int]]:
 
 
 def waits_since(progress: LinkProgress, instant: float) -> bool:
+    """Whether the source has said since this instant that it waits."""
     return progress.waiting_at > instant
 
 
 def longer_than(items: Sequence[object], count: int) -> bool:
+    """Whether there are more than so many."""
     return len(items) > count
 
 
 @contextlib.contextmanager
 def log_lines() -> Iterator[list[str]]:
+    """What is logged meanwhile, line by line."""
     lines: list[str] = []
 
     class Handler(logging.Handler):

@@ -45,6 +45,7 @@ class SimpleShelf:
         self.waiting = 0  # threads that wait in `expect`
 
     def put(self, offer: Offer) -> Offer:
+        """Offer this from now on; returns it."""
         with self._changed:
             self._offers[offer.key] = offer
             self._expected.discard(offer.key)
@@ -78,6 +79,7 @@ class Address:
 
 
 def address_of(endpoint: str) -> Address | None:
+    """Where a plain connection reaches this endpoint; None: nowhere."""
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("tcp", "rdma"):
         host, port = parse_address(endpoint, scheme)
@@ -108,6 +110,7 @@ class Source:
         ready: bool = True,
         segment_size_bytes: int = SEGMENT_SIZE_BYTES,
     ) -> Offer:
+        """Offer these tensors; returns the offer."""
         if (kind or self.slabs) == "adopted":
             slab = Slab.adopt(dict(tensors))
         else:
@@ -158,6 +161,7 @@ class Peer:
         child.close()
 
     def ask(self, what: str, *arguments: object) -> Any:
+        """Have the process do this, and return its answer."""
         self._pipe.send((what, arguments))
         if not self._pipe.poll(FAR_S):
             raise ConformanceError(f"the other process did not {what} within {FAR_S:g} s")
@@ -167,6 +171,7 @@ class Peer:
         return answer
 
     def alive(self) -> bool:
+        """Whether the process still runs."""
         return bool(self._process.is_alive())
 
     def freeze(self) -> None:
@@ -176,6 +181,7 @@ class Peer:
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
+        """Let it go on after it was frozen."""
         if self.alive() and self._process.pid is not None:
             os.kill(self._process.pid, signal.SIGCONT)
 
@@ -213,6 +219,7 @@ class Remote:
 
 
 def remote_tensors() -> dict[str, torch.Tensor]:
+    """What a source in another process offers."""
     return {"a": make_tensor("uint8", (8 * SEGMENT_SIZE_BYTES,), seed=26)}
 
 

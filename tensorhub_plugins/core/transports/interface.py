@@ -105,6 +105,7 @@ class LinkProgress:
         self.delayed_segments: set[int] = set()
 
     def begin_read(self) -> None:
+        """A read begins: no segment of it was waited for yet."""
         self.delayed_segments.clear()
 
     def heard(self) -> None:

@@ -42,6 +42,7 @@ class Offer:
 
     @property
     def version(self) -> int:
+        """The version that is offered."""
         return self.key.version
 
     # --- readiness ---
@@ -124,6 +125,7 @@ class Offer:
 
     @property
     def withdrawn(self) -> bool:
+        """Whether nobody may read it any more."""
         with self._changed:
             return self._withdrawn
 

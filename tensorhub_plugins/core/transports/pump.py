@@ -98,6 +98,7 @@ class OrderedWork:
         return len(self._futures)
 
     def add(self, future: Future[list[int]]) -> None:
+        """Work that was begun; its segments are taken in this order."""
         self._futures.append(future)
 
     def take(self, *, wait: bool) -> list[int]:

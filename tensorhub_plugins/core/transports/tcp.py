@@ -265,6 +265,8 @@ class SegmentQueue:
 
 
 class TcpSource(SourceBackend):
+    """Serves any memory through the socket."""
+
     name = "tcp"
 
     def accept_peer(self, sock: socket.socket) -> str:

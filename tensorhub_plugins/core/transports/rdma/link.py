@@ -91,6 +91,8 @@ class _GivenUp(Exception):
 
 
 class RdmaLink(SocketLink):
+    """One reader's way to one source: control messages over TCP, bytes by RDMA reads."""
+
     def __init__(self, transport: RdmaTransport, connection: Connection, stall_s: float) -> None:
         super().__init__([connection.channel])
         self._transport = transport
@@ -108,6 +110,7 @@ class RdmaLink(SocketLink):
         return self._rested
 
     def cut(self) -> None:
+        """End what waits for the source, unless the connection serves another link by now."""
         if not self._given:
             super().cut()
 

@@ -16,21 +16,29 @@ SLOT = struct.Struct("<B")
 
 
 class Rails(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a reader needs to dial: the ports of the source, and the memory to read."""
+
     link_layers: Annotated[list[str], msgspec.Meta(max_length=64)]  # of the source's ports
     memory: Annotated[list[Region], msgspec.Meta(max_length=1 << 21)]
     is_ring: bool = False  # memory is RING_SLOTS segments that the stream passes through, not the stream itself
 
 
 class Dial(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The reader's ends of its queue pairs."""
+
     rails: Annotated[list[tuple[int, Endpoint]], msgspec.Meta(max_length=RAILS_MAX)]  # (the source's port, our end)
 
 
 class Dialed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The source's ends of them, in the same order. problem: why there are none."""
+
     rails: Annotated[list[Endpoint], msgspec.Meta(max_length=RAILS_MAX)]
     problem: str = ""
 
 
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The reader has copied this slot of the ring."""
+
     slot: Annotated[int, msgspec.Meta(ge=0, lt=RING_SLOTS)]  # of the ring; may be filled again
 
 

@@ -39,6 +39,7 @@ class Port(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """As in "mlx5_0:1": device and number of the port."""
         return f"{self.device}:{self.number}"
 
     def __str__(self) -> str:

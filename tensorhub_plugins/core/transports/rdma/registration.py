@@ -92,6 +92,7 @@ class Registry:
         self._known: weakref.WeakKeyDictionary[Runs, Registration] = weakref.WeakKeyDictionary()
 
     def of(self, slab: Slab) -> Registration:
+        """The registration of this slab's memory, made now where there is none. VerbsError."""
         with self._guard:
             found = self._known.get(slab.runs)
             if found is None:
@@ -104,6 +105,7 @@ class Registry:
             return found
 
     def clear(self) -> None:
+        """Forget all of them; links in the middle of a read keep what they use."""
         with self._guard:
             self._known = weakref.WeakKeyDictionary()  # links in the middle of a read hold what they use
 
@@ -122,6 +124,7 @@ class BounceBuffer:
         return Region(0, size_bytes, self._address, tuple(region.rkey for region in self._regions))
 
     def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
+        """(address, size, local key) of a part of it, for one card."""
         return self._address + start, size_bytes, self._regions[nic].lkey
 
     def close(self) -> None:
@@ -141,4 +144,5 @@ _said: set[tuple[str, str]] = set()
 
 
 def address_of(view: memoryview) -> int:
+    """Where the memory of this view begins."""
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

@@ -35,6 +35,8 @@ DIAL_S_MAX = 10.0  # a reader that has opened makes its queue pairs at once
 
 
 class RdmaSource(SourceBackend):
+    """Serves registered memory, or a ring through which it passes where it cannot be registered."""
+
     name = "rdma"
 
     def __init__(self, nics: Sequence[Nic], memory: Registry) -> None:

@@ -145,13 +145,16 @@ class RdmaTransport:
 
     @property
     def nics(self) -> list[Nic]:
+        """The network cards in use."""
         return self._nics
 
     @property
     def memory(self) -> Registry:
+        """What is registered with them."""
         return self._memory
 
     def unreachable(self, endpoint: str, reason: str) -> None:
+        """Do not try this endpoint for UNREACHABLE_S seconds: other transports are tried at once."""
         _log.warning("rdma: %s is not reached for %g s, other transports go on: %s", endpoint, UNREACHABLE_S, reason)
         with self._guard:
             self._unreachable[endpoint] = (time.monotonic() + UNREACHABLE_S, reason)

@@ -269,12 +269,14 @@ class Nic:
             return Memory(region, offset, "through dma-buf")
 
     def acquire(self) -> None:
+        """Keep the card open for one more user. VerbsError when the transport was closed."""
         with self._guard:
             if self._closing:
                 raise VerbsError("the transport was closed")
             self._users += 1
 
     def release(self) -> None:
+        """One user less; the last one closes the card, if the transport was closed."""
         with self._guard:
             self._users -= 1
             last = self._closing and not self._users
@@ -380,10 +382,12 @@ class Ring(Generic[Token]):
 
     @property
     def room(self) -> int:
+        """How many more may be posted."""
         return self.depth - (self._posted - self._done)
 
     @property
     def busy(self) -> bool:
+        """Whether any that was posted has not completed."""
         return self._posted > self._done
 
     def post(self, token: Token | None) -> tuple[int, int, bool]:
@@ -445,6 +449,7 @@ class ReadQueuePair(Generic[Token]):
 
     @property
     def busy(self) -> bool:
+        """Whether any read has not completed."""
         return bool(self._waiting) or self._ring.busy
 
     def submit(self, reads: Iterable[ReadRequest], token: Token) -> None:

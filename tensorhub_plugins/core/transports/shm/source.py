@@ -33,6 +33,8 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 class ShmSource(SourceBackend):
+    """Serves memory of this host by its file, by its addresses, or by a shared copy of it."""
+
     name = "shm"
 
     def accept_peer(self, sock: socket.socket) -> str:

@@ -51,6 +51,8 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StreamOpen(_Message, frozen=True):
+    """Begin to read an offer."""
+
     key: ShardKey
     as_of: Count
     brief: bool = False  # another stream of the same reader has the manifest already
@@ -58,29 +60,37 @@ class StreamOpen(_Message, frozen=True):
 
 
 class StreamRead(_Message, frozen=True):
+    """Send these segments."""
+
     runs: Annotated[list[tuple[Count, Count]], msgspec.Meta(max_length=1 << 20)]  # of segments, [start, stop)
     seconds: Annotated[float, msgspec.Meta(ge=0)]  # until the reader's deadline
 
 
 class StreamFinish(_Message, frozen=True):
-    pass
+    """End what StreamOpen began, and say whether the offer is still the one that was opened."""
 
 
 StreamRequest: TypeAlias = StreamOpen | StreamRead | StreamFinish
 
 
 class StreamOpened(_Message, frozen=True):
+    """The answer to StreamOpen: the offer's manifest and epoch."""
+
     epoch: Count
     manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
     addresses: bytes | None = None  # shm: where its bytes lie in the source's memory; None: `send_memory` follows
 
 
 class StreamRefused(_Message, frozen=True):
+    """The answer to StreamOpen, or the end of a StreamRead: why there is nothing (more) to read."""
+
     reason: Literal["gone", "not servable", "late"]
     message: Text
 
 
 class StreamFinished(_Message, frozen=True):
+    """The answer to StreamFinish. current: nothing was withdrawn meanwhile: all bytes are the published ones."""
+
     current: bool
 
 

@@ -39,6 +39,7 @@ def connect(endpoint: str, host: str, port: int, *, stall_s: float, deadline: fl
 
 
 def tune(sock: socket.socket) -> None:
+    """No delay, and keep-alives that notice a dead peer."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
