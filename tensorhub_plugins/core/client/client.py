@@ -502,11 +502,16 @@ def here() -> Location:
 
 
 def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
-    transports = {}
+    transports: dict[str, Transport] = {}
     for name in names:
         reason = unavailable(name)
         if reason is None:
-            transports[name] = create(name, advertise_host=advertise_host)
+            try:
+                transports[name] = create(name, advertise_host=advertise_host)
+            except BaseException:
+                for made in transports.values():
+                    made.close()
+                raise
         else:
             # Nobody who names no transport wants to hear on every worker that it has no RDMA card.
             log.log(
