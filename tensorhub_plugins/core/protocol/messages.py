@@ -422,6 +422,7 @@ _from_hub: msgspec.msgpack.Decoder[HubMessage] = msgspec.msgpack.Decoder(HubMess
 
 
 def encode(message: ClientMessage | HubMessage) -> bytes:
+    """One frame: the protocol's version, then the message in MessagePack."""
     return _HEADER + _encoder.encode(message)
 
 
