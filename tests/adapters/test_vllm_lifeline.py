@@ -50,10 +50,12 @@ def is_silent_within(process: subprocess.Popen[str], timeout_s: float) -> bool:
 @pytest.mark.parametrize("chain", [(ACTOR, WORKER), (ACTOR, CORE, WORKER)], ids=["one process", "core and worker"])
 def test_they_end_with_the_actor(chain: tuple[str, ...]) -> None:
     actor = start(*chain)
+    assert actor.stdout is not None
     assert not is_silent_within(actor, 0.2)
     actor.kill()
     actor.wait()
     assert is_silent_within(actor, 60)
+    actor.stdout.close()
 
 
 def test_the_check_above_sees_those_who_stay() -> None:
@@ -64,6 +66,7 @@ def test_the_check_above_sees_those_who_stay() -> None:
     assert not is_silent_within(actor, 0.5)
     os.kill(int(actor.worker), signal.SIGKILL)  # type: ignore[attr-defined]
     assert is_silent_within(actor, 60)
+    actor.stdout.close()
 
 
 class PlayedVLLM:
