@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transfer import sharing
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
 from tensorhub_plugins.vllm.worker import cpu, weights
@@ -103,11 +103,14 @@ class BlindExtension(TensorHubWorkerExtension):
     """Does not see that a source is lost: what has arrived is taken for all."""
 
     def __new__(cls, *args, **kwargs):
-        def lost(read, shard, session, why, now):
-            read.shards[shard].missing = {}
-            original(read, shard, session, why, now)
+        def remove(shard, session, *, lost):
+            source = original(shard, session, lost=lost)
+            if lost:
+                shard.missing = {}
+                shard.queue.clear()
+            return source
 
-        original, replication.Replication._lost = replication.Replication._lost, lost
+        original, sharing.Shard.remove = sharing.Shard.remove, remove
         return super().__new__(cls, *args, **kwargs)
 
 
