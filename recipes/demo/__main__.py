@@ -49,7 +49,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of training with pulling on")
     parser.add_argument("--control-steps", type=int, default=7, help="of training after it was switched off")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "demo")
-    parser.add_argument("--deadline-s", type=float, default=900.0, help="for the whole run")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="for the whole run")
     parser.add_argument("--report-only", action="store_true", help="of the run that FOLDER already holds")
     parser.add_argument("overrides", nargs="*", help="for verl's configuration, e.g. data.max_response_length=64")
     arguments = parser.parse_args()

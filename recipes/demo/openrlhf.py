@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=40, help="of training with pulling on")
     parser.add_argument("--control-steps", type=int, default=32, help="of training after it was switched off")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ROOT / "out")) / "demo-openrlhf")
-    parser.add_argument("--deadline-s", type=float, default=600.0, help="for each of the two runs")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for each of the two runs")
     parser.add_argument("--report-only", action="store_true", help="of the runs that FOLDER already holds")
     parser.add_argument("arguments", nargs="*", help="for OpenRLHF, in both runs")
     arguments = parser.parse_args()
