@@ -6,6 +6,7 @@ Every refusal is a UsageError that names the option, says what was given and wha
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -15,6 +16,10 @@ from tensorhub_plugins.core.errors import UsageError
 
 # What a worker uses when it names none, best first, as far as its machine has them.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
+
+FLEET_MAX = 1024  # replicas of one run; one report of its dispatcher names them all every second
+# name, or name:number,...; a name without a dot is one that we ship
+POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
 
 LocationPart = Literal["data_center", "rack", "host"]
 
@@ -41,6 +46,12 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     restarts: int = 10  # of one engine before it is given up
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
+    # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
+    fleet_min: int = 1
+    fleet_max: int = FLEET_MAX
+    fleet_target: int | None = None  # None: as many as the framework has started
+    # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
+    fleet_policy: str | None = None
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -96,8 +107,16 @@ def check_training(
 ) -> None:
     """`check_store`, and what must hold where one set of options is for all nodes. limits: of further options."""
     check_store(given, where=where)
-    common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400)}
+    common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
+    common["fleet_max"] = (given.fleet_min, FLEET_MAX)
+    if given.fleet_target is not None:
+        common["fleet_target"] = (given.fleet_min, given.fleet_max)
     check_limits(given, {**common, **(limits or {})}, where=where)
+    if given.fleet_policy is not None and POLICY.fullmatch(given.fleet_policy) is None:
+        raise UsageError(
+            f"{where}: option fleet_policy is {given.fleet_policy!r}: give a function's name, with numbers if it takes "
+            "any, e.g. queue_length:16 or mypackage.mymodule.policy"
+        )
     if "host" in given.location:
         raise UsageError(f"{where}: option location.host is the same on every node: set TENSORHUB_HOST on each instead")
 

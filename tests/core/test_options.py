@@ -49,6 +49,14 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], says: str) -> None:
         ({"run": ""}, "x: option run is empty: give a value"),
         ({"transports": []}, "x: option transports is empty: name at least one"),
         ({"keep": 0}, "x: option keep is 0: choose a number from 1 to 64"),
+        ({"fleet_min": 0}, "x: option fleet_min is 0: choose a number from 1 to 1024"),
+        ({"fleet_min": 3, "fleet_max": 2}, "x: option fleet_max is 2: choose a number from 3 to 1024"),
+        ({"fleet_max": 4, "fleet_target": 5}, "x: option fleet_target is 5: choose a number from 1 to 4"),
+        ({"fleet_policy": "my policy"}, "x: option fleet_policy is 'my policy': give a function's name"),
+        (
+            {"fleet_policy": "queue_length:many"},
+            "x: option fleet_policy is 'queue_length:many': give a function's name",
+        ),
         ({"location": {"host": "h"}}, "x: option location.host is the same on every node"),
     ],
 )
@@ -56,3 +64,8 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], says: str) -> Non
     with pytest.raises(UsageError) as refused:
         check_training(convert(given, TrainingOptions, where="x"), where="x")
     assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize("policy", ["constant:4", "free_resources", "queue_length:16,0.5", "mine.deep.policy"])
+def test_policies_are_named_with_their_numbers(policy: str) -> None:
+    check_training(convert({"fleet_policy": policy}, TrainingOptions, where="x"), where="x")
