@@ -43,7 +43,7 @@ STAGES = (
 STORE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub"
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "small"), default="small", help="of the model")
     parser.add_argument("--steps", type=int, default=8, help="of training with pulling on")
@@ -52,7 +52,11 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for the whole run")
     parser.add_argument("--report-only", action="store_true", help="of the run that FOLDER already holds")
     parser.add_argument("overrides", nargs="*", help="for verl's configuration, e.g. data.max_response_length=64")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = make_parser().parse_args()
     run = arguments.out.resolve()
     if not arguments.report_only:
         code = train(run, arguments)

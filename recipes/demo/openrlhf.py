@@ -4,9 +4,9 @@
 
 One trainer, two vLLM engines, generating and training in turns. First OpenRLHF's own way for --steps steps, then the
 store: the same command line but for --vllm.sync_backend. After --steps steps its engines stop pulling (the negative
-control) while training goes on for --control-steps more: trainer and engines must then drift apart. Ends with a table
-of every version, both reward curves and what was claimed, checked; leaves report.json and the logs in FOLDER. Returns 0
-if every claim holds.
+control) while training goes on for --control-steps more: trainer and engines must then drift apart. Ends with some
+versions, both reward curves and what was claimed, checked; leaves all versions (report.txt, report.json), a picture
+(run.png) and the logs in FOLDER. Returns 0 if every claim holds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from recipes.demo import report as reports
 from recipes.demo.__main__ import QUIET_S, TICK_S, end_group
@@ -32,9 +34,21 @@ STORES = ("stock", "tensorhub")
 # Rewards are shares of digits, 0 to 1. Sampling on two engines is not the same twice, whoever moves the weights.
 GAIN_MIN = 0.06
 DIFFERENCE_MAX = 0.15
+# What OpenRLHF's log says first, and what that means; the last one that is there counts.
+STAGES = (
+    ("Started a local Ray instance", "Ray runs; the engines start"),
+    ("Engine pid=", "the engines load the model"),
+    ("PolicyModelActor pid=", "the trainer loads the model"),
+    ("cpu_adam", "DeepSpeed compiles its optimizer (minutes, the first time; nothing is said meanwhile)"),
+    ("Generate samples", "the first samples are generated"),
+)
+STEP = re.compile(r"Global step (\d+): (.*)")  # OpenRLHF's log; what follows is a dict
+REWARD = re.compile(r"'reward': ([-+.e\d]+)")
+TOLD = 10  # lines about steps that a run gets
+SHOWN = 8  # versions in the table at the end, and steps in the curves
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.demo.openrlhf", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
     parser.add_argument("--steps", type=int, default=40, help="of training with pulling on")
@@ -43,7 +57,11 @@ def main() -> int:
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for each of the two runs")
     parser.add_argument("--report-only", action="store_true", help="of the runs that FOLDER already holds")
     parser.add_argument("arguments", nargs="*", help="for OpenRLHF, in both runs")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = make_parser().parse_args()
     out = arguments.out.resolve()
     if not arguments.report_only:
         shutil.rmtree(out, ignore_errors=True)
@@ -75,48 +93,79 @@ def train(run: Path, store: str, arguments: argparse.Namespace) -> int:
     }
     log_path = run / "openrlhf.log"
     print(f"OpenRLHF GRPO, {store}: one trainer, {ENGINES} vLLM engines, {steps} steps; log: {log_path}", flush=True)
-    started = told_at = time.monotonic()
-    said: set[str] = set()
+    started = time.monotonic()
     with open(log_path, "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
         try:
+            progress = Progress(run, steps, started)
             while process.poll() is None:
-                seconds = time.monotonic() - started
-                for line in [line for line in news(run) if line not in said]:
-                    said.add(line)
-                    told_at = time.monotonic()
-                    print(f"[{seconds:5.0f} s] {line}", flush=True)
-                if time.monotonic() - told_at > QUIET_S:
-                    told_at = time.monotonic()
-                    print(f"[{seconds:5.0f} s] ...", flush=True)
-                if seconds > arguments.timeout_s:
+                progress.tell()
+                if time.monotonic() - started > arguments.timeout_s:
                     print(f"not finished after {arguments.timeout_s:.0f} s: giving up", file=sys.stderr)
                     return 124
                 time.sleep(TICK_S)
+            progress.tell()
         finally:
             end_group(process)
     return process.returncode
 
 
-def news(run: Path) -> list[str]:
-    """Everything there is to tell of a run so far."""
-    events = reports.read_events(run / "events") if (run / "events").exists() else []
-    fetched = {}
-    lines = []
-    for event in events:
-        key = (reports.replica_of(event["worker"]), event.get("version"))
-        if event["event"] == "publish":
-            lines.append(f"version {key[1]} is published, the trainer waited {1000 * event['seconds']:.0f} ms")
-        elif event["event"] == "fetch":
-            sources = sorted({reports.replica_of(source) for source in event["sources"]})
-            fetched[key] = f"from {' and '.join(sources)} in {1000 * event['seconds']:.0f} ms"
-        elif event["event"] == "resume":
-            paused = f"stood still for {1000 * event['seconds']:.0f} ms"
-            lines.append(f"{key[0]} has version {key[1]} {fetched.get(key, '')}, {paused}")
-    return lines
+class Progress:
+    """Prints what is new in OpenRLHF's log: how far the start is, then every few steps the reward and who has what."""
+
+    def __init__(self, run: Path, steps: int, started: float) -> None:
+        self.run, self.steps, self.started = run, steps, started
+        self.told_at = started
+        self.offset, self.rest, self.stages = 0, "", list(STAGES)
+        self.step = 0
+
+    def tell(self) -> None:
+        with open(self.run / "openrlhf.log", errors="replace") as log:
+            log.seek(self.offset)
+            *lines, self.rest = (self.rest + log.read()).split("\n")
+            self.offset = log.tell()
+        reached = [number for number, (sign, _) in enumerate(self.stages) if any(sign in line for line in lines)]
+        if reached:
+            self._say(self.stages[reached[-1]][1])
+            del self.stages[: reached[-1] + 1]
+        for found in filter(None, map(STEP.search, lines)):
+            self.stages = []
+            step, status = int(found[1]), found[2]
+            if step > self.step and (step == 1 or step % max(1, self.steps // TOLD) == 0 or step == self.steps):
+                reward = REWARD.search(status)
+                said = [f"step {step} of {self.steps}"] + ([f"reward {float(reward[1]):.3f}"] if reward else [])
+                self._say(", ".join(said) + self._version(step))
+            self.step = max(self.step, step)
+        if time.monotonic() - self.told_at > QUIET_S:
+            self._say("...")
+
+    def _version(self, version: int) -> str:
+        """Step N publishes version N; the engines have it a moment later, so the one before is told."""
+        events = reports.read_events(self.run / "events") if (self.run / "events").exists() else []
+        return version_text(events, max(1, version - 1))
+
+    def _say(self, text: str) -> None:
+        self.told_at = time.monotonic()
+        print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
+
+
+def version_text(events: list[dict[str, Any]], version: int) -> str:
+    """PURE. One version on its way; "" when it was not published."""
+    found = [event for event in events if event.get("version") == version]
+    published = [event["seconds"] for event in found if event["event"] == "publish"]
+    if not published:
+        return ""
+    words = [f"; version {version}: publish {1000 * max(published):.0f} ms"]
+    for event in found:
+        if event["event"] == "fetch":
+            sources = " and ".join(sorted({reports.replica_of(source) for source in event["sources"]}))
+            words.append(f"{reports.replica_of(event['worker'])} from {sources} {1000 * event['seconds']:.0f} ms")
+    return ", ".join(words)
 
 
 def show(out: Path, arguments: argparse.Namespace) -> int:
+    from recipes.demo.picture import draw
+
     stock, ours = ([*read_metrics(out / store / "tensorboard")] for store in STORES)
     report = reports.make_report(
         reports.read_events(out / "tensorhub" / "events"),
@@ -130,10 +179,19 @@ def show(out: Path, arguments: argparse.Namespace) -> int:
     curves = {store: [row["data"][name] for row in rows] for store, rows in zip(STORES, (stock, ours), strict=True)}
     report.claims.append(learns_alike(curves, arguments.steps))
     (out / "report.json").write_text(json.dumps({**json.loads(report.to_json()), "rewards": curves}, indent=1))
-    print("\n" + reports.table(report))
-    print("\n" + both_curves(curves, arguments.steps))
-    print("\n" + reports.claims(report))
-    print(f"\n{out / 'report.json'}")
+    everything = [reports.table(report), both_curves(curves, arguments.steps), reports.claims(report)]
+    (out / "report.txt").write_text("\n\n".join(everything) + "\n")
+    draw(
+        report,
+        reports.read_events(out / "tensorhub" / "events"),
+        out / "run.png",
+        kl_max=reports.OPENRLHF_SYNC.kl_max,
+        beside={"OpenRLHF's own path": curves["stock"]},
+    )
+    print("\n" + reports.short_table(report, SHOWN))
+    print("\n" + both_curves(curves, arguments.steps, shown=SHOWN))
+    print("\n" + reports.claims(report, brief=True))
+    print(f"\nall versions and steps: {out / 'report.txt'}, {out / 'report.json'}\n{out / 'run.png'}")
     return 0 if report.holds else 1
 
 
@@ -151,10 +209,11 @@ def learns_alike(curves: dict[str, list[float]], steps: int) -> reports.Claim:
     return reports.Claim(claim, min(gains.values()) >= GAIN_MIN and difference <= DIFFERENCE_MAX, text)
 
 
-def both_curves(curves: dict[str, list[float]], steps: int, width: int = 30) -> str:
-    """One line a step: each run's reward, and a bar of it."""
-    lines = ["reward    " + "".join(f"{store:<{width + 8}}" for store in STORES)]
-    for number in range(max(len(curve) for curve in curves.values())):
+def both_curves(curves: dict[str, list[float]], steps: int, *, width: int = 20, shown: int | None = None) -> str:
+    """One line a step, or for `shown` of them: each run's reward, and a bar of it."""
+    lines = ["reward    " + "".join(f"{store:<{width + 8}}" for store in STORES).rstrip()]
+    numbers = range(max(len(curve) for curve in curves.values()))
+    for number in reports.some(numbers, shown, always=(steps - 1, steps)):
         cells = [curves[store][number] if number < len(curves[store]) else None for store in STORES]
         bars = "".join(
             " " * (width + 8) if value is None else f"{value:6.3f}  {'#' * round(width * value):<{width}}"

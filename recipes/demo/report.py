@@ -16,6 +16,7 @@ from typing import Any
 
 CONTROL_FACTOR_MIN = 3.0  # with pulling off, KL must leave what it was by at least this factor
 TRAINER = "trainer"
+DETAIL_MAX = 400  # characters of why a claim failed, in a summary
 
 
 @dataclass(frozen=True)
@@ -354,10 +355,7 @@ def table(report: Report) -> str:
         off = version.version > report.pulled_until
         row.append("pulling off" if off else "equal" if version.digests_equal else "DIFFER")
         rows.append(row)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
+    return "\n".join(_aligned(rows))
 
 
 def reward_curve(report: Report, width: int = 40) -> str:
@@ -372,8 +370,59 @@ def reward_curve(report: Report, width: int = 40) -> str:
     return "\n".join(lines)
 
 
-def claims(report: Report) -> str:
-    return "\n".join(f"{'ok  ' if c.holds else 'FAIL'}  {c.claim}\n        {c.detail}" for c in report.claims)
+def some(items: Sequence[int], count: int | None, *, always: Iterable[int] = ()) -> list[int]:
+    """About `count` of them, evenly, with the first, the last and those of `always` among them; None: all."""
+    if count is None or len(items) <= count:
+        return list(items)
+    evenly = {items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)}
+    return sorted(evenly | set(always).intersection(items))
+
+
+def short_table(report: Report, count: int) -> str:
+    """For a terminal of 100 columns: about `count` versions, no requests, and what the numbers do not say."""
+    head = ["version", "MB trainer", "MB peers", "publish"]
+    for replica in report.replicas:
+        head += [replica, "pull", "pause"]
+    rows = [[*head, "digests"]]
+    by_number = {version.version: version for version in report.versions}
+    last = report.pulled_until
+    for number in some(list(by_number), count, always=(1, 2, last, last + 1)):
+        version = by_number[number]
+        row = [str(number), f"{version.trainer_bytes / 1e6:.1f}", f"{version.peer_bytes / 1e6:.1f}"]
+        row.append(_milliseconds(version.publish_wait_s))
+        pulls = {pull.replica: pull for pull in version.pulls}
+        for replica in report.replicas:
+            pull = pulls.get(replica)
+            sources = {replica_of(source) for source in pull.sources} if pull else set()
+            row.append(" + ".join(sorted(sources)) or "-")
+            row += [_milliseconds(pull.pull_s), _milliseconds(pull.pause_s)] if pull else ["-", "-"]
+        row.append("off" if number > last else "equal" if version.digests_equal else "DIFFER")
+        rows.append(row)
+    lines = _aligned(rows)
+    if any(version.peer_bytes > version.trainer_bytes > 0 for version in report.versions):
+        lines.append(
+            "A peer hands on what its engine runs, in that layout: some tensors more than the trainer's checkpoint\n"
+            "has (tables of the rotary embedding), which shows when the model is as small as this one."
+        )
+    return "\n".join(lines)
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """The first row is the head, and gets a line below it."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    return lines
+
+
+def claims(report: Report, *, brief: bool = False) -> str:
+    """brief: a claim that holds is one line, and one that fails says why in a few."""
+    lines = []
+    for claim in report.claims:
+        lines.append(f"{'ok  ' if claim.holds else 'FAIL'}  {claim.claim}")
+        if not (brief and claim.holds):
+            lines += [f"        {claim.detail[:DETAIL_MAX]}"] if brief else [f"        {claim.detail}"]
+    return "\n".join(lines)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from recipes.demo import __main__ as demo_verl
 from recipes.demo import openrlhf as demo_openrlhf
 from recipes.demo import report as reports
 
@@ -237,3 +241,89 @@ def test_both_curves_must_rise_alike(ours, holds):
     curves = {"stock": RISING, "tensorhub": ours}
     assert demo_openrlhf.learns_alike(curves, 8).holds is holds
     assert len(demo_openrlhf.both_curves(curves, 8).splitlines()) == 1 + max(8, len(ours))
+
+
+def test_the_demos_watch_a_run_until_it_ends(tmp_path, monkeypatch, capsys):
+    """A script stands for the recipe, and for one that never ends."""
+    for recipe in ("verl_grpo", "openrlhf_grpo"):
+        script = tmp_path / f"recipes/{recipe}/run.sh"
+        script.parent.mkdir(parents=True)
+        script.write_text('#!/bin/sh\nread line < "$FIFO"\nexit $line\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("FIFO", str(tmp_path / "fifo"))
+    os.mkfifo(tmp_path / "fifo")
+    for demo, arguments in ((demo_verl, ()), (demo_openrlhf, ("stock",))):
+        monkeypatch.setattr(demo, "ROOT", tmp_path)
+        seen = []
+
+        def let_it_end(_, seen=seen):
+            if not seen:  # the watcher has looked once
+                (tmp_path / "fifo").write_text("3\n")
+            seen.append(True)
+
+        monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=let_it_end))
+        code = demo.train(tmp_path / f"run-{demo.__name__}", *arguments, demo.make_parser().parse_args([]))
+        assert code == 3 and seen
+        monkeypatch.setattr(demo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: None))
+        ended = demo.train(
+            tmp_path / f"late-{demo.__name__}", *arguments, demo.make_parser().parse_args(["--timeout-s", "0"])
+        )
+        assert ended == 124 and "giving up" in capsys.readouterr().err
+
+
+# What OpenRLHF and DeepSpeed write, cut short.
+LOG = """(TensorHubEngine pid=1) INFO loading
+(PolicyModelActor pid=2) loading
+(PolicyModelActor pid=2) Building extension module cpu_adam...
+(PPOTrainer pid=3) Generate samples:   0%|
+(PPOTrainer pid=3) INFO ppo_trainer.py:551] ✨ Global step 1: {'policy_loss': 0.1, 'reward': 0.125, 'kl': 0}
+(PPOTrainer pid=3) INFO ppo_trainer.py:551] ✨ Global step 2: {'policy_loss': 0.1, 'reward': 0.25, 'kl': 0}
+(PPOTrainer pid=3) INFO ppo_trainer.py:551] ✨ Global step 3: {'reward': 0.5}
+"""
+
+
+def test_the_openrlhf_demo_says_how_far_a_run_is(tmp_path, capsys):
+    """OpenRLHF's own path writes no events, and is told of all the same."""
+    log = tmp_path / "openrlhf.log"
+    log.write_text("")
+    progress = demo_openrlhf.Progress(tmp_path, 30, time.monotonic())
+    said = []
+    for line in LOG.splitlines(keepends=True):
+        with open(log, "a") as file:
+            file.write(line[:20])
+        progress.tell()
+        with open(log, "a") as file:
+            file.write(line[20:])
+        progress.tell()
+        said += [text.partition("] ")[2] for text in capsys.readouterr().out.splitlines()]
+    assert [text.partition(" (")[0] for text in said] == [
+        "the engines load the model",
+        "the trainer loads the model",
+        "DeepSpeed compiles its optimizer",
+        "the first samples are generated",
+        "step 1 of 30, reward 0.125",
+        "step 3 of 30, reward 0.500",
+    ]
+    text = demo_openrlhf.version_text(good_events(), 3)
+    assert text == "; version 3: publish 100 ms, rollout-0 from trainer 500 ms, rollout-1 from rollout-0 500 ms"
+    assert demo_openrlhf.version_text(good_events(), 99) == ""
+
+
+def test_what_the_openrlhf_demo_ends_with_fits_a_terminal():
+    events, metrics = in_turns()
+    given = {"replicas": REPLICAS, "steps": STEPS, "control_steps": CONTROL_STEPS}
+    report = reports.make_report(events, metrics, **given, trainer=reports.OPENRLHF_SYNC)
+    table = reports.short_table(report, 4)
+    assert max(map(len, table.splitlines())) <= 100
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["1", "2", "4", "5", "6", "9"]
+    assert "hands on what its engine runs" not in table
+    report.versions[0].pulls[1].bytes_from_peers += 1
+    assert "hands on what its engine runs" in reports.short_table(report, 4)
+    curves = {"stock": 40 * [0.5], "tensorhub": 72 * [0.5]}
+    shown = demo_openrlhf.both_curves(curves, 40, shown=8).splitlines()
+    assert len(shown) <= 11 and max(map(len, shown)) <= 100
+    assert any("the last version pulled" in line for line in shown)
+    brief = reports.claims(report, brief=True).splitlines()
+    assert len(brief) == len(report.claims)  # all hold
+    report.claims[0].holds = False
+    assert len(reports.claims(report, brief=True).splitlines()) == len(brief) + 1
