@@ -10,7 +10,7 @@ off, and all other back ends of torch; TENSORHUB_AUTOLOAD=0 only this.
 
 import sys
 
-FLAG = "--vllm.sync_backend"
+FLAG = "--vllm.sync_b"  # argparse takes its beginnings, too
 SWITCH = "TENSORHUB_AUTOLOAD"
 DRIVERS = ("openrlhf.cli.train_ppo_ray", "openrlhf/cli/train_ppo_ray.py")  # not our launcher, which needs no hook
 # The driver's last import of something that is replaced; everything it needs has been imported then.

@@ -10,6 +10,7 @@ hub's address, the run's name) back into it. Every refusal is a UsageError whose
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -24,6 +25,7 @@ FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = ("0.29",)
+MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc, xccl, hccl) are below 0.3
 
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
@@ -32,6 +34,13 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
 
 def is_ours(backend: str) -> bool:
     return backend == NAME or backend.startswith((f"{NAME}:", f"{NAME}?"))
+
+
+def check_spelling(backend: str) -> None:
+    """UsageError for what was meant to be ours: OpenRLHF would take it for a back end of torch, and fail much later."""
+    word = backend.partition("?")[0].partition(":")[0].strip()
+    if not is_ours(backend) and difflib.get_close_matches(word.lower(), [NAME], cutoff=MISSPELT_MIN):
+        raise UsageError(f"{FLAG} {backend!r} is no back end: did you mean {NAME}{backend.strip()[len(word) :]}?")
 
 
 def parse(backend: str) -> Options:

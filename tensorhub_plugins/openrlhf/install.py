@@ -20,14 +20,19 @@ from tensorhub_plugins.openrlhf.config import FLAG
 # Of one engine at a time; Ray's own limit is 1,000. Prompts wait in vLLM, and heartbeats must not wait behind prompts.
 CALLS_MAX = 100_000
 
+SHORTEST = "--vllm.sync_b"  # argparse takes what begins like one flag alone, and --vllm.sync_with_ray is another
+
 
 def backend_of(arguments: Sequence[str]) -> str:
     """What --vllm.sync_backend says, "" where it is not given. As argparse has it, the last one counts."""
     found = ""
     for position, argument in enumerate(arguments):
-        if argument.startswith(f"{FLAG}="):
-            found = argument.partition("=")[2]
-        elif argument == FLAG and position + 1 < len(arguments):
+        name, equals, value = argument.partition("=")
+        if not (FLAG.startswith(name) and name.startswith(SHORTEST)):
+            continue
+        if equals:
+            found = value
+        elif position + 1 < len(arguments):
             found = arguments[position + 1]
     return found
 
@@ -47,6 +52,7 @@ def options_from_argv(arguments: list[str]) -> config.Options | None:
     """The options if this command line is for the store, else None. Colocated engines get OpenRLHF's own path: the
     flag is then rewritten in place."""
     backend = backend_of(arguments)
+    config.check_spelling(backend)
     if not config.is_ours(backend):
         return None
     options = config.parse(backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ def test_options(backend: str, expected: config.Options) -> None:
         ("tensorhub://h:1?hub=x", "has no option 'hub'"),
         ("tensorhub://h:1?keep=none", "option keep"),
         ("tensorhub://h:1?keep=0", "choose a number from 1 to 64"),
-        ("tensorhub://h:1?install=later", "option install"),
+        ("tensorhub://h:1?install=stagd", "option install is 'stagd': choose one of staged, direct"),
+        ("tensorhub://h:1?serve_from=disk", "option serve_from is 'disk': choose one of host, live"),
         ("tensorhub://h:1?run=", "option run is empty"),
     ],
 )
@@ -133,6 +135,9 @@ def test_combinations_that_cannot_work_are_refused(flag: str, value: object, sen
         (["x", "--vllm.sync_backend", "tensorhub"], "tensorhub"),
         (["x", "--vllm.sync_backend=tensorhub"], "tensorhub"),
         (["x", "--vllm.sync_backend", "tensorhub", "--vllm.sync_backend", "nccl"], "nccl"),
+        (["x", "--vllm.sync_b", "tensorhub"], "tensorhub"),  # argparse takes it
+        (["x", "--vllm.sync_back=tensorhub"], "tensorhub"),
+        (["x", "--vllm.sync_with_ray", "--vllm.sync_", "tensorhub"], ""),  # argparse refuses it
         (["x", "--vllm.sync_backend"], ""),
         (["x"], ""),
     ],
@@ -160,6 +165,27 @@ def test_colocated_engines_keep_their_own_path_and_it_says_so(capsys: pytest.Cap
     assert "the store is not used" in capsys.readouterr().err
     line = ["x", "--vllm.sync_backend", "tensorhub", "--train.colocate_all", "--train.async_enable"]
     assert install.options_from_argv(line) == config.Options()
+
+
+@pytest.mark.parametrize(
+    ("backend", "meant"),
+    [
+        ("tensorhubb", "tensorhub"),
+        ("tensorhubs", "tensorhub"),
+        ("tensor-hub", "tensorhub"),
+        ("TensorHub", "tensorhub"),
+        ("tensorub://10.0.0.1:7070?keep=3", "tensorhub://10.0.0.1:7070?keep=3"),
+        (" tensorhub", "tensorhub"),
+    ],
+)
+def test_a_misspelt_back_end_is_not_taken_for_one_of_torch(backend: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}?")):
+        install.options_from_argv(["x", "--vllm.sync_backend", backend])
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo", "mpi", "ucc", "xccl", "hccl", "rccl", "cpu:gloo,cuda:nccl", ""])
+def test_back_ends_of_torch_are_not_taken_for_misspelt(backend: str) -> None:
+    assert install.options_from_argv(["x", "--vllm.sync_backend", backend]) is None
 
 
 RAY_SAYS = """ray::PolicyModelActor.init_model_from_pretrained() (pid=7)
@@ -191,6 +217,7 @@ DRIVER = ["python", "-m", "openrlhf.cli.train_ppo_ray", "--vllm.sync_backend", "
     [
         (DRIVER, None, True),
         (DRIVER, "0", False),  # switched off
+        ([*DRIVER[:3], "--vllm.sync_back=tensorhub"], None, True),  # as argparse has it
         (DRIVER[:3], None, False),  # without the flag
         (["python", "other.py", *DRIVER[3:]], None, False),  # somebody else's flag
         (["python", "-m", "tensorhub_plugins.openrlhf.train_ppo_ray", *DRIVER[3:]], None, False),  # does it itself
