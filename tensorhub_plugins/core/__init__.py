@@ -35,7 +35,7 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.transfer.limits import TransferLimits
-from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS
+from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, TransportLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
@@ -95,6 +95,7 @@ __all__ = [
     "TensorSpec",
     "TensorTable",
     "TransferLimits",
+    "TransportLimits",
     "UnpublishReport",
     "UsageError",
     "VersionGone",

@@ -129,6 +129,17 @@ def check_limits(options: msgspec.Struct, limits: Mapping[str, tuple[float, floa
             raise UsageError(f"{where}: option {name} is {value}: choose a number from {low} to {high}")
 
 
+def check_numbers(limits: msgspec.Struct, *, above_0: Sequence[str] = ()) -> None:
+    """UsageError for the first field that is no finite number from 0 on, or is 0 and may not be."""
+    kind = type(limits).__name__
+    for name in limits.__struct_fields__:
+        value = getattr(limits, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise UsageError(f"{kind}({name}={value!r}): pass a finite number that is not negative")
+        if not value and name in above_0:
+            raise UsageError(f"{kind}({name}=0): it must be above 0")
+
+
 def check_tested(package: str, version: str, tested: Sequence[str], *, way_out: str) -> None:
     """UsageError unless `version` is one of `tested`, which may be prefixes. way_out: how a user runs others all the
     same."""

@@ -46,6 +46,7 @@ PURE = {
     "transfer.limits",
     "transfer.replication",
     "transfer.sharing",
+    "transports.limits",
     "client.session",
     "client.shelf",
 }
@@ -72,6 +73,8 @@ EXCEPTIONS = {("core.cli", "vllm")}
 # What adapters may know of core, besides the names that its package offers.
 ADAPTERS = ("vllm", "verl", "openrlhf")
 FOR_ADAPTERS = {"options", "run_log", "log"}
+
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]+")
 
 Import = tuple[str, str]  # module, what it imports; both below tensorhub_plugins, or a name of the standard library
 
@@ -149,6 +152,37 @@ def inner(found: Iterable[Import]) -> list[str]:
     ]
 
 
+def patched_constants(file: Path) -> list[str]:
+    """The module constants of core that a test changes: with `setattr` or `mock.patch`, or by assigning to one."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    modules = {}  # what the file calls them
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    changed = []
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            changed += [(each.value, each.attr) for each in targets if isinstance(each, ast.Attribute)]
+        elif isinstance(node, ast.Call) and re.search(r"setattr$|patch(\.object|\.multiple)?$", ast.unparse(node.func)):
+            owner, *others = [*node.args, None]
+            if isinstance(owner, ast.Constant):  # "package.module.NAME"
+                module, _, name = str(owner.value).rpartition(".")
+                changed.append((ast.Name(module), name))
+            elif owner is not None:
+                names = [each.value for each in others if isinstance(each, ast.Constant)]
+                names += [keyword.arg for keyword in node.keywords]
+                changed += [(owner, str(name)) for name in names[: None if "multiple" in ast.unparse(node.func) else 1]]
+    found = [(modules.get(ast.unparse(owner), ast.unparse(owner)), name) for owner, name in changed]
+    return [
+        f"{module}.{name}"
+        for module, name in found
+        if CONSTANT.fullmatch(name) and module.startswith("tensorhub_plugins.core")
+    ]
+
+
 def found_in(package: Path) -> list[Import]:
     return list(imports(sorted(package.rglob("*.py")), package))
 
@@ -183,6 +217,33 @@ def test_a_file_that_breaks_a_rule_is_found(rule: object, file: str, line: str, 
     path.write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {line.splitlines()[-1].strip()}")
     if "newroom" not in file:
         assert rule(found_in(tmp_path)) == []  # type: ignore[operator]
+
+
+def test_no_test_patches_a_constant_of_core() -> None:
+    """What a test has to change an operator may have to change, too: it is a field of some limits."""
+    patched = {file.name: patched_constants(file) for file in sorted((ROOT / "tests").rglob("*.py"))}
+    assert {name: constants for name, constants in patched.items() if constants} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'monkeypatch.setattr(source, "BACKLOG", 1)',
+        'patch.setattr("tensorhub_plugins.core.transports.stream.source.BACKLOG", 1)',
+        'mock.patch.object(source, "BACKLOG", 1)',
+        'mock.patch("tensorhub_plugins.core.transports.stream.source.BACKLOG", 1)',
+        "mock.patch.multiple(source, BACKLOG=1)",
+        "source.BACKLOG = 1",
+        "tensorhub_plugins.core.transports.stream.source.BACKLOG = 1",
+    ],
+)
+def test_a_patched_constant_is_found(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    where = "tensorhub_plugins.core.transports.stream"
+    file.write_text(f"import {where}.source\nfrom {where} import source\n{line}")
+    assert patched_constants(file) == [f"{where}.source.BACKLOG"]
+    file.write_text(f"import {where}.source\nfrom {where} import source\n{line.replace('BACKLOG', 'backlog')}")
+    assert patched_constants(file) == []
 
 
 def test_all_pure_modules_are_there() -> None:

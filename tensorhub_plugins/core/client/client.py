@@ -41,7 +41,15 @@ from tensorhub_plugins.core.protocol.address import address_towards
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
-from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Offer, Transport, create, unavailable
+from tensorhub_plugins.core.transports import (
+    DEFAULT_LIMITS,
+    DEFAULT_TRANSPORTS,
+    Offer,
+    Transport,
+    TransportLimits,
+    create,
+    unavailable,
+)
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
@@ -69,7 +77,8 @@ class Client:
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
 
-    limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits.
+    limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
+    when a connection counts as lost, how many readers are served; see TransportLimits.
 
     Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
     HubUnreachable, when it has not answered shortly after timeout_s, and UsageError, for arguments that can never work
@@ -92,6 +101,7 @@ class Client:
         connect_timeout_s: float = 10.0,
         verify: bool = True,
         limits: TransferLimits | None = None,
+        transport_limits: TransportLimits = DEFAULT_LIMITS,
     ) -> None:
         for what, name in (("run", run), ("model", model), ("replica", replica)):
             check_name(what, name)
@@ -108,7 +118,7 @@ class Client:
         self._closed = False
         self._pool = SlabPool()
         self._serving = Serving(self._worker, self._pool)
-        self._transports = _usable(transports, advertise_host or address_towards(address))
+        self._transports = _usable(transports, advertise_host or address_towards(address), transport_limits)
         try:
             endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
             self._hub = self._serving.hub = HubLink(
@@ -501,13 +511,13 @@ def here() -> Location:
     )
 
 
-def _usable(names: Sequence[str], advertise_host: str) -> dict[str, Transport]:
+def _usable(names: Sequence[str], advertise_host: str, limits: TransportLimits) -> dict[str, Transport]:
     transports: dict[str, Transport] = {}
     for name in names:
         reason = unavailable(name)
         if reason is None:
             try:
-                transports[name] = create(name, advertise_host=advertise_host)
+                transports[name] = create(name, advertise_host=advertise_host, limits=limits)
             except BaseException:
                 for made in transports.values():
                     made.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.options import check_numbers
 
 
 class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +40,6 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     look_s: float = 0.25  # how often rates are looked at
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise UsageError(f"TransferLimits({name}={value!r}): pass a finite number that is not negative")
-        for name in ("sources_max", "window_min_segments", "window_first_segments", "window_here_segments", "look_s"):
-            if not getattr(self, name):
-                raise UsageError(f"TransferLimits({name}=0): it must be above 0, or nothing would ever be read")
+        # Or nothing would ever be read.
+        windows = ("window_min_segments", "window_first_segments", "window_here_segments")
+        check_numbers(self, above_0=("sources_max", *windows, "look_s"))

@@ -17,9 +17,11 @@ from typing import Any, cast
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.options import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.transports.interface import Link, LinkProgress, More, NotServable, Shelf, Transport
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 
 __all__ = [
+    "DEFAULT_LIMITS",
     "DEFAULT_TRANSPORTS",
     "Link",
     "LinkProgress",
@@ -28,6 +30,7 @@ __all__ = [
     "Offer",
     "Shelf",
     "Transport",
+    "TransportLimits",
     "choices",
     "create",
     "unavailable",
@@ -42,15 +45,18 @@ MODULES: dict[str, tuple[str, str]] = {
 }
 
 
-def create(name: str, *, advertise_host: str | None = None) -> Transport:
+def create(name: str, *, advertise_host: str | None = None, limits: TransportLimits = DEFAULT_LIMITS) -> Transport:
     """A transport by name. UsageError when there is none of that name, or it does not work here (and why).
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
+    limits: for transports with peers in other processes.
     """
     reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
-    options = {"advertise_host": advertise_host} if name in ("tcp", "rdma") else {}
+    options: dict[str, Any] = {} if name == "memory" else {"limits": limits}
+    if name in ("tcp", "rdma"):
+        options["advertise_host"] = advertise_host
     return cast(Transport, _kind(name)(**options))
 
 

@@ -129,11 +129,11 @@ class Offer:
         with self._changed:
             return self._withdrawn
 
-    def withdraw(self) -> None:
+    def withdraw(self, *, timeout_s: float = CUT_S_MAX) -> None:
         """Raise the epoch, refuse new readers, cut off those there are, and return when they have left. Idempotent.
 
         To let readers finish first, end their leases and call `wait_no_readers` before. RuntimeError if a serving
-        thread does not let go of the memory, which would be a bug: then the bytes must not be touched.
+        thread does not let go of the memory in timeout_s, which would be a bug: then the bytes must not be touched.
         """
         with self._changed:
             if not self._withdrawn:
@@ -143,5 +143,5 @@ class Offer:
             for cut in list(self._readers.values()):
                 cut()
             self._changed.notify_all()
-        if not self.wait_no_readers(time.monotonic() + CUT_S_MAX):
+        if not self.wait_no_readers(time.monotonic() + timeout_s):
             raise RuntimeError(f"{self.active_readers} readers of version {self.version} did not end when cut off")

@@ -21,12 +21,13 @@ from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.transports.interface import More, Shelf
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
-from tensorhub_plugins.core.transports.stream.messages import SEGMENT, STALL_S
+from tensorhub_plugins.core.transports.stream.messages import SEGMENT
 from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen, tune
 
@@ -43,8 +44,8 @@ class TcpTransport:
     it is not, behind address translation, all are). None: loopback, for readers on this host.
 
     streams: connections a reader opens to one source. offload_size_bytes: segments of at least so much are digested,
-    and copied to a device, in another thread while the next one arrives; None picks by the number of cores. stall_s: a
-    source that sends nothing for so long, not even a sign of life, is lost.
+    and copied to a device, in another thread while the next one arrives; None picks by the number of cores. limits:
+    when a peer counts as lost, and how many are served.
     """
 
     name = "tcp"
@@ -56,7 +57,7 @@ class TcpTransport:
         port: int = 0,
         streams: int = 1,
         offload_size_bytes: int | None = None,
-        stall_s: float = STALL_S,
+        limits: TransportLimits = DEFAULT_LIMITS,
     ) -> None:
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
@@ -66,7 +67,7 @@ class TcpTransport:
         if offload_size_bytes is None:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if (os.cpu_count() or 1) >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
-        self._stall_s = stall_s
+        self._limits = limits
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
         self._closed = False
@@ -80,7 +81,7 @@ class TcpTransport:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, TcpSource())
+        self._server = StreamServer(listener, shelf, TcpSource(), self._limits)
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
@@ -88,7 +89,7 @@ class TcpTransport:
             raise UsageError("the transport is closed")
         host, port = parse_address(endpoint, self.name)
         count = FAR_STREAMS if far else self._streams
-        reach = partial(connect, endpoint, host, port, stall_s=self._stall_s, deadline=deadline)
+        reach = partial(connect, endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline)
         if count == 1:
             channels = [reach()]
         else:  # at once: over a long way each takes two round trips

@@ -37,9 +37,8 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transports import TransportLimits, tcp
 from tensorhub_plugins.core.transports import inproc as memory
-from tensorhub_plugins.core.transports import tcp
-from tensorhub_plugins.core.transports.stream import source as stream_source
 
 # --- a reader becomes a source ---
 
@@ -87,10 +86,10 @@ def test_serving_can_be_switched_off(stage):
     assert rollout.serving() == [] and holders(trainer, 1) == ("trainer/0",)
 
 
-def test_a_source_that_waits_itself_is_not_given_up(stage, progress, monkeypatch):
-    monkeypatch.setattr(stream_source, "ALIVE_S", 0.2)
+def test_a_source_that_waits_itself_is_not_given_up(stage, progress):
     limits = TransferLimits(stall_s=3.0)  # on a busy machine the source may be late by a second
-    trainer, rollout = stage.client("trainer"), stage.client("rollout", limits=limits)
+    trainer = stage.client("trainer", transport_limits=TransportLimits(alive_s=0.2))
+    rollout = stage.client("rollout", limits=limits)
     trainer.publish(1, tensors_of(1))
     hold_back(trainer, 1, HELD)
     reading = stage.begin(rollout.fetch)

@@ -10,6 +10,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
+from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.types import Location
 
 A, B, C = (letter.encode() * 16 for letter in "abc")
@@ -108,8 +109,18 @@ def test_an_additional_source_is_worth_a_question_when_all_are_slow_or_it_lasts(
     assert reason_for_more(state, 9.0, LIMITS) is None  # nothing is asked of any
 
 
-@pytest.mark.parametrize("wrong", [{"stall_s": -1.0}, {"window_s": float("nan")}, {"sources_max": 0}, {"open_s": "5"}])
-def test_limits_that_cannot_be_are_refused_by_name(wrong):
+@pytest.mark.parametrize(
+    ("limits", "wrong"),
+    [
+        (TransferLimits, {"stall_s": -1.0}),
+        (TransferLimits, {"window_s": float("nan")}),
+        (TransferLimits, {"sources_max": 0}),
+        (TransferLimits, {"open_s": "5"}),
+        (TransportLimits, {"stall_s": 0}),
+        (TransportLimits, {"readers_max": True}),
+    ],
+)
+def test_limits_that_cannot_be_are_refused_by_name(limits, wrong):
     (name,) = wrong
     with pytest.raises(UsageError, match=name):
-        TransferLimits(**wrong)
+        limits(**wrong)

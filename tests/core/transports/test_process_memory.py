@@ -88,12 +88,12 @@ def test_no_source_is_believed(extents):
 def test_others_are_let_in_where_yama_stands_guard(monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(_process, "_libc", lambda: types.SimpleNamespace(prctl=lambda *a: calls.append(a)))
-    monkeypatch.setattr(_process, "YAMA_SCOPE", tmp_path / "ptrace_scope")
-    _process.let_others_read()  # no Yama
+    scope_file = tmp_path / "ptrace_scope"
+    _process.let_others_read(scope_file)  # no Yama
     for scope in ("0\n", "2\n"):  # nothing to ask for, nothing to be had
-        (tmp_path / "ptrace_scope").write_text(scope)
-        _process.let_others_read()
+        scope_file.write_text(scope)
+        _process.let_others_read(scope_file)
     assert calls == []
-    (tmp_path / "ptrace_scope").write_text("1\n")
-    _process.let_others_read()
+    scope_file.write_text("1\n")
+    _process.let_others_read(scope_file)
     assert [call[0] for call in calls] == [_process.PR_SET_PTRACER]

@@ -19,7 +19,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, create
+from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, TransportLimits, create
 from tensorhub_plugins.core.transports.rdma import link as rdma_link
 from tensorhub_plugins.core.transports.rdma import source as rdma_source
 from tensorhub_plugins.core.transports.rdma import transport as rdma
@@ -139,9 +139,8 @@ def test_a_kept_connection_whose_source_has_gone_is_not_used() -> None:
             reader.connect(endpoint, deadline=far())
 
 
-def test_the_source_closes_the_oldest_of_too_many_idle_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma_source, "IDLE_AT_SOURCE_MAX", 2)
-    with serving() as (_, _, endpoint), contextlib.ExitStack() as stack:
+def test_the_source_closes_the_oldest_of_too_many_idle_connections() -> None:
+    with serving(limits=TransportLimits(idle_at_source_max=2)) as (_, _, endpoint), contextlib.ExitStack() as stack:
         links = []
         for _ in range(3):
             reader = stack.enter_context(contextlib.closing(rdma.RdmaTransport()))
@@ -181,16 +180,17 @@ def test_a_source_that_no_rail_reaches_is_remembered(monkeypatch: pytest.MonkeyP
     def broken(self: rdma_fakes.ReadQueuePair) -> list[int]:
         raise _verbs.ReadFailed("RETRY_EXC_ERR")
 
-    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+    with serving() as (_, _, endpoint), contextlib.ExitStack() as stack:
+        remembers = stack.enter_context(contextlib.closing(rdma.RdmaTransport()))
+        forgets = stack.enter_context(contextlib.closing(rdma.RdmaTransport(limits=TransportLimits(unreachable_s=0.0))))
         with monkeypatch.context() as patch:
             patch.setattr(rdma_fakes.ReadQueuePair, "poll", broken)
-            with pytest.raises(NotServable, match="RETRY_EXC_ERR"):
-                reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
+            for reader in (remembers, forgets):
+                with pytest.raises(NotServable, match="RETRY_EXC_ERR"):
+                    reader.connect(endpoint, deadline=far()).open(KEY, 1, deadline=far())
         with pytest.raises(SourceLost, match="a moment ago"):
-            reader.connect(endpoint, deadline=far())
-        monkeypatch.setattr(rdma, "UNREACHABLE_S", 0.0)
-        reader.unreachable(endpoint, "only now")
-        read(reader, endpoint)
+            remembers.connect(endpoint, deadline=far())
+        read(forgets, endpoint)
 
 
 def test_ports_of_different_kinds_do_not_face_each_other(fakes: Fakes) -> None:

@@ -20,11 +20,11 @@ from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports.shm import memory_file as _memfile
 from tensorhub_plugins.core.transports.shm import process_memory as _process
+from tensorhub_plugins.core.transports.shm import source as shm_source
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.stream import channel, messages
-from tensorhub_plugins.core.transports.stream import source as stream_source
 from tensorhub_plugins.core.transports.stream.messages import (
     HEADER,
 )
@@ -199,20 +199,13 @@ def test_shm_keeps_a_bounded_number_of_mappings_those_it_met_last():
 @pytest.mark.parametrize("count", [0, 17, 1 << 60])
 def test_shm_believes_no_source_about_what_is_ready(monkeypatch, count):
     """It is asked for 16 segments."""
-    read = stream_source.ReaderConnection._read
+    send = channel.Channel.send
 
-    class Boasting:
-        size = HEADER.size
-        unpack = HEADER.unpack
+    def boast(self, views, deadline):
+        kind, waited, segment, _ = HEADER.unpack(views[0]) if len(views[0]) == HEADER.size else (None,) * 4
+        send(self, [HEADER.pack(kind, waited, segment, count)] if kind == messages.READY else views, deadline)
 
-        def pack(self, kind, waited, segment, length):
-            return HEADER.pack(kind, waited, segment, count if kind == messages.READY else length)
-
-    def boast(self, request):
-        monkeypatch.setattr(stream_source, "HEADER", Boasting())
-        read(self, request)
-
-    monkeypatch.setattr(stream_source.ReaderConnection, "_read", boast)
+    monkeypatch.setattr(channel.Channel, "send", boast)
     with (
         served(ShmTransport()) as (_, endpoint),
         contextlib.closing(ShmTransport()) as reader,
@@ -263,20 +256,10 @@ def test_shm_refuses_other_users(monkeypatch, caplog):
         reader.connect(endpoint, deadline=soon()).close()
         uid = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1000)  # the source is another user's, and not root's
-        monkeypatch.setattr("tensorhub_plugins.core.transports.shm.source._CREDENTIALS", _Credentials(uid + 2000))
+        monkeypatch.setattr(shm_source, "peer_of", lambda sock: (1234, uid + 2000))
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())
     assert "belongs to user" in caplog.text
-
-
-class _Credentials:
-    size = struct.calcsize("iII")
-
-    def __init__(self, uid):
-        self._uid = uid
-
-    def unpack(self, _):
-        return 1234, self._uid, 0
 
 
 @pytest.mark.parametrize("what", ["too short", "no descriptor", "one descriptor", "three descriptors", "not the byte"])

@@ -14,9 +14,8 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError,
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import NotServable, Offer
+from tensorhub_plugins.core.transports import NotServable, Offer, TransportLimits
 from tensorhub_plugins.core.transports.shm import process_memory as _process
-from tensorhub_plugins.core.transports.shm import source as shm_source
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.source import ShmSource
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
@@ -39,10 +38,10 @@ def forbidden(monkeypatch):
 # --- shm: where that is forbidden ---
 
 
-def test_shm_copies_adopted_memory_once_for_the_second_reader_and_those_after_it(forbidden, monkeypatch):
-    monkeypatch.setattr(shm_source, "TOGETHER_S", 1000.0)
+def test_shm_copies_adopted_memory_once_for_the_second_reader_and_those_after_it(forbidden):
     tensors = {"a": torch.arange(5000, dtype=torch.int16), "b": torch.arange(3, dtype=torch.int64)}
-    with served(ShmTransport(), tensors, kind="adopted") as (offer, endpoint), contextlib.ExitStack() as stack:
+    source = ShmTransport(limits=TransportLimits(together_s=1000.0))
+    with served(source, tensors, kind="adopted") as (offer, endpoint), contextlib.ExitStack() as stack:
         readers = [stack.enter_context(contextlib.closing(ShmTransport())) for _ in range(3)]
         first, *later = [reader.connect(endpoint, deadline=soon()) for reader in readers]
         with pytest.raises(NotServable, match="adopted"):
@@ -68,10 +67,10 @@ def test_shm_copies_adopted_memory_once_for_the_second_reader_and_those_after_it
         assert offer.active_readers == 0 and not later[0].check(deadline=soon())
 
 
-def test_shm_copies_nothing_for_readers_that_come_one_after_the_other(forbidden, monkeypatch):
-    monkeypatch.setattr(shm_source, "TOGETHER_S", 0.0)
+def test_shm_copies_nothing_for_readers_that_come_one_after_the_other(forbidden):
+    source = ShmTransport(limits=TransportLimits(together_s=0.0))
     with (
-        served(ShmTransport(), {"a": torch.arange(100)}, kind="adopted") as (offer, endpoint),
+        served(source, {"a": torch.arange(100)}, kind="adopted") as (offer, endpoint),
         contextlib.closing(ShmTransport()) as reader,
     ):
         link = reader.connect(endpoint, deadline=soon())
@@ -153,12 +152,12 @@ def test_shm_gives_the_shared_copy_back_when_the_transport_closes():
     assert slab.shared_fd is None and backend._idle is None
 
 
-def test_shm_gives_the_shared_copy_back_when_no_version_follows(monkeypatch):
+def test_shm_gives_the_shared_copy_back_when_no_version_follows():
     source = ShmTransport()
     with served(source, kind="adopted") as (_, endpoint):
         backend = source._server._backend
         for kept_s, kept in ((1000.0, True), (0.0, False)):
-            monkeypatch.setattr(shm_source, "SHARED_COPY_KEPT_S", kept_s)
+            backend._limits = TransportLimits(shared_copy_kept_s=kept_s)
             links, stack = open_at_once(endpoint, 3)
             with stack:
                 slab = backend._copies[next(iter(backend._copies))].slab

@@ -15,8 +15,8 @@ from transport_helpers import GREETING, KEY, frame, served, soon
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing.material import read_equal
+from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.stream import channel, messages
-from tensorhub_plugins.core.transports.stream import source as stream_source
 from tensorhub_plugins.core.transports.stream.messages import (
     CONTROL,
     HEADER,
@@ -33,7 +33,7 @@ def test_a_bigger_deadline_than_stall_does_not_wait_for_the_dead():
     """A source that says nothing at all is lost after stall_s, however far the deadline is."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with contextlib.closing(TcpTransport(stall_s=0.3)) as reader:
+        with contextlib.closing(TcpTransport(limits=TransportLimits(stall_s=0.3))) as reader:
             began = time.monotonic()
             with pytest.raises(SourceLost, match="frozen or unreachable"):
                 reader.connect(endpoint, deadline=soon(600))
@@ -42,8 +42,6 @@ def test_a_bigger_deadline_than_stall_does_not_wait_for_the_dead():
 
 def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
     """It says that it lives, and each time it does the reader waits anew. The segment comes after three such signs."""
-    monkeypatch.setattr(stream_source, "ALIVE_S", 0.01)
-    monkeypatch.setattr(stream_source, "VANISHED_S", 0.01)
     allowed, signs = [], []
     receive_header, allow = channel.Channel.receive_header, channel.Channel._allow
 
@@ -60,7 +58,9 @@ def test_a_waiting_source_is_not_taken_for_a_dead_one(monkeypatch):
             allowed.append(min(self._stall_s, deadline - time.monotonic()))
         allow(self, option, deadline)
 
-    with served(TcpTransport()) as (offer, endpoint), contextlib.closing(TcpTransport(stall_s=20.0)) as reader:
+    source = TcpTransport(limits=TransportLimits(alive_s=0.01, vanished_s=0.01))
+    patient = TcpTransport(limits=TransportLimits(stall_s=20.0))
+    with served(source) as (offer, endpoint), contextlib.closing(patient) as reader:
         offer._ready = bytearray(len(offer._ready))
         link = reader.connect(endpoint, deadline=soon())
         manifest = link.open(KEY, 1, deadline=soon())
@@ -155,9 +155,9 @@ def test_what_a_liar_announces_is_not_allocated():
 # --- the source ---
 
 
-def test_a_source_has_a_limit_of_readers(monkeypatch, caplog):
-    monkeypatch.setattr(stream_source, "CONNECTIONS_MAX", 2)
-    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+def test_a_source_has_a_limit_of_readers(caplog):
+    source = TcpTransport(limits=TransportLimits(readers_max=2))
+    with served(source) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
         links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())

@@ -17,7 +17,7 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import LinkProgress, Offer, choices, create, inproc
+from tensorhub_plugins.core.transports import LinkProgress, Offer, TransportLimits, choices, create, inproc
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports.inproc import MemoryLink, MemoryTransport
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
@@ -209,7 +209,9 @@ def test_a_broken_link_fails(case, methods, keep):
     if case in ("nothing_leaks", "readers_are_counted"):
         make = keeping_links(make, keep)
     with (
-        TransportSuite(make, make_source=functools.partial(TcpTransport, stall_s=60), patience_s=2.0) as suite,
+        TransportSuite(
+            make, make_source=functools.partial(TcpTransport, limits=TransportLimits(stall_s=60)), patience_s=2.0
+        ) as suite,
         pytest.raises((ConformanceError, OSError)),
     ):
         suite.run(case)
@@ -227,7 +229,7 @@ def keep():
 def keeping_links(make, keep):
     class Keeping(make):
         def __init__(self):
-            super().__init__(stall_s=60)
+            super().__init__(limits=TransportLimits(stall_s=60))
 
         def connect(self, endpoint, *, deadline):
             keep.append(super().connect(endpoint, deadline=deadline))
@@ -255,7 +257,7 @@ def serves_what_is_not_ready(monkeypatch):
 
 def cannot_be_cut_off(monkeypatch):
     attach = Offer.attach
-    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.5)
+    monkeypatch.setattr(Offer, "withdraw", functools.partialmethod(Offer.withdraw, timeout_s=0.5))
     monkeypatch.setattr(Offer, "attach", lambda self, cut: attach(self, lambda: None))
 
 
@@ -265,7 +267,7 @@ def counts_no_readers(monkeypatch):
 
 def never_notices_that_readers_left(monkeypatch):
     monkeypatch.setattr(stream_source.ReaderConnection, "_release", lambda self, **_: None)
-    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.5)
+    monkeypatch.setattr(Offer, "withdraw", functools.partialmethod(Offer.withdraw, timeout_s=0.5))
 
 
 def listens_to_anybody(monkeypatch):
@@ -378,13 +380,12 @@ def test_offer_withdrawal_cuts_once_refuses_newcomers_and_raises_the_epoch():
         offer.attach(lambda: None)
 
 
-def test_offer_says_when_a_reader_cannot_be_stopped(monkeypatch):
+def test_offer_says_when_a_reader_cannot_be_stopped():
     """Returning would let the owner write into memory that is being read."""
-    monkeypatch.setattr("tensorhub_plugins.core.transports.offer.CUT_S_MAX", 0.01)
     offer = offer_of()
     offer.attach(lambda: None)
     with pytest.raises(RuntimeError, match="did not end"):
-        offer.withdraw()
+        offer.withdraw(timeout_s=0.01)
 
 
 # --- choice ---

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.protocol.address import format_address
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.rdma.messages import (
     DIAL_SIZE_BYTES_MAX,
@@ -30,8 +31,6 @@ from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.tcp_socket import tune
 
 RINGS_KEPT_MAX = 4  # for the next readers
-IDLE_AT_SOURCE_MAX = 128  # half of what a source accepts
-DIAL_S_MAX = 10.0  # a reader that has opened makes its queue pairs at once
 
 
 class RdmaSource(SourceBackend):
@@ -39,7 +38,8 @@ class RdmaSource(SourceBackend):
 
     name = "rdma"
 
-    def __init__(self, nics: Sequence[Nic], memory: Registry) -> None:
+    def __init__(self, nics: Sequence[Nic], memory: Registry, limits: TransportLimits) -> None:
+        self._limits = limits
         self._nics = nics
         self._memory = memory
         self._guard = threading.Lock()
@@ -72,7 +72,8 @@ class RdmaSource(SourceBackend):
         with self._guard:
             self._idle.pop(channel, None)
         channel.send_message(Rails([nic.port.link_layer for nic in self._nics], memory, ring is not None), deadline)
-        dial = channel.receive_message(dial_decoder, DIAL_SIZE_BYTES_MAX, min(deadline, time.monotonic() + DIAL_S_MAX))
+        dial_by = min(deadline, time.monotonic() + self._limits.dial_s)
+        dial = channel.receive_message(dial_decoder, DIAL_SIZE_BYTES_MAX, dial_by)
         if dial.rails:
             with self._guard:
                 old = self._pairs.pop(channel, [])
@@ -151,7 +152,7 @@ class RdmaSource(SourceBackend):
                 self._idle[channel] = None
                 pairs = []
             ring = self._rings.pop(channel, None)
-            surplus = list(self._idle)[: max(0, len(self._idle) - IDLE_AT_SOURCE_MAX)]
+            surplus = list(self._idle)[: max(0, len(self._idle) - self._limits.idle_at_source_max)]
             for oldest in surplus:
                 del self._idle[oldest]
         for oldest in surplus:

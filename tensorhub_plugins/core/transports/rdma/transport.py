@@ -44,17 +44,15 @@ from collections.abc import Sequence
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.transports.interface import Shelf
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.rdma.link import Connection, RdmaLink
 from tensorhub_plugins.core.transports.rdma.rails import choose_ports, find_ports
 from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.source import RdmaSource
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, VerbsError, open_nics, why_not
-from tensorhub_plugins.core.transports.stream.messages import STALL_S
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen
 
-IDLE_AT_READER_MAX = 8  # connections kept for the next version
-UNREACHABLE_S = 60.0  # how long a source that no rail reached is not tried again
 DEVICES_VARIABLE = "TENSORHUB_RDMA_DEVICES"
 GID_INDEX_VARIABLE = "TENSORHUB_RDMA_GID_INDEX"
 
@@ -63,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 class RdmaTransport:
     """advertise_host: as for tcp, for the control connection. devices, gid_index: None is what the environment says,
-    else chosen here. stall_s: as for tcp; also for a read that does not complete."""
+    else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
 
     name = "rdma"
 
@@ -74,12 +72,12 @@ class RdmaTransport:
         port: int = 0,
         devices: Sequence[str] | None = None,
         gid_index: int | None = None,
-        stall_s: float = STALL_S,
+        limits: TransportLimits = DEFAULT_LIMITS,
     ) -> None:
         """UsageError when the devices named are not usable; VerbsError stays inside."""
         self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
         self._port = port
-        self._stall_s = stall_s
+        self._limits = limits
         ports, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
         chosen = choose_ports(ports, wanted, _current_cuda_device())
@@ -109,7 +107,7 @@ class RdmaTransport:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, RdmaSource(self._nics, self._memory))
+        self._server = StreamServer(listener, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits)
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:
@@ -122,8 +120,8 @@ class RdmaTransport:
             raise SourceLost(f"not reached over rdma a moment ago: {reason}", peer=endpoint, phase="connect")
         connection = self._take(endpoint)
         if connection is None:
-            connection = Connection(connect(endpoint, host, port, stall_s=self._stall_s, deadline=deadline))
-        link = RdmaLink(self, connection, self._stall_s)
+            connection = Connection(connect(endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline))
+        link = RdmaLink(self, connection, self._limits.stall_s)
         self._links.add(link)
         return link
 
@@ -154,10 +152,11 @@ class RdmaTransport:
         return self._memory
 
     def unreachable(self, endpoint: str, reason: str) -> None:
-        """Do not try this endpoint for UNREACHABLE_S seconds: other transports are tried at once."""
-        _log.warning("rdma: %s is not reached for %g s, other transports go on: %s", endpoint, UNREACHABLE_S, reason)
+        """Do not try this endpoint for `unreachable_s`: other transports are tried at once."""
+        pause_s = self._limits.unreachable_s
+        _log.warning("rdma: %s is not tried for %g s, other transports go on: %s", endpoint, pause_s, reason)
         with self._guard:
-            self._unreachable[endpoint] = (time.monotonic() + UNREACHABLE_S, reason)
+            self._unreachable[endpoint] = (time.monotonic() + pause_s, reason)
 
     def keep(self, connection: Connection) -> None:
         """For the next link to the same source."""
@@ -165,7 +164,7 @@ class RdmaTransport:
         with self._guard:
             if not self._closed:
                 self._idle.append(connection)
-                surplus = self._idle.popleft() if len(self._idle) > IDLE_AT_READER_MAX else None
+                surplus = self._idle.popleft() if len(self._idle) > self._limits.idle_at_reader_max else None
         if surplus is not None:
             surplus.close()
 

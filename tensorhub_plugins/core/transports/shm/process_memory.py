@@ -76,10 +76,10 @@ def available() -> bool:
     return hasattr(_libc(), "process_vm_readv")
 
 
-def let_others_read() -> None:
+def let_others_read(yama_scope: Path = YAMA_SCOPE) -> None:
     """Allow processes of this user to read this one's memory, where Yama would not: as torch does for its own."""
     try:
-        guarded = YAMA_SCOPE.read_text().strip() == "1"
+        guarded = yama_scope.read_text().strip() == "1"
     except OSError:
         return
     if guarded:

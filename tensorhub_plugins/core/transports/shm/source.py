@@ -13,6 +13,7 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.stream.channel import Channel
@@ -21,8 +22,6 @@ from tensorhub_plugins.core.transports.stream.source import SourceBackend
 READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
 COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
 SHARED_COPY_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
-SHARED_COPY_KEPT_S = 600.0  # for the next version; a worker whose tensors stay as they are gets its memory back then
-TOGETHER_S = 1.0  # readers that come so soon after another want to read at the same time
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
@@ -43,7 +42,8 @@ class ShmSource(SourceBackend):
             raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
         return f"pid {pid}"
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TransportLimits) -> None:
+        self._limits = limits
         self._guard = threading.Lock()
         self._refused_at: weakref.WeakKeyDictionary[Offer, float] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakKeyDictionary[Offer, SharedCopy] = weakref.WeakKeyDictionary()
@@ -57,7 +57,9 @@ class ShmSource(SourceBackend):
         with self._guard:
             now = time.monotonic()
             refused_at = self._refused_at.get(offer)
-            together = refused_at is not None and (bool(offer.active_readers) or now - refused_at < TOGETHER_S)
+            together = refused_at is not None and (
+                bool(offer.active_readers) or now - refused_at < self._limits.together_s
+            )
             if self._copy_of(offer, several=together):
                 return None
             self._refused_at[offer] = now
@@ -118,7 +120,8 @@ class ShmSource(SourceBackend):
                 shared.slab.close()
                 return
             self._take_idle(close=True)
-            self._idle, self._idle_timer = shared, threading.Timer(SHARED_COPY_KEPT_S, self._end_idle, [shared])
+            self._idle = shared
+            self._idle_timer = threading.Timer(self._limits.shared_copy_kept_s, self._end_idle, [shared])
             self._idle_timer.daemon = True
             self._idle_timer.start()
 

@@ -32,6 +32,7 @@ from contextlib import ExitStack
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.transports.interface import Shelf
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.shm import process_memory as _process
@@ -39,7 +40,7 @@ from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, Memo
 from tensorhub_plugins.core.transports.shm.source import ShmSource, peer_of
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.link import SocketLink, greet
-from tensorhub_plugins.core.transports.stream.messages import READY, STALL_S
+from tensorhub_plugins.core.transports.stream.messages import READY
 from tensorhub_plugins.core.transports.stream.source import BACKLOG, StreamServer
 from tensorhub_plugins.core.types import ShardKey
 
@@ -54,14 +55,16 @@ _log = logging.getLogger(__name__)
 
 class ShmTransport:
     """copy_threads: None picks by the number of cores. map_from: which time it reads the same shared memory it maps it,
-    and keeps it mapped as long as its owner has it. stall_s: as for tcp."""
+    and keeps it mapped as long as its owner has it. limits: as for tcp; also how long a shared copy is kept."""
 
     name = "shm"
 
-    def __init__(self, *, copy_threads: int | None = None, map_from: int = 2, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, *, copy_threads: int | None = None, map_from: int = 2, limits: TransportLimits = DEFAULT_LIMITS
+    ) -> None:
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
         self._by_address = _process.available()  # until it turns out to be forbidden
-        self._stall_s = stall_s
+        self._limits = limits
         self._mappings = MappingCache(map_from)
         self._pool: ThreadPoolExecutor | None = None
         self._server: StreamServer | None = None
@@ -86,7 +89,7 @@ class ShmTransport:
             listener.close()
             raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
         _process.let_others_read()
-        self._server = StreamServer(listener, shelf, ShmSource())
+        self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits)
         return SCHEME + name
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
@@ -97,12 +100,12 @@ class ShmTransport:
             raise UsageError(f"{endpoint!r} is no endpoint of shm, which look like shm://tensorhub-...")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.settimeout(max(0.001, min(deadline - time.monotonic(), self._stall_s)))
+            sock.settimeout(max(0.001, min(deadline - time.monotonic(), self._limits.stall_s)))
             sock.connect("\0" + name)
         except OSError as error:
             sock.close()
             raise SourceLost(f"not on this host, or gone: {error}", peer=endpoint, phase="connect") from error
-        channel = greet(sock, endpoint, stall_s=self._stall_s, deadline=deadline)
+        channel = greet(sock, endpoint, stall_s=self._limits.stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
         link = ShmLink(channel, self._pool, self._mappings, by_address=self._by_address, forbidden=self._is_forbidden)

@@ -40,7 +40,6 @@ NO_MANIFEST = msgspec.msgpack.encode(None)
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
 READ_S_MAX = 3600.0  # whatever a reader asks for
-STALL_S = 10.0  # default: a source that says nothing for so long is frozen or unreachable
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]

@@ -13,6 +13,7 @@ import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
+from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
 from tensorhub_plugins.core.transports.stream.messages import (
@@ -38,12 +39,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     request_decoder,
 )
 
-CONNECTIONS_MAX = 256  # threads of one source; the hub spreads readers long before
 BACKLOG = 128
-HELLO_S_MAX = 10.0  # a peer introduces itself at once, or is none
-SEND_STALL_S_MAX = 60.0  # a reader that takes nothing for so long has lost the connection, not only its turn
-ALIVE_S = 0.25  # how often a waiting source says that it lives; below what a reader takes for slow
-VANISHED_S = 0.25  # how soon a waiting source notices that its reader has gone
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
 
 _log = logging.getLogger(__name__)
@@ -93,7 +89,8 @@ class SourceBackend:
 class StreamServer:
     """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
 
-    def __init__(self, listener: socket.socket, shelf: Shelf, backend: SourceBackend) -> None:
+    def __init__(self, listener: socket.socket, shelf: Shelf, backend: SourceBackend, limits: TransportLimits) -> None:
+        self._limits = limits
         self._listener = listener
         self._shelf = shelf
         self._backend = backend
@@ -140,7 +137,7 @@ class StreamServer:
                 continue
             except OSError as error:  # out of descriptors, say: it may pass
                 _log.error("%s: cannot accept a reader: %s", self._backend.name, error)
-                self._closing.wait(VANISHED_S)
+                self._closing.wait(self._limits.vanished_s)
                 continue
             self._begin(sock)
 
@@ -151,16 +148,16 @@ class StreamServer:
             _log.warning("%s: refused a connection: %s", self._backend.name, error)
             sock.close()
             return
-        channel = Channel(sock, peer, stall_s=SEND_STALL_S_MAX)
+        channel = Channel(sock, peer, stall_s=self._limits.send_stall_s)
         thread = threading.Thread(
             target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}", daemon=True
         )
         with self._guard:
-            full = len(self._connections) >= CONNECTIONS_MAX
+            full = len(self._connections) >= self._limits.readers_max
             if not full:
                 self._connections[channel] = thread
         if full:
-            _log.warning("%s: refused %s: %d readers are connected", self._backend.name, peer, CONNECTIONS_MAX)
+            _log.warning("%s: refused %s: %d readers are connected", self._backend.name, peer, self._limits.readers_max)
             channel.close()
             return
         thread.start()
@@ -168,7 +165,7 @@ class StreamServer:
     def _serve(self, channel: Channel) -> None:
         name = self._backend.name
         try:
-            ReaderConnection(channel, self._shelf, self._backend).run()
+            ReaderConnection(channel, self._shelf, self._backend, self._limits).run()
         except Disconnected as reason:
             _log.debug("%s: %s has gone: %s", name, channel.peer, reason)
         except SourceLost as error:  # withdrawn, or late itself
@@ -188,17 +185,18 @@ class StreamServer:
 class ReaderConnection:
     """One reader's connection at the source: at most one offer open at a time."""
 
-    def __init__(self, channel: Channel, shelf: Shelf, backend: SourceBackend) -> None:
+    def __init__(self, channel: Channel, shelf: Shelf, backend: SourceBackend, limits: TransportLimits) -> None:
         self._channel = channel
         self._shelf = shelf
         self._backend = backend
+        self._limits = limits
         self._offer: Offer | None = None
         self._reader = -1
 
     def run(self) -> None:
         """Answer until the reader goes. Raises what ended it."""
         channel = self._channel
-        deadline = time.monotonic() + HELLO_S_MAX
+        deadline = time.monotonic() + self._limits.hello_s
         greeting = bytearray(HELLO.size)
         channel.fill([memoryview(greeting)[: len(MAGIC)]], deadline)
         if greeting[: len(MAGIC)] != MAGIC:  # said before more is awaited: a stranger may have no more to say
@@ -217,12 +215,12 @@ class ReaderConnection:
         kind, _, length = self._channel.receive_header(None)
         if kind != CONTROL:
             raise ProtocolError(f"a frame of kind {kind} where a request should be")
-        deadline = time.monotonic() + HELLO_S_MAX
+        deadline = time.monotonic() + self._limits.hello_s
         request: StreamRequest = self._channel.receive_rest(request_decoder, length, REQUEST_SIZE_BYTES_MAX, deadline)
         return request
 
     def _answer(self, request: StreamRequest) -> None:
-        deadline = time.monotonic() + SEND_STALL_S_MAX
+        deadline = time.monotonic() + self._limits.send_stall_s
         match request:
             case StreamOpen():
                 self._open(request, deadline)
@@ -301,17 +299,17 @@ class ReaderConnection:
         withdrawn."""
         if offer.poll_ready(segment, 0.0):
             return False
-        alive_at = time.monotonic() + ALIVE_S
-        while not offer.poll_ready(segment, min(deadline, time.monotonic() + VANISHED_S)):
+        alive_at = time.monotonic() + self._limits.alive_s
+        while not offer.poll_ready(segment, min(deadline, time.monotonic() + self._limits.vanished_s)):
             now = time.monotonic()
             self._check_reader()
             if now >= deadline:
                 message = f"segment {segment} has not reached its source itself"
-                self._channel.send_message(StreamRefused("late", message), now + VANISHED_S)
+                self._channel.send_message(StreamRefused("late", message), now + self._limits.vanished_s)
                 raise SourceLost(message, version=offer.version, peer=self._channel.peer, phase="wait")
             if now >= alive_at:
                 self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
-                alive_at = now + ALIVE_S
+                alive_at = now + self._limits.alive_s
         return True
 
     def _release(self, *, ended: bool = False) -> None:
