@@ -74,6 +74,8 @@ EXCEPTIONS = {("core.cli", "vllm")}
 ADAPTERS = ("vllm", "verl", "openrlhf")
 FOR_ADAPTERS = {"options", "run_log", "log"}
 
+LINES_MAX = 620  # of one file, ours or a test: what is read in one sitting
+
 CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]+")
 
 Import = tuple[str, str]  # module, what it imports; both below tensorhub_plugins, or a name of the standard library
@@ -254,6 +256,18 @@ def test_all_pure_modules_are_there() -> None:
 def test_rooms_are_at_most_two_deep() -> None:
     deep = [str(file) for file in (PACKAGE / "core").rglob("*.py") if len(file.relative_to(PACKAGE / "core").parts) > 3]
     assert deep == []
+
+
+def too_long(root: Path) -> list[str]:
+    return [str(file) for file in sorted(root.rglob("*.py")) if len(file.read_text().splitlines()) > LINES_MAX]
+
+
+def test_no_file_is_too_long(tmp_path: Path) -> None:
+    assert [*too_long(PACKAGE), *too_long(ROOT / "tests"), *too_long(ROOT / "recipes")] == []
+    (tmp_path / "file.py").write_text("pass\n" * LINES_MAX)
+    assert too_long(tmp_path) == []
+    (tmp_path / "file.py").write_text("pass\n" * (LINES_MAX + 1))
+    assert too_long(tmp_path) == [str(tmp_path / "file.py")]
 
 
 def test_contributing_names_every_environment_variable() -> None:

@@ -129,9 +129,9 @@ class Reading:
     # --- who converts ---
 
     def is_converted_elsewhere(self, version: Version, worker: Worker, layout: str) -> bool:
+        """Whether another worker is expected to publish this layout of the version."""
         # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
         # each would wait for the other: none can install, and so convert, before all its own workers are ready.
-        """Whether another worker is expected to publish this layout of the version."""
         mine = _claim_key(version, worker, layout)
         for key, claim in version.claims.items():
             others = claim.worker.hello.replica != worker.hello.replica
