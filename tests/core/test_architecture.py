@@ -50,7 +50,14 @@ PURE = {
     "client.session",
     "client.shelf",
 }
-PURE_IN_ADAPTERS = {"vllm.ray.fleet_types", "vllm.worker.update_state", "verl.health", "verl.versions"}
+PURE_IN_ADAPTERS = {
+    "vllm.ray.fleet_events",
+    "vllm.ray.fleet_state",
+    "vllm.ray.fleet_types",
+    "vllm.worker.update_state",
+    "verl.health",
+    "verl.versions",
+}
 CLOCKS_AND_CHANCE = {"time", "random", "os"}
 SHELLS = {"asyncio", "logging", "queue", "select", "socket", "threading", "torch", "zmq"}
 BANNED_IN_PURE = CLOCKS_AND_CHANCE | SHELLS

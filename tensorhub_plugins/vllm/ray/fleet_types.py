@@ -73,7 +73,8 @@ class Member:
 class View:
     """What a policy decides by, and what `tensorhub fleet list` shows."""
 
-    members: tuple[Member, ...]  # in the order in which they came; those that went last are at the end
+    members: tuple[Member, ...]  # in the order in which they came
+    gone: tuple[Member, ...]  # the last ones that went
     target: int  # first and joined members that there shall be; external ones do not count
     minimum: int
     maximum: int

@@ -1,0 +1,165 @@
+"""PURE: what happens to a fleet, and what it does about it: see fleet_state.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
+
+DRAIN_TIMEOUT_S = 120.0  # where nobody says how long answers under way may take
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reported:
+    """By the dispatcher. waiting: requests that nobody has yet; unnamed: members that it cannot name yet."""
+
+    seen: tuple[Seen, ...]
+    waiting: int = 0
+    unnamed: int = 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """nodes: those that live, Ray's id and address; slots: replicas for which there is room."""
+
+    nodes: Mapping[str, str]
+    slots: int
+
+
+@dataclass(frozen=True)
+class Started:
+    name: str
+    handle: Any
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Stopped:
+    name: str
+
+
+@dataclass(frozen=True)
+class StopFailed:
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Add:
+    count: int
+
+
+@dataclass(frozen=True)
+class AddExternal:
+    url: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    name: str
+    timeout_s: float = DRAIN_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class DrainNodes:
+    """Ray's ids. Nothing is started there any more."""
+
+    nodes: frozenset[str]
+    timeout_s: float = DRAIN_TIMEOUT_S
+    why: str = "its node is drained"
+
+
+@dataclass(frozen=True)
+class SetTarget:
+    """None: by the policy again."""
+
+    target: int | None
+
+
+@dataclass(frozen=True)
+class PolicySaid:
+    target: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = (
+    Reported
+    | Cluster
+    | Started
+    | StartFailed
+    | Stopped
+    | StopFailed
+    | Add
+    | AddExternal
+    | Drain
+    | DrainNodes
+    | SetTarget
+    | PolicySaid
+    | Tick
+)
+
+
+# --- effects ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    name: str
+    rank: int
+    avoid: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StartExternal:
+    name: str
+    url: str
+
+
+@dataclass(frozen=True)
+class Abort:
+    name: str
+    handle: Any
+
+
+@dataclass(frozen=True)
+class Stop:
+    name: str
+    handle: Any | None
+
+
+@dataclass(frozen=True)
+class Changed:
+    """For the event log: a member's state or version is another one now."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Targeted:
+    """For the event log."""
+
+    target: int
+    by: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """One sentence for people: the answer to a command, and for the log."""
+
+    text: str
+
+
+Effect: TypeAlias = Start | StartExternal | Abort | Stop | Changed | Targeted | Say

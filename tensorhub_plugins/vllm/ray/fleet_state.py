@@ -1,0 +1,507 @@
+"""PURE: which replicas a run has, and what to do next about each.
+
+    starting -> ready <-> lost          draining -> stopping -> gone
+       |          |         |              ^           ^
+       |          +-- drain-+--------------+           |
+       +-- fails -+-------- gone for good -------------+
+
+- Nobody comes back from draining. What was started is in the list until all it used has been given back.
+- `target` is how many first and joined members there shall be; the one that Ray restarts by itself counts as there.
+- Below the target one is started for every free slot, at most STARTS_MAX at once, after failures with growing delays.
+  Above it the newest joined ones drain first. A rank is never used twice in a run.
+- A drained member gives up a place of the target. A drained or lost node does not: its members come back elsewhere.
+- Drain: no new requests at once; aborted when the time is up; stopped when the dispatcher says that it is empty.
+
+`FleetState.handle(event, now)` returns effects; its shell (fleet.py) carries them out and tells how they ended.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from typing_extensions import assert_never
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray.fleet_events import (
+    DRAIN_TIMEOUT_S,
+    Abort,
+    Add,
+    AddExternal,
+    Changed,
+    Cluster,
+    Drain,
+    DrainNodes,
+    Effect,
+    Event,
+    PolicySaid,
+    Reported,
+    Say,
+    SetTarget,
+    Start,
+    Started,
+    StartExternal,
+    StartFailed,
+    Stop,
+    StopFailed,
+    Stopped,
+    Targeted,
+    Tick,
+)
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Member, Seen, State, View
+
+STARTS_MAX = 8  # at once: every start reads hundreds of files of Python from what is often one shared disk
+# Until the engine is there, from then until it is ready, and for Ray to start it again: the largest models.
+START_TIMEOUT_S = 1800.0
+START_DELAY_S, START_DELAY_MAX_S = 5.0, 300.0  # after a failed start, doubled by each further one
+STOP_DELAY_S, STOP_DELAY_MAX_S = 5.0, 60.0  # the same for what could not be given back
+ABORT_TIMEOUT_S = 10.0  # until partial answers have gone elsewhere
+RESERVE_TIMEOUT_S = 10.0  # a start holds its resources by then, so that `slots` no longer counts them
+MISSING_TIMEOUT_S = 10.0  # a member that the dispatcher has not named for this long is not in use
+GONE_MAX = 1000  # names that are remembered, so that a late report does not bring them back
+GONE_SHOWN = 10
+
+
+@dataclass
+class _Member:
+    name: str
+    kind: Kind
+    state: State
+    since: float
+    rank: int = -1
+    url: str = ""
+    handle: Any = None  # None: its start has not returned
+    node: str = ""
+    version: int = 0
+    in_flight: int = 0
+    why: str = ""
+    seen_at: float = 0.0
+    deadline: float = math.inf  # starting, lost: given up then; draining: aborted, then stopped; stopping: tried again
+    is_aborted: bool = False
+    stops: int = 0  # that failed
+
+    @property
+    def is_launching(self) -> bool:
+        return self.state == "starting" and self.handle is None
+
+
+@dataclass
+class FleetState:
+    """Pickled as it is, it survives its process: see `resume`. target None: as many as were there from the start."""
+
+    minimum: int = 1
+    maximum: int = 1024
+    target: int | None = None
+    policy: str = ""
+    by_policy: bool = field(init=False)
+    members: dict[str, _Member] = field(default_factory=dict)
+    gone: dict[str, _Member] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)  # that live
+    addresses: dict[str, str] = field(default_factory=dict)  # of all nodes that ever lived
+    avoided: set[str] = field(default_factory=set)  # nodes where nothing is started any more
+    slots: int = 0
+    waiting: int = 0
+    next_rank: int = 0
+    next_external: int = 0
+    firsts: int = 0  # members that were there from the start, also those that are gone
+    is_known: bool = False  # all of those have been reported
+    failures: int = 0  # of starts, since one was ready
+    start_again_at: float = 0.0
+    last_failure: str = ""
+    _effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.by_policy = bool(self.policy)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """What is to be done now. Raises UsageError for a command that cannot be, and then nothing has changed."""
+        self._effects = []
+        match event:
+            case Reported():
+                self._report(event, now)
+            case Cluster(nodes, slots):
+                self._cluster(nodes, slots, now)
+            case Started(name, handle):
+                self._started(name, handle, now)
+            case StartFailed(name, why):
+                if (member := self.members.get(name)) is not None and member.is_launching:
+                    self._fail(member, why, now)
+            case Stopped(name):
+                self._stopped(name, now)
+            case StopFailed(name, why):
+                self._stop_failed(name, why, now)
+            case Add(count):
+                self._add(count)
+            case AddExternal(url):
+                self._add_external(url, now)
+            case Drain(name, timeout_s):
+                self._drain_by_name(name, timeout_s, now)
+            case DrainNodes(ids, timeout_s, why):
+                self._drain_nodes(ids, timeout_s, why, now)
+            case SetTarget(target):
+                self._set_target(target)
+            case PolicySaid(target):
+                self._policy_said(target)
+            case Tick():
+                self._time_out(now)
+            case _:
+                assert_never(event)
+        self._reconcile(now)
+        if isinstance(event, (Add, SetTarget)):
+            self._say_what_begins(now)
+        return self._effects
+
+    def resume(self, now: float) -> list[Effect]:
+        """What was under way when this state was saved, and nobody may be waiting for any more."""
+        self._effects = []
+        for member in self.members.values():
+            if member.state == "stopping":
+                member.deadline = math.inf
+                self._effects.append(Stop(member.name, member.handle))
+            elif member.is_launching:
+                self._effects.append(self._start_of(member))
+            member.seen_at = now
+        return self._effects
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    @property
+    def wanted(self) -> int:
+        """How many first and joined members there shall be, within the limits."""
+        target = self.firsts if self.target is None else self.target
+        return max(self.minimum, min(target, self.maximum))
+
+    def roster(self) -> list[Entry]:
+        """The members that the dispatcher shall use, and no others."""
+        return [
+            Entry(member.name, member.handle, member.kind, member.state == "draining")
+            for member in self.members.values()
+            if member.state != "stopping" and member.handle is not None
+        ]
+
+    def view(self, now: float) -> View:
+        """For policies and for people."""
+        return View(
+            members=tuple(self._shown(member, now) for member in self.members.values()),
+            gone=tuple(self._shown(member, now) for member in list(self.gone.values())[-GONE_SHOWN:]),
+            target=self.wanted,
+            minimum=self.minimum,
+            maximum=self.maximum,
+            slots=self.slots,
+            waiting=self.waiting,
+            policy=self.policy if self.by_policy else "",
+        )
+
+    def _shown(self, member: _Member, now: float) -> Member:
+        return Member(
+            name=member.name,
+            kind=member.kind,
+            state=member.state,
+            version=member.version,
+            in_flight=member.in_flight,
+            node=member.url or self.addresses.get(member.node, member.node),
+            since_s=now - member.since,
+            why=member.why,
+        )
+
+    def _own(self) -> list[_Member]:
+        """Those that count for the target."""
+        there = ("starting", "ready", "lost")
+        return [one for one in self.members.values() if one.kind != "external" and one.state in there]
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def _report(self, report: Reported, now: float) -> None:
+        self.waiting = report.waiting
+        for seen in report.seen:
+            if seen.name in self.gone:
+                continue
+            member = self.members.get(seen.name)
+            if member is None:
+                member = self._first(seen, now)
+            member.handle = seen.handle if member.handle is None else member.handle
+            member.node = seen.node or member.node
+            member.in_flight, member.seen_at = seen.in_flight, now
+            is_new, member.version = member.version != seen.version, seen.version
+            before = member.state
+            self._heard(member, seen, now)
+            if is_new and member.state == before:
+                self._changed(member, now)
+            if member.node in self.avoided and member.state == "starting" and member.kind == "joined":
+                self._fail(member, "it was placed on a node that is drained", now)
+            elif member.node in self.avoided and member.state in ("starting", "ready", "lost"):
+                self._drain(member, DRAIN_TIMEOUT_S, "its node is drained", now)
+        self.is_known = self.is_known or (bool(report.seen) and report.unnamed == 0)
+
+    def _first(self, seen: Seen, now: float) -> _Member:
+        rank = int(found[1]) if (found := re.search(r"(\d+)$", seen.name)) else -1
+        self.next_rank = max(self.next_rank, rank + 1)
+        self.firsts += 1
+        member = _Member(seen.name, "first", "starting", now, rank, deadline=now + START_TIMEOUT_S)
+        self.members[seen.name] = member
+        self._changed(member, now)
+        return member
+
+    def _heard(self, member: _Member, seen: Seen, now: float) -> None:
+        state = member.state
+        if state == "stopping":
+            return
+        if seen.lost == "gone":
+            if state == "starting":
+                self._fail(member, "its process has ended and Ray does not start it again", now)
+            else:
+                self._stop(member, self._why_gone(member, "Ray does not start it again"), now)
+        elif state == "draining":
+            if seen.lost or (seen.draining and seen.in_flight == 0):
+                self._stop(member, member.why, now)
+        elif seen.ready and not seen.lost:
+            self.failures = 0 if state == "starting" else self.failures
+            self._move(member, "ready", "", now)
+        elif state != "starting":
+            why = "Ray is starting it again" if seen.lost else "it has no current weights or does not answer"
+            self._lose(member, why, now)
+        elif seen.lost:
+            member.why = "Ray is starting it again"
+
+    def _cluster(self, nodes: Mapping[str, str], slots: int, now: float) -> None:
+        if nodes:  # Ray's head has an answer
+            self.nodes = dict(nodes)
+            self.addresses.update(nodes)
+            self.avoided &= nodes.keys()
+        just_begun = [m for m in self.members.values() if m.is_launching and now - m.since < RESERVE_TIMEOUT_S]
+        self.slots = max(0, slots - len([member for member in just_begun if member.kind == "joined"]))
+        for member in list(self.members.values()):
+            if member.state == "stopping" or not self._is_node_lost(member):
+                continue
+            if member.kind == "joined":
+                self._stop(member, self._why_gone(member, ""), now)
+            elif member.state in ("ready", "lost"):  # who has started it may have it started again elsewhere
+                self._lose(member, self._why_gone(member, ""), now)
+
+    def _lose(self, member: _Member, why: str, now: float) -> None:
+        if member.state != "lost":
+            member.deadline = now + START_TIMEOUT_S
+        self._move(member, "lost", why, now)
+
+    def _is_node_lost(self, member: _Member) -> bool:
+        return member.node in self.addresses and member.node not in self.nodes
+
+    def _why_gone(self, member: _Member, otherwise: str) -> str:
+        return f"its node {self.addresses[member.node]} is lost" if self._is_node_lost(member) else otherwise
+
+    def _time_out(self, now: float) -> None:
+        for member in list(self.members.values()):
+            is_late = now >= member.deadline
+            if member.state == "starting" and is_late:
+                self._fail(member, f"it was not ready after {START_TIMEOUT_S:.0f} s", now)
+            elif member.state == "lost" and member.kind != "external" and is_late:
+                self._stop(member, f"it was lost for {START_TIMEOUT_S:.0f} s: {member.why}", now)
+            elif member.state == "draining" and is_late:
+                self._give_back(member, now)
+            elif member.state == "stopping" and member.stops and is_late:
+                member.deadline = math.inf
+                self._effects.append(Stop(member.name, member.handle))
+            elif member.state == "ready" and self.is_known and now - member.seen_at > MISSING_TIMEOUT_S:
+                self._lose(member, "the dispatcher does not report it", now)
+
+    # --- starting -----------------------------------------------------------------------------------------------------
+
+    def _reconcile(self, now: float) -> None:
+        """One step from what there is to what there shall be."""
+        own = self._own()
+        if not self.is_known or len(own) == self.wanted:
+            return
+        if len(own) > self.wanted:
+            for member in sorted(own, key=_goes_first)[: len(own) - self.wanted]:
+                self._drain(member, DRAIN_TIMEOUT_S, f"the target is {self.wanted}", now)
+            return
+        under_way = len([one for one in own if one.state == "starting"])
+        count = min(self.wanted - len(own), self.slots, STARTS_MAX - under_way)
+        if now < self.start_again_at or count <= 0:
+            return
+        for _ in range(count):
+            member = _Member(f"rollout-{self.next_rank}", "joined", "starting", now, self.next_rank)
+            self.next_rank += 1
+            self._launch(member, now)
+            self.slots -= 1
+
+    def _launch(self, member: _Member, now: float) -> None:
+        member.deadline = now + START_TIMEOUT_S
+        self.members[member.name] = member
+        self._effects.append(self._start_of(member))
+        self._changed(member, now)
+
+    def _start_of(self, member: _Member) -> Effect:
+        if member.kind == "external":
+            return StartExternal(member.name, member.url)
+        return Start(member.name, member.rank, frozenset(self.avoided))
+
+    def _started(self, name: str, handle: Any, now: float) -> None:
+        member = self.members.get(name)
+        if member is not None and member.is_launching:
+            member.handle, member.deadline, member.seen_at = handle, now + START_TIMEOUT_S, now
+
+    def _fail(self, member: _Member, why: str, now: float) -> None:
+        self._stop(member, why, now)
+        if member.kind != "joined":
+            self._effects.append(Say(f"{member.name} {member.url} did not start: {why}"))
+            return
+        delay_s = min(START_DELAY_MAX_S, START_DELAY_S * 2**self.failures)
+        self.failures = min(self.failures + 1, 32)
+        self.start_again_at, self.last_failure = now + delay_s, why
+        self._effects.append(Say(f"{member.name} did not start, the next try is in {delay_s:.0f} s: {why}"))
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _drain(self, member: _Member, timeout_s: float, why: str, now: float) -> None:
+        if member.state == "draining":  # the time is another one
+            member.deadline = member.deadline if member.is_aborted else now + timeout_s
+        elif member.state in ("starting", "lost") or member.handle is None:
+            self._stop(member, why, now)
+        else:
+            member.deadline = now + timeout_s
+            self._move(member, "draining", why, now)
+
+    def _give_back(self, member: _Member, now: float) -> None:
+        if member.is_aborted:
+            self._stop(member, f"{member.why}; {member.in_flight} requests were under way to the end", now)
+            return
+        member.is_aborted, member.deadline = True, now + ABORT_TIMEOUT_S
+        self._effects.append(Abort(member.name, member.handle))
+
+    def _stop(self, member: _Member, why: str, now: float) -> None:
+        member.deadline = math.inf
+        self._effects.append(Stop(member.name, member.handle))
+        self._move(member, "stopping", why, now)
+
+    def _stopped(self, name: str, now: float) -> None:
+        member = self.members.get(name)
+        if member is None or member.state != "stopping":
+            return
+        del self.members[name]
+        self.gone[name] = member
+        while len(self.gone) > GONE_MAX:
+            del self.gone[next(iter(self.gone))]
+        self._move(member, "gone", member.why, now)
+
+    def _stop_failed(self, name: str, why: str, now: float) -> None:
+        member = self.members.get(name)
+        if member is None or member.state != "stopping":
+            return
+        delay_s = min(STOP_DELAY_MAX_S, STOP_DELAY_S * 2**member.stops)
+        member.stops, member.deadline = min(member.stops + 1, 32), now + delay_s
+        self._effects.append(Say(f"{name} has not given back what it used, the next try is in {delay_s:.0f} s: {why}"))
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def _add(self, count: int) -> None:
+        if count < 1:
+            raise UsageError(f"add {count}: give the number of replicas to add, 1 or more")
+        if self.wanted + count > self.maximum:
+            raise UsageError(f"the target is {self.wanted}, and {count} more are above fleet_max, {self.maximum}")
+        self._set_target(self.wanted + count)
+
+    def _set_target(self, target: int | None) -> None:
+        if target is None:
+            if not self.policy:
+                raise UsageError("this run has no policy: start it with option fleet_policy, or give a number")
+            self.by_policy = True
+            self._effects.append(Say(f"the target is set by {self.policy}"))
+            return
+        if not self.minimum <= target <= self.maximum:
+            raise UsageError(f"target {target}: fleet_min and fleet_max allow {self.minimum} to {self.maximum}")
+        if self.by_policy:
+            self.by_policy = False
+            self._effects.append(
+                Say(f"{self.policy} no longer sets the target (`tensorhub fleet target policy` undoes)")
+            )
+        self._aim(target, "people")
+
+    def _policy_said(self, target: int) -> None:
+        if self.by_policy and self.is_known:
+            self._aim(max(self.minimum, min(target, self.maximum)), self.policy)
+
+    def _aim(self, target: int, by: str) -> None:
+        if target != self.wanted:
+            self._effects += [Say(f"the target is {target}, it was {self.wanted}"), Targeted(target, by)]
+        self.target = target
+
+    def _add_external(self, url: str, now: float) -> None:
+        for member in self.members.values():
+            if member.url == url:
+                raise UsageError(f"{url} is in this fleet already, as {member.name}")
+        member = _Member(f"external-{self.next_external}", "external", "starting", now, url=url)
+        self.next_external += 1
+        self._launch(member, now)
+        self._effects.append(Say(f"{url} joins as {member.name}"))
+
+    def _drain_by_name(self, name: str, timeout_s: float, now: float) -> None:
+        member = self.members.get(name)
+        if member is None:
+            raise UsageError(f"no member is called {name!r}: there are {', '.join(self.members) or 'none'}")
+        if member.state == "stopping":
+            raise UsageError(f"{name} has left already: {member.why}")
+        is_replaced = member.kind != "external" and member.state != "draining" and self.wanted == self.minimum
+        if member.kind != "external" and member.state != "draining":
+            self._aim(max(self.minimum, self.wanted - 1), "people")
+        self._drain(member, timeout_s, "drained by name", now)
+        self._effects.append(Say(self._how_it_leaves(member, timeout_s)))
+        if is_replaced:
+            self._effects.append(Say(f"another one is started in its place: fleet_min is {self.minimum}"))
+
+    def _drain_nodes(self, ids: frozenset[str], timeout_s: float, why: str, now: float) -> None:
+        self.avoided |= ids & self.nodes.keys()
+        there = [one for one in self.members.values() if one.node in ids and one.state != "stopping"]
+        for member in there:
+            self._drain(member, timeout_s, why, now)
+            self._effects.append(Say(self._how_it_leaves(member, timeout_s)))
+        if not there:
+            self._effects.append(Say("no member is there; none will be started there"))
+
+    def _how_it_leaves(self, member: _Member, timeout_s: float) -> str:
+        if member.state == "stopping":
+            return f"{member.name} is stopped"
+        return f"{member.name} drains: {member.in_flight} requests may take {timeout_s:.0f} s"
+
+    def _say_what_begins(self, now: float) -> None:
+        started = [effect.name for effect in self._effects if isinstance(effect, Start)]
+        leaving = [
+            one.member.name for one in self._effects if isinstance(one, Changed) and one.member.state == "draining"
+        ]
+        if started:
+            self._effects.append(Say(f"starting {', '.join(started)}"))
+        if leaving:
+            self._effects.append(Say(f"draining {', '.join(leaving)}"))
+        lacking = self.wanted - len(self._own())
+        if lacking <= 0:
+            return
+        if not self.is_known:
+            why = "the run's first replicas have not all reported yet"
+        elif now < self.start_again_at:
+            why = f"the last start failed, the next is in {self.start_again_at - now:.0f} s ({self.last_failure})"
+        elif self.slots <= 0:
+            why = "there is no room now"
+        else:
+            why = f"{STARTS_MAX} start at a time"
+        self._effects.append(Say(f"{lacking} more will be started later: {why}"))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def _move(self, member: _Member, state: State, why: str, now: float) -> None:
+        member.why = why
+        if member.state != state:
+            member.state, member.since = state, now
+            if state in ("stopping", "gone"):
+                member.in_flight = 0
+            self._changed(member, now)
+
+    def _changed(self, member: _Member, now: float) -> None:
+        self._effects.append(Changed(self._shown(member, now)))
+
+
+def _goes_first(member: _Member) -> tuple[bool, bool, int]:
+    """Who leaves when there are too many: those that serve nobody, then the joined, the newest first."""
+    return member.state == "ready", member.kind == "first", -member.rank

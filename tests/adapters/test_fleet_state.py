@@ -1,0 +1,478 @@
+"""What a fleet does next, without Ray: stories, every event in every state, random programs, and broken machines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fleet_world import MAY_BECOME, OPS, program, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray import fleet_state
+from tensorhub_plugins.vllm.ray.fleet_events import (
+    Abort,
+    Add,
+    AddExternal,
+    Changed,
+    Cluster,
+    Drain,
+    DrainNodes,
+    Effect,
+    Event,
+    PolicySaid,
+    Reported,
+    Say,
+    SetTarget,
+    Start,
+    Started,
+    StartExternal,
+    StartFailed,
+    Stop,
+    StopFailed,
+    Stopped,
+    Targeted,
+    Tick,
+)
+from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+
+NODES = {"a": "10.0.0.1", "b": "10.0.0.2"}
+
+
+def seen(name: str, node: str = "a", **more: Any) -> Seen:
+    return Seen(name, f"handle of {name}", node, **{"ready": True, "version": 3, **more})
+
+
+def fleet(*events: Event, **options: Any) -> FleetState:
+    """Two replicas from the start, on node a, at time 0; room for three more."""
+    state = FleetState(**options)
+    state.handle(Cluster(NODES, 3), 0.0)
+    state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), 0.0)
+    for event in events:
+        state.handle(event, 0.0)
+    return state
+
+
+def deeds(effects: list[Effect]) -> list[Effect]:
+    """Without what is told to people and the log."""
+    return [effect for effect in effects if not isinstance(effect, (Changed, Targeted, Say))]
+
+
+def says(effects: list[Effect]) -> str:
+    return "; ".join(effect.text for effect in effects if isinstance(effect, Say))
+
+
+def states(state: FleetState) -> dict[str, str]:
+    return {member.name: member.state for member in state.view(0.0).members}
+
+
+# --- stories ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_joins_is_drained_and_gone() -> None:
+    state = fleet()
+    effects = state.handle(Add(1), 1.0)
+    assert deeds(effects) == [Start("rollout-2", 2, frozenset())]
+    assert says(effects) == "the target is 3, it was 2; starting rollout-2"
+    assert [entry.name for entry in state.roster()] == ["rollout-0", "rollout-1"]
+    assert deeds(state.handle(Started("rollout-2", "actor"), 2.0)) == []
+    assert state.roster()[-1] == Entry("rollout-2", "actor", "joined")
+    firsts = (seen("rollout-0"), seen("rollout-1"))
+    assert deeds(state.handle(Reported((*firsts, seen("rollout-2", "b", ready=False))), 3.0)) == []
+    assert states(state)["rollout-2"] == "starting"
+    state.handle(Reported((*firsts, seen("rollout-2", "b", in_flight=4))), 4.0)
+    assert states(state)["rollout-2"] == "ready"
+    effects = state.handle(Drain("rollout-2", 30.0), 5.0)
+    assert deeds(effects) == [] and "rollout-2 drains: 4 requests may take 30 s" in says(effects)
+    assert state.roster()[-1].draining and state.wanted == 2
+    # It is empty, but the dispatcher did not know yet that it drains: it may have given it something meanwhile.
+    assert deeds(state.handle(Reported((*firsts, seen("rollout-2", "b", in_flight=0))), 6.0)) == []
+    done = Reported((*firsts, seen("rollout-2", "b", draining=True)))
+    assert deeds(state.handle(done, 7.0)) == [Stop("rollout-2", "actor")]
+    assert [entry.name for entry in state.roster()] == ["rollout-0", "rollout-1"]
+    assert deeds(state.handle(done, 7.5)) == []  # a report that was on its way
+    state.handle(Stopped("rollout-2"), 8.0)
+    assert state.view(8.0).gone[0].name == "rollout-2" and "rollout-2" not in states(state)
+    assert deeds(state.handle(done, 9.0)) == [] and "rollout-2" not in states(state)
+
+
+def test_requests_that_do_not_end_are_given_back() -> None:
+    state = fleet(Drain("rollout-1", 30.0))
+    busy = Reported((seen("rollout-0"), seen("rollout-1", draining=True, in_flight=2)))
+    state.handle(busy, 29.0)
+    assert deeds(state.handle(Tick(), 29.9)) == []
+    assert deeds(state.handle(Tick(), 30.0)) == [Abort("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(Tick(), 31.0)) == []
+    at_once = copy.deepcopy(state)
+    assert deeds(at_once.handle(Reported((seen("rollout-0"), seen("rollout-1", draining=True))), 32.0)) == [
+        Stop("rollout-1", "handle of rollout-1")
+    ]
+    state.handle(busy, 39.0)
+    assert deeds(state.handle(Tick(), 40.0)) == [Stop("rollout-1", "handle of rollout-1")]
+    assert "2 requests were under way to the end" in state.view(40.0).members[1].why
+
+
+def test_nothing_is_started_before_all_that_is_there_has_reported() -> None:
+    state = FleetState(target=4)
+    state.handle(Cluster(NODES, 9), 0.0)
+    assert deeds(state.handle(Reported((seen("rollout-0"),), unnamed=1), 0.0)) == []
+    assert "have not all reported yet" in says(state.handle(Add(1), 0.0))
+    effects = state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), 1.0)
+    assert [effect.name for effect in deeds(effects) if isinstance(effect, Start)] == [
+        f"rollout-{n}" for n in (2, 3, 4)
+    ]
+
+
+def test_what_ray_starts_again_is_not_replaced_and_what_is_gone_is_when_there_is_room() -> None:
+    state = fleet()
+    lost = seen("rollout-1", ready=False, lost="restarting")
+    assert deeds(state.handle(Reported((seen("rollout-0"), lost)), 1.0)) == []
+    assert states(state)["rollout-1"] == "lost" and state.roster()[1].name == "rollout-1"
+    state.handle(Cluster(NODES, 0), 2.0)
+    gone = seen("rollout-1", ready=False, lost="gone")
+    effects = state.handle(Reported((seen("rollout-0"), gone)), 3.0)
+    assert deeds(effects) == [Stop("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(Stopped("rollout-1"), 4.0)) == []
+    assert deeds(state.handle(Cluster(NODES, 1), 5.0)) == [Start("rollout-2", 2, frozenset())]
+    assert deeds(state.handle(Cluster(NODES, 1), 6.0)) == []
+
+
+def test_one_whose_node_is_lost_is_replaced_at_once_if_the_fleet_has_started_it() -> None:
+    state = fleet(Add(1), Started("rollout-2", "actor"))
+    firsts = (seen("rollout-0"), seen("rollout-1", "b"))
+    state.handle(Reported((*firsts, seen("rollout-2", "b"))), 1.0)
+    state.handle(Cluster(NODES, 1), 2.0)
+    effects = deeds(state.handle(Cluster({"a": "10.0.0.1"}, 1), 3.0))
+    assert effects == [Stop("rollout-2", "actor"), Start("rollout-3", 3, frozenset())]
+    shown = {member.name: member for member in state.view(3.0).members}
+    assert shown["rollout-2"].why == "its node 10.0.0.2 is lost"
+    assert shown["rollout-1"].state == "lost"  # its framework may have Ray start it elsewhere
+    assert deeds(state.handle(Cluster({}, 0), 4.0)) == []  # no answer of Ray's head is no loss
+
+
+def test_a_drained_node_gets_nothing_and_its_members_come_back_elsewhere() -> None:
+    state = fleet()
+    state.handle(Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
+    effects = state.handle(DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
+    assert deeds(effects) == [Start("rollout-2", 2, frozenset({"b"}))]
+    assert states(state) == {"rollout-0": "ready", "rollout-1": "draining", "rollout-2": "starting"}
+    assert state.wanted == 2
+    # Ray has put it there all the same.
+    state.handle(Started("rollout-2", "actor"), 3.0)
+    there = seen("rollout-2", "b", ready=False)
+    assert Stop("rollout-2", "actor") in deeds(state.handle(Reported((seen("rollout-0"), there)), 4.0))
+    state.handle(Cluster({"a": "10.0.0.1"}, 1), 5.0)
+    assert not state.avoided  # Ray's ids are never used again
+
+
+def test_failing_starts_are_tried_again_later_and_later() -> None:
+    state = fleet(Add(1))
+    now, delays = 0.0, []
+    for _ in range(9):
+        name = list(state.members)[-1]
+        effects = state.handle(StartFailed(name, "no GPU is free"), now)
+        assert Stop(name, None) in effects and "did not start" in says(effects) and "no GPU is free" in says(effects)
+        state.handle(Stopped(name), now)
+        start, began = [], now
+        while not start:
+            now += 1.0
+            start = deeds(state.handle(Cluster(NODES, 1), now))
+        delays.append(now - began)
+    assert delays == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    assert "the last start failed" not in says(state.handle(SetTarget(3), now))
+    name = list(state.members)[-1]
+    state.handle(Started(name, "actor"), now)
+    state.handle(Reported((seen(name),)), now)
+    assert state.failures == 0
+
+
+def test_a_start_that_does_not_end_is_given_up() -> None:
+    state = fleet(Add(1))
+    assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S - 1)) == []
+    assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S)) == [Stop("rollout-2", None)]
+    state = fleet(Add(1), Started("rollout-2", "actor"))
+    effects = deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S))
+    assert effects == [Stop("rollout-2", "actor")]
+
+
+def test_what_could_not_be_given_back_stays_in_the_list_and_is_tried_again() -> None:
+    state = fleet(Drain("rollout-1"))
+    state.handle(Reported((seen("rollout-1", draining=True),)), 1.0)
+    effects = state.handle(StopFailed("rollout-1", "Ray does not answer"), 2.0)
+    assert "rollout-1 has not given back what it used, the next try is in 5 s" in says(effects)
+    assert deeds(state.handle(Tick(), 6.9)) == [] and states(state)["rollout-1"] == "stopping"
+    assert deeds(state.handle(Tick(), 7.0)) == [Stop("rollout-1", "handle of rollout-1")]
+    assert deeds(state.handle(Tick(), 70.0)) == []  # it is under way
+    state.handle(StopFailed("rollout-1", "Ray does not answer"), 70.0)
+    assert deeds(state.handle(Tick(), 79.9)) == [] and deeds(state.handle(Tick(), 80.0)) != []
+
+
+def test_too_many_leave_the_newest_first_and_those_that_serve_nobody_before_them() -> None:
+    state = fleet(Add(3), Started("rollout-2", "x"), Started("rollout-3", "y"))
+    here = tuple(seen(f"rollout-{number}") for number in range(4))
+    state.handle(Reported(here), 1.0)
+    effects = state.handle(SetTarget(1), 2.0)
+    assert deeds(effects) == [Stop("rollout-4", None)]
+    assert "the target is 1, it was 5" in says(effects) and "draining rollout-3, rollout-2, rollout-1" in says(effects)
+    assert [name for name, at in states(state).items() if at == "ready"] == ["rollout-0"]
+
+
+def test_people_and_a_policy() -> None:
+    state = fleet(policy="queue_length", maximum=4)
+    assert state.view(0.0).policy == "queue_length"
+    effects = state.handle(PolicySaid(9), 1.0)
+    assert Targeted(4, "queue_length") in effects and len(deeds(effects)) == 2
+    assert state.handle(PolicySaid(9), 2.0) == []
+    assert "queue_length no longer sets the target" in says(state.handle(SetTarget(3), 3.0))
+    assert state.handle(PolicySaid(4), 4.0) == [] and state.wanted == 3 and state.view(4.0).policy == ""
+    state.handle(SetTarget(None), 5.0)
+    state.handle(PolicySaid(4), 6.0)
+    assert state.wanted == 4
+
+
+def test_an_external_server_joins_and_leaves_and_does_not_count() -> None:
+    state = fleet()
+    effects = state.handle(AddExternal("http://h:8000"), 0.0)
+    assert deeds(effects) == [StartExternal("external-0", "http://h:8000")] and "joins as external-0" in says(effects)
+    state.handle(Started("external-0", "actor"), 1.0)
+    here = (seen("rollout-0"), seen("rollout-1"), seen("external-0", ""))
+    assert deeds(state.handle(Reported(here), 2.0)) == []
+    assert state.wanted == 2 and state.view(2.0).members[-1].node == "http://h:8000"
+    state.handle(Drain("external-0", 1.0), 3.0)
+    assert state.wanted == 2 and states(state)["external-0"] == "draining"
+    failed = fleet(AddExternal("http://h:8000"))
+    effects = failed.handle(StartFailed("external-0", "nobody answers there"), 1.0)
+    assert "http://h:8000 did not start: nobody answers there" in says(effects)
+    assert deeds(failed.handle(Cluster(NODES, 3), 1.0)) == []  # nobody else is delayed, and it is not tried again
+
+
+def test_the_last_places_are_filled_again() -> None:
+    state = fleet(minimum=2)
+    effects = state.handle(Drain("rollout-1", 5.0), 0.0)
+    assert "another one is started in its place: fleet_min is 2" in says(effects)
+    assert deeds(effects) == [Start("rollout-2", 2, frozenset())]
+
+
+@pytest.mark.parametrize(
+    ("events", "event", "words"),
+    [
+        ((), Add(0), "add 0: give the number of replicas to add"),
+        ((), Add(7), "the target is 2, and 7 more are above fleet_max, 8"),
+        ((), SetTarget(0), "target 0: fleet_min and fleet_max allow 1 to 8"),
+        ((), SetTarget(9), "target 9: fleet_min and fleet_max allow 1 to 8"),
+        ((), SetTarget(None), "this run has no policy"),
+        ((), Drain("rollout-7"), "no member is called 'rollout-7': there are rollout-0, rollout-1"),
+        ((AddExternal("http://h:1"),), AddExternal("http://h:1"), "http://h:1 is in this fleet already, as external-0"),
+        ((Add(1), Drain("rollout-2")), Drain("rollout-2"), "rollout-2 has left already: drained by name"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(events: tuple[Event, ...], event: Event, words: str) -> None:
+    state = fleet(*events, maximum=8)
+    before = repr(state.view(0.0)) + repr(state.roster())
+    with pytest.raises(UsageError, match=words):
+        state.handle(event, 0.0)
+    assert repr(state.view(0.0)) + repr(state.roster()) == before
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (lambda: fleet(Cluster(NODES, 0)), "1 more will be started later: there is no room now"),
+        (lambda: fleet(Add(1), StartFailed("rollout-2", "x")), "1 more will be started later: the last start failed"),
+        (lambda: fleet(Cluster(NODES, 50), Add(8)), "1 more will be started later: 8 start at a time"),
+    ],
+)
+def test_what_is_not_started_at_once_is_said(state: Callable[[], FleetState], words: str) -> None:
+    made = state()
+    effects = made.handle(SetTarget(made.wanted + 1 if not made.failures else made.wanted), 0.0)
+    assert words in says(effects)
+
+
+# --- every event in every state ---------------------------------------------------------------------------------------
+
+JOINING = (Add(1),)
+MADE = (*JOINING, Started("rollout-2", "handle of rollout-2"))
+READY = (*MADE, Reported((seen("rollout-0"), seen("rollout-1"), seen("rollout-2", "b"))))
+DRAINING = (*READY, Drain("rollout-2", 0.0))
+LEAVING = (*DRAINING, Reported((seen("rollout-2", "b", draining=True),)))
+STATES: dict[str, tuple[Event, ...]] = {
+    "unknown": (),
+    "launching": JOINING,
+    "starting": MADE,
+    "ready": READY,
+    "lost": (*READY, Reported((seen("rollout-2", "b", ready=False, lost="restarting"),))),
+    "draining": DRAINING,
+    "aborted": (*DRAINING, Tick()),
+    "stopping": LEAVING,
+    "stop failed": (*LEAVING, StopFailed("rollout-2", "why")),
+    "gone": (*LEAVING, Stopped("rollout-2")),
+}
+EVENTS: list[Event] = [
+    *(
+        Reported((seen("rollout-2", "b", ready=ready, lost=lost, in_flight=in_flight, draining=draining),))
+        for ready in (True, False)
+        for lost in ("", "restarting", "gone")
+        for in_flight in (0, 2)
+        for draining in (True, False)
+    ),
+    Reported(()),
+    *(Cluster(nodes, slots) for nodes in (NODES, {"a": "10.0.0.1"}, {}) for slots in (0, 2)),
+    Started("rollout-2", "handle of rollout-2"),
+    StartFailed("rollout-2", "why"),
+    Stopped("rollout-2"),
+    StopFailed("rollout-2", "why"),
+    Add(1),
+    AddExternal("http://h:1"),
+    Drain("rollout-2"),
+    DrainNodes(frozenset({"b"})),
+    DrainNodes(frozenset({"nowhere"})),
+    SetTarget(1),
+    SetTarget(2),
+    SetTarget(None),
+    PolicySaid(1),
+    PolicySaid(5),
+    Tick(),
+]
+
+
+def of_rollout_2(state: FleetState) -> str:
+    member = state.members.get("rollout-2") or state.gone.get("rollout-2")
+    return member.state if member else "unknown"
+
+
+@pytest.mark.parametrize("at", STATES)
+@pytest.mark.parametrize("late", [False, True])
+def test_every_event_in_every_state(at: str, late: bool) -> None:
+    for event in EVENTS:
+        state = fleet(*STATES[at], policy="mine")
+        before, held = of_rollout_2(state), copy.deepcopy(vars(state))
+        now = 1e6 if late else 1.0
+        try:
+            effects = state.handle(event, now)
+        except UsageError:
+            assert {k: v for k, v in vars(state).items() if k != "_effects"} == {
+                k: v for k, v in held.items() if k != "_effects"
+            }
+            continue
+        after = of_rollout_2(state)
+        if before == "unknown":
+            assert after in ("unknown", "starting", "ready", "stopping")  # it may be reported, or be started by this
+        else:
+            reachable = {before, *MAY_BECOME[before]} | {b for a in MAY_BECOME[before] for b in MAY_BECOME[a]}
+            assert after in reachable, (event, before, after)
+        stops = [effect for effect in effects if isinstance(effect, Stop) and effect.name == "rollout-2"]
+        assert len(stops) <= 1
+        if after == "stopping" and before != "stopping":
+            assert len(stops) == 1, event
+        if before == "gone" or (before == "stopping" and at != "stop failed"):
+            assert not stops, event
+        told = [
+            effect.member for effect in effects if isinstance(effect, Changed) and effect.member.name == "rollout-2"
+        ]
+        assert (told[-1].state if told else before) == after, event
+        in_roster = "rollout-2" in [entry.name for entry in state.roster()]
+        member = state.members.get("rollout-2")
+        assert in_roster == (member is not None and member.handle is not None and member.state != "stopping")
+
+
+# --- random programs, and broken machines -----------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(OPS), st.integers(0, 7)), max_size=60),
+    firsts=st.integers(1, 3),
+    minimum=st.integers(1, 2),
+    maximum=st.integers(2, 6),
+    policy=st.sampled_from(["", "mine"]),
+)
+def test_the_rules_hold_in_every_program(steps: Any, **options: Any) -> None:
+    run(steps, **options)
+
+
+def test_the_rules_hold_in_long_programs() -> None:
+    for seed in range(60):
+        run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "")
+
+
+def _forgets_to_stop(self: FleetState, member: _Member, why: str, now: float) -> None:
+    self._move(member, "stopping", why, now)
+
+
+def _brings_back(self: FleetState, member: _Member, seen: Seen, now: float) -> None:
+    if member.state == "draining" and seen.ready:
+        self._move(member, "ready", "", now)
+    heard(self, member, seen, now)
+
+
+def _does_not_wait(self: FleetState, member: _Member, seen: Seen, now: float) -> None:
+    if member.state == "draining" and not seen.draining:
+        self._stop(member, "empty", now)
+    heard(self, member, seen, now)
+
+
+def _replaces_the_lost(self: FleetState) -> list[_Member]:
+    return [member for member in own(self) if member.state != "lost"]
+
+
+def _takes_more_than_there_is(self: FleetState, now: float) -> None:
+    self.slots += 1
+    reconcile(self, now)
+
+
+def _is_impatient(self: FleetState, now: float) -> None:
+    self.start_again_at = 0.0
+    reconcile(self, now)
+
+
+def _uses_ranks_again(self: FleetState, name: str, now: float) -> None:
+    stopped(self, name, now)
+    self.next_rank = len([member for member in self.members.values() if member.kind != "external"])
+
+
+def _loses_sight(self: FleetState, name: str, why: str, now: float) -> None:
+    self.members.pop(name, None)
+
+
+def _forgets_what_was_under_way(self: FleetState, now: float) -> list[Effect]:
+    return []
+
+
+def _drains_late(self: FleetState, member: _Member, timeout_s: float, why: str, now: float) -> None:
+    self._stop(member, why, now)
+
+
+def _lets_failures_block(self: FleetState, member: _Member, why: str, now: float) -> None:
+    fail(self, member, why, now)
+    self.start_again_at = 1e12
+
+
+heard, own, reconcile = FleetState._heard, FleetState._own, FleetState._reconcile
+stopped, fail = FleetState._stopped, FleetState._fail
+BROKEN = {
+    "_stop": _forgets_to_stop,
+    "_heard": _brings_back,
+    "_heard ": _does_not_wait,
+    "_own": _replaces_the_lost,
+    "_reconcile": _takes_more_than_there_is,
+    "_reconcile ": _is_impatient,
+    "_stopped": _uses_ranks_again,
+    "_stop_failed": _loses_sight,
+    "resume": _forgets_what_was_under_way,
+    "_drain": _drains_late,
+    "_fail": _lets_failures_block,
+    "wanted": property(lambda self: self.firsts if self.target is None else self.target + 1),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_machine_that_breaks_a_rule_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FleetState, name.strip(), BROKEN[name])
+    with pytest.raises(AssertionError):
+        for seed in range(60):
+            run(program(seed, 200), maximum=6, policy="mine" if seed % 2 else "")

@@ -1,0 +1,359 @@
+"""What is around a FleetState, played: Ray's nodes, the starter, the dispatcher and people.
+
+After every step the rules of a fleet are checked against what this world knows by itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray import fleet_state as machine
+from tensorhub_plugins.vllm.ray.fleet_events import (
+    Abort,
+    Add,
+    AddExternal,
+    Changed,
+    Cluster,
+    Drain,
+    DrainNodes,
+    Event,
+    PolicySaid,
+    Reported,
+    SetTarget,
+    Start,
+    Started,
+    StartExternal,
+    StartFailed,
+    Stop,
+    StopFailed,
+    Stopped,
+    Tick,
+)
+from tensorhub_plugins.vllm.ray.fleet_state import FleetState
+from tensorhub_plugins.vllm.ray.fleet_types import Lost, Seen
+
+NODES = ("a", "b", "c")
+MAY_BECOME = {
+    "starting": {"ready", "draining", "stopping"},
+    "ready": {"lost", "draining", "stopping"},
+    "lost": {"ready", "draining", "stopping"},
+    "draining": {"stopping"},
+    "stopping": {"gone"},
+    "gone": set(),
+}
+OPS = (
+    *("report", "report", "report", "tick", "tick", "cluster", "started", "started", "start failed", "stopped"),
+    *("stop failed", "ready", "ready", "unready", "restarting", "gone", "asked", "answered", "node dies", "node comes"),
+    *("add", "add external", "drain", "drain node", "target", "policy", "fleet dies", "minutes pass"),
+)
+Step = tuple[str, int]
+
+
+@dataclass
+class Replica:
+    """What really runs, or did."""
+
+    node: str
+    ready: bool = False
+    in_flight: int = 0
+    draining: bool = False  # as the dispatcher knows it
+    lost: Lost = ""
+
+
+@dataclass
+class World:
+    state: FleetState
+    now: float = 1000.0
+    nodes: set[str] = field(default_factory=lambda: set(NODES))
+    dispatcher: dict[str, Replica] = field(default_factory=dict)
+    launching: dict[str, str] = field(default_factory=dict)  # name, kind
+    stopping: set[str] = field(default_factory=set)
+    real: dict[str, Replica] = field(default_factory=dict)
+    owed: set[str] = field(default_factory=set)  # started, and not given back
+    ranks: set[int] = field(default_factory=set)
+    states: dict[str, str] = field(default_factory=dict)
+    slots: int = 0  # told last, less what was started since
+    drained: dict[str, float] = field(default_factory=dict)  # until when answers may take
+    aborted: dict[str, float] = field(default_factory=dict)
+    failures: int = 0
+    quiet_until: float = 0.0
+    told: set[str] = field(default_factory=set)  # the nodes that lived when the fleet was told last
+    avoided: set[str] = field(default_factory=set)
+
+    def begin(self, firsts: int) -> World:
+        for number in range(firsts):
+            self.real[f"rollout-{number}"] = self.dispatcher[f"rollout-{number}"] = Replica(NODES[number % 2])
+            self.ranks.add(number)
+        self.tell_cluster()
+        self.report()
+        return self
+
+    def tell_cluster(self) -> None:
+        self.told = set(self.nodes)
+        self.avoided &= self.told
+        self.give(Cluster(self.addresses(), self.slots))
+
+    def addresses(self) -> dict[str, str]:
+        return {node: f"10.0.0.{ord(node)}" for node in sorted(self.nodes)}
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self, what: str, which: int) -> None:
+        self.now += 1.0
+        pick = self._pick
+        match what:
+            case "report":
+                self.report()
+            case "tick":
+                self.give(Tick())
+            case "minutes pass":
+                self.now += 400.0 * (which + 1)
+                self.report()  # it has gone on all the time
+                self.give(Tick())
+            case "cluster":
+                self.slots = which % 4
+                self.tell_cluster()
+            case "started":
+                if name := pick(self.launching, which):
+                    self._has_started(name, which)
+            case "start failed":
+                if name := pick(self.launching, which):
+                    if self.launching.pop(name) == "joined" and self.states[name] == "starting":
+                        self._failed()
+                    self.give(StartFailed(name, "no room"))
+            case "stopped":
+                if name := pick(self.stopping, which):
+                    self._has_stopped(name)
+            case "stop failed":
+                if name := pick(self.stopping, which):
+                    self.stopping.discard(name)
+                    self.give(StopFailed(name, "Ray does not answer"))
+            case "ready" | "unready" | "restarting" | "gone" | "asked" | "answered":
+                if name := pick(self.dispatcher, which):
+                    self._happens(self.dispatcher[name], what)
+            case "node dies" | "node comes":
+                (self.nodes.discard if what == "node dies" else self.nodes.add)(NODES[which % 3])
+                self.nodes.add("a")  # Ray's head
+            case "add":
+                self.give(Add(which % 3))
+            case "add external":
+                self.give(AddExternal(f"http://server-{which % 3}"))
+            case "drain":
+                name = pick(self.state.members, which) or "nobody"
+                self.give(Drain(name, 10.0 * which))
+            case "drain node":
+                self.avoided |= {NODES[which % 3]} & self.told
+                self.give(DrainNodes(frozenset({NODES[which % 3]}), 10.0 * which))
+            case "target":
+                self.give(SetTarget(which - 1 if which else None))
+            case "policy":
+                self.give(PolicySaid(which * 3 - 5))
+            case "fleet dies":
+                self.restart_fleet()
+            case _:
+                raise ValueError(what)
+
+    @staticmethod
+    def _pick(names: Sequence[str] | dict[str, object] | set[str], which: int) -> str:  # type: ignore[type-arg]
+        return sorted(names)[which % len(names)] if names else ""
+
+    def _failed(self) -> None:
+        self.quiet_until = self.now + min(300.0, 5.0 * 2**self.failures)
+        self.failures += 1
+
+    def _has_started(self, name: str, which: int) -> None:
+        kind = self.launching.pop(name)
+        free = sorted(self.nodes - self.avoided) or ["a"]
+        self.real[name] = Replica(free[which % len(free)] if kind == "joined" else "")
+        self.give(Started(name, f"handle of {name}"))
+
+    def _has_stopped(self, name: str) -> None:
+        self.stopping.discard(name)
+        self.launching.pop(name, None)
+        self.real.pop(name, None)
+        self.owed.discard(name)
+        self.give(Stopped(name))
+
+    @staticmethod
+    def _happens(replica: Replica, what: str) -> None:
+        match what:
+            case "ready" if replica.lost != "gone":
+                replica.ready, replica.lost = True, ""
+            case "unready":
+                replica.ready = False
+            case "restarting" if replica.lost != "gone":
+                replica.ready, replica.lost, replica.in_flight = False, "restarting", 0
+            case "gone":
+                replica.ready, replica.lost, replica.in_flight = False, "gone", 0
+            case "asked" if replica.ready and not replica.draining:
+                replica.in_flight += 1
+            case "answered" if replica.in_flight:
+                replica.in_flight -= 1
+            case _:
+                pass
+
+    def report(self) -> None:
+        """The dispatcher's second: report, then apply the roster."""
+        for name, replica in self.dispatcher.items():
+            is_joining = self.states.get(name) == "starting" and name.startswith("rollout") and name in self.owed
+            is_misplaced = replica.node in self.avoided and not (replica.ready and not replica.lost)
+            if is_joining and (replica.lost == "gone" or is_misplaced):
+                self._failed()
+            elif replica.ready and self.states.get(name) == "starting":
+                self.failures = 0
+        self.give(
+            Reported(
+                tuple(
+                    Seen(name, f"handle of {name}", r.node, r.ready, 7, r.in_flight, r.draining, r.lost)
+                    for name, r in self.dispatcher.items()
+                )
+            )
+        )
+        roster = {entry.name: entry for entry in self.state.roster()}
+        assert roster.keys() <= self.real.keys()
+        self.dispatcher = {name: self.real[name] for name in roster}
+        for name, entry in roster.items():
+            self.dispatcher[name].draining = entry.draining
+
+    def restart_fleet(self) -> None:
+        """Its process is killed, and comes back with what it had saved."""
+        self.state = pickle.loads(pickle.dumps(self.state))
+        # Nobody heard how these ended; the starter knows, and is asked again.
+        launching, self.launching = self.launching, {}
+        self.stopping = set()
+        for effect in self.state.resume(self.now):
+            match effect:
+                case Start(name) | StartExternal(name):
+                    self.launching[name] = launching.get(name, "joined" if isinstance(effect, Start) else "external")
+                case Stop(name):
+                    self.stopping.add(name)
+                case _:
+                    raise AssertionError(effect)
+        self.check()
+
+    # --- the rules ----------------------------------------------------------------------------------------------------
+
+    def give(self, event: Event) -> None:
+        before = _plain(self.state)
+        lost = {name for name, replica in self.dispatcher.items() if replica.lost}
+        try:
+            effects = self.state.handle(event, self.now)
+        except UsageError as error:
+            assert len(error.message) > 10 and _plain(self.state) == before
+            return
+        own_before = len([name for name, state in self.states.items() if _counts(name, state)])
+        starts = [effect for effect in effects if isinstance(effect, Start)]
+        for effect in effects:
+            self._carry_out(effect, lost)
+        if starts:
+            own = [name for name, state in self.states.items() if _counts(name, state)]
+            assert len(own) <= self.state.wanted <= self.state.maximum, (own_before, own)
+            assert self.now >= self.quiet_until, "it was started too early after one that failed"
+            assert self.slots >= 0, "there was no room"
+            young = [name for name, state in self.states.items() if state == "starting" and name in self.owed]
+            assert len([name for name in young if name.startswith("rollout")]) <= machine.STARTS_MAX
+        self.check()
+
+    def _carry_out(self, effect: object, lost: set[str]) -> None:
+        match effect:
+            case Start(name, rank, avoid):
+                assert rank not in self.ranks and name == f"rollout-{rank}"
+                assert avoid == self.avoided
+                self.ranks.add(rank)
+                self.owed.add(name)
+                self.launching[name] = "joined"
+                self.slots -= 1
+            case StartExternal(name, _):
+                self.owed.add(name)
+                self.launching[name] = "external"
+            case Abort(name, handle):
+                assert handle == f"handle of {name}" and self.states[name] == "draining" and name not in self.aborted
+                assert self.now >= self.state.members[name].since
+                self.aborted[name] = self.now
+            case Stop(name, handle):
+                assert name not in self.stopping, "it is being stopped"
+                assert handle == (None if name not in self.real else f"handle of {name}")
+                self._was_free_to_stop(name, lost)
+                self.launching.pop(name, None)
+                self.stopping.add(name)
+            case Changed(member):
+                before = self.states.get(member.name, "starting")
+                assert member.state == before or member.state in MAY_BECOME[before], (before, member)
+                self.states[member.name] = member.state
+                if member.state == "draining" and before != "draining":
+                    self.drained[member.name] = self.now
+            case _:
+                pass
+
+    def _was_free_to_stop(self, name: str, lost: set[str]) -> None:
+        if self.states[name] not in ("ready", "draining"):
+            return
+        replica = self.real[name]
+        is_empty = replica.in_flight == 0 and replica.draining
+        has_had_its_time = name in self.aborted and self.now >= self.aborted[name] + machine.ABORT_TIMEOUT_S
+        is_lost = name in lost or replica.node not in {*self.nodes, ""}
+        is_draining = self.states[name] == "draining"
+        assert is_draining and (is_empty or has_had_its_time) or is_lost, f"{name} had requests"
+
+    def check(self) -> None:
+        """What holds at any time."""
+        state = self.state
+        listed = {name for name, member in state.members.items() if member.kind != "first"}
+        assert self.owed - {n for n in self.owed if n in state.members} == set(), "lost sight of what was started"
+        assert listed <= self.owed
+        assert all(self.states[name] == member.state for name, member in state.members.items())
+        in_roster = {entry.name for entry in state.roster()}
+        assert not in_roster & self.stopping
+        for entry in state.roster():
+            assert entry.draining == (state.members[entry.name].state == "draining") and entry.handle
+        for name, member in state.members.items():
+            assert (name in self.stopping or member.stops) if member.state == "stopping" else True
+            assert (name in self.launching) == (member.handle is None and member.state == "starting")
+        view = state.view(self.now)
+        assert view.minimum <= view.target <= view.maximum and len(view.members) == len(state.members)
+
+    def settle(self) -> None:
+        """From now on everything works: the fleet becomes what it shall be."""
+        self.nodes = {*NODES, "d"}  # nobody has drained that one
+        for _ in range(60):
+            for name in sorted(self.launching):
+                self._has_started(name, 0)
+            for name in sorted(self.stopping):
+                self._has_stopped(name)
+            for replica in self.dispatcher.values():
+                self._happens(replica, "ready")
+                replica.in_flight = 0
+            self.now += 30.0
+            self.slots = 5
+            self.tell_cluster()
+            self.report()
+            self.give(Tick())
+        ready = [name for name, state in self.states.items() if state == "ready" and not name.startswith("external")]
+        assert len(ready) == self.state.wanted, f"{len(ready)} of {self.state.wanted} are ready"
+        assert {member.state for member in self.state.members.values()} <= {"ready"}
+        assert not self.launching and not self.stopping
+
+
+def _counts(name: str, state: str) -> bool:
+    return state in ("starting", "ready", "lost") and not name.startswith("external")
+
+
+def _plain(state: FleetState) -> object:
+    return {name: repr(value) for name, value in vars(state).items() if name != "_effects"}
+
+
+def run(steps: Sequence[Step], *, firsts: int = 2, **options: object) -> World:
+    world = World(FleetState(**options)).begin(firsts)  # type: ignore[arg-type]
+    for what, which in steps:
+        world.step(what, which)
+    world.settle()
+    return world
+
+
+def program(seed: int, length: int = 60) -> list[Step]:
+    chance = random.Random(seed)
+    return [(chance.choice(OPS), chance.randrange(8)) for _ in range(length)]
