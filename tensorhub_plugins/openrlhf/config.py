@@ -25,6 +25,10 @@ FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = ("0.29",)
+COLOCATED = (
+    "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
+    "(CUDA IPC): the store is not used"
+)
 MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc, xccl, hccl) are below 0.3
 
 
@@ -34,6 +38,11 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
 
 def is_ours(backend: str) -> bool:
     return backend == NAME or backend.startswith((f"{NAME}:", f"{NAME}?"))
+
+
+def is_colocated(colocate_all: bool, async_enable: bool) -> bool:
+    """Whether OpenRLHF puts trainer and engines on the same GPUs; in async training they are apart all the same."""
+    return colocate_all and not async_enable
 
 
 def check_spelling(backend: str) -> None:
@@ -103,7 +112,7 @@ def check_arguments(args: Any) -> None:
     """Refuse combinations that could not work, with OpenRLHF's parsed arguments."""
     if not args.vllm.num_engines:
         raise UsageError(f"{FLAG} {NAME} moves weights to vLLM engines: set --vllm.num_engines to 1 or more")
-    if args.train.colocate_all and not args.train.async_enable:
+    if is_colocated(args.train.colocate_all, args.train.async_enable):
         raise UsageError(
             "colocated engines get their weights inside the GPU: write --train.colocate_all in full so that "
             "OpenRLHF's own path is taken, or use engines of their own"

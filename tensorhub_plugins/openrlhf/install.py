@@ -57,12 +57,8 @@ def options_from_argv(arguments: list[str]) -> config.Options | None:
         return None
     options = config.parse(backend)
     config.check_versions(options, **config.installed_versions())
-    if "--train.colocate_all" in arguments and "--train.async_enable" not in arguments:
-        print(
-            "tensorhub: with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights "
-            "over inside them (CUDA IPC): the store is not used",
-            file=sys.stderr,
-        )
+    if config.is_colocated("--train.colocate_all" in arguments, "--train.async_enable" in arguments):
+        print(f"tensorhub: {config.COLOCATED}", file=sys.stderr)
         arguments += [FLAG, "nccl"]
         return None
     if options.hub is not None:

@@ -1,0 +1,134 @@
+"""`tensorhub doctor openrlhf`: OpenRLHF's command line read by OpenRLHF's own parser, without OpenRLHF's imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tensorhub_plugins.core import UsageError, start_server
+from tensorhub_plugins.openrlhf import config, doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_openrlhf = pytest.mark.skipif(
+    find_spec("openrlhf") is None, reason="needs OpenRLHF's environment (make test-openrlhf)"
+)
+JOB = ["--vllm.num_engines", "2", "--actor.model_name_or_path", "m", "--reward.remote_url", "r.py"]
+FLAG = ["--vllm.sync_backend", "tensorhub"]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "metadata", SimpleNamespace(entry_points=lambda **_: ["tensorhub"]))
+    monkeypatch.setattr(config, "installed_versions", lambda: {"openrlhf": "0.11.2", "vllm": "0.29.0"})
+    monkeypatch.delenv("TENSORHUB_AUTOLOAD", raising=False)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "module"),
+    [
+        (["--a", "1"], doctor.STOCK),
+        (["-m", doctor.OURS, "--a", "1"], doctor.OURS),
+        (["/usr/bin/python3", "-m", doctor.STOCK, "--a", "1"], doctor.STOCK),
+        (["python", "/site-packages/openrlhf/cli/train_ppo_ray.py", "--a", "1"], doctor.STOCK),
+    ],
+)
+def test_a_whole_command_is_understood(line: list[str], module: str) -> None:
+    assert doctor.split(line) == (module, ["--a", "1"])
+
+
+def test_another_program_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"'verl.trainer.main_ppo' is no argument of OpenRLHF"):
+        doctor.split(["-m", "verl.trainer.main_ppo", "x=1"])
+
+
+@needs_openrlhf
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ([], "does not name the store: add --vllm.sync_backend tensorhub"),
+        (["--vllm.sync_backend", "tensorhubb"], "did you mean tensorhub?"),
+        (["--vllm.sync_backend", "tensorhub:?install=stagd"], "choose one of staged, direct"),
+        (["--vllm.sync_backend", "tensorhub://127.0.0.1:9"], "no hub answers at tcp://127.0.0.1:9"),
+        ([*FLAG, "--train.colocate_all", "--actor.num_gpus_per_node", "2"], "the store is not used"),
+        ([*FLAG, "--ds.lora.rank", "8"], "so set --ds.lora.rank 0"),
+        ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
+        ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
+        ([*FLAG, "--vllm.num_engines", "0"], "set --vllm.num_engines to 1 or more"),
+        ([*FLAG, "--bogus", "3"], "OpenRLHF does not take this command line: unrecognized arguments: --bogus 3"),
+        ([*FLAG, "--train.partial_rollout_enable"], "requires --train.async_enable"),
+        ([*FLAG, "--algo.advantage.estimator", "rloo"], "rloo requires n_samples_per_prompt > 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    more: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.hub.CONNECT_TIMEOUT_S", 0.2)
+    assert doctor.main([*JOB, *more]) == 1
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert line.startswith("tensorhub: ") and sentence in line
+    assert not said.out
+
+
+@needs_openrlhf
+def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with start_server() as server:
+        backend = f"tensorhub{server.address.removeprefix('tcp')}?keep=3&pull_until=9"
+        partial = ["--train.async_enable", "--train.partial_rollout_enable", "--vllm.sync_with_ray"]
+        line = [*JOB, *partial, "--eval.dataset", "d", "--actor.num_gpus_per_node", "4"]
+        assert doctor.main(["-m", doctor.OURS, *line, "--vllm.sync_backend", backend]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        f"hub: {server.address} answers",
+        "trainer: 4 ranks",
+        "keeps 3 versions",
+        "2 engines of 1 GPU generate beside the training; they take a new version at once",
+        "every engine stays with one version",
+        "--vllm.sync_with_ray has no effect",
+        "no version after 9",
+        "nothing is wrong",
+    ):
+        assert words in said
+    assert doctor.main([*JOB, *FLAG]) == 0
+    said = capsys.readouterr().out
+    assert "hub: the run starts one" in said and "in turns, on policy; they take a new version between prompts" in said
+
+
+@needs_openrlhf
+@pytest.mark.parametrize("variable", ["TENSORHUB_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_a_hook_that_is_off_is_found(
+    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "0")
+    assert doctor.main([*JOB, *FLAG]) == 1
+    assert f"{variable}=0 switches the hook off" in capsys.readouterr().err
+    assert doctor.main(["-m", doctor.OURS, *JOB, *FLAG]) == 0  # our launcher needs none
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(doctor, "metadata", SimpleNamespace(entry_points=lambda **_: []))
+    assert doctor.main([*JOB, *FLAG]) == 1
+    assert "not installed" in capsys.readouterr().err
+
+
+@needs_openrlhf
+def test_the_parser_is_openrlhfs_own_and_needs_none_of_its_imports() -> None:
+    program = (
+        "import sys; from tensorhub_plugins.openrlhf import doctor;"
+        f"args = doctor.parse({[*JOB, *FLAG]});"
+        "print(args.vllm.num_engines, args.rollout.vllm_generate_batch_size, args.reward.remote_url);"
+        "print(*sorted({'openrlhf', 'ray', 'vllm', 'torch', 'deepspeed'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert ended.stdout.splitlines() == ["2 1024 ['r.py']", ""], ended.stderr
+
+
+def test_another_openrlhf_is_not_guessed_at(tmp_path: Path) -> None:
+    file = tmp_path / "train_ppo_ray.py"
+    file.write_text("def main():\n    pass\n")
+    with pytest.raises(UsageError, match="not as the adapter knows it: install openrlhf 0.11.2"):
+        doctor._main_part(file)
