@@ -78,6 +78,9 @@ bench-vllm-start: ## how long a starting engine waits for its weights: from a pe
 bench-verl-stall: ## how long trainer and rollouts stand still: verl's own path against the store's, in one run
 	@$(IN_ENV); python -m recipes.bench.verl_stall
 
+bench-workloads: ## three workloads of the paper: the store, a plain star, verl's own way; needs root, about 25 minutes
+	@$(IN_ENV); python -m recipes.bench.workloads
+
 bench-openrlhf-stall: ## the same for OpenRLHF
 	@$(IN_ENV); python -m recipes.bench.openrlhf_stall
 

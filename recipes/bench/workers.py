@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +29,37 @@ class HubWorker:
         self._server.close()
 
 
-class Worker:
+class Stream:
+    """One end of a bare TCP connection that carries `tensors`."""
+
+    tensors: dict[str, torch.Tensor]
+
+    def listen(self, host: str) -> int:
+        self._listener = socket.create_server((host, 0))
+        return int(self._listener.getsockname()[1])
+
+    def receive(self) -> float:
+        sock, _ = self._listener.accept()
+        with sock:
+            for tensor in self.tensors.values():
+                view = memoryview(tensor.view(torch.uint8).view(-1).numpy())
+                at = 0
+                while at < len(view):
+                    count = sock.recv_into(view[at:], 0, socket.MSG_WAITALL)
+                    if not count:
+                        raise ConnectionError("the stream ended early")
+                    at += count
+        return now()
+
+    def send(self, host: str, port: int) -> float:
+        with socket.create_connection((host, port)) as sock:
+            began = now()
+            for tensor in self.tensors.values():
+                sock.sendall(memoryview(tensor.view(torch.uint8).view(-1).numpy()))
+        return began
+
+
+class Worker(Stream):
     """A trainer or a reader with `size_bytes` of tensors."""
 
     def __init__(
@@ -51,8 +80,6 @@ class Worker:
         )
         count = -(-size_bytes // TENSOR_SIZE_BYTES)
         self.tensors = {f"w{i:04}": torch.ones(size_bytes // count, dtype=torch.uint8) for i in range(count)}
-        self._sock: socket.socket | None = None
-        self._thread: threading.Thread | None = None
 
     # --- the store ---
 
@@ -98,33 +125,6 @@ class Worker:
 
     def close(self) -> None:
         self.client.close()
-
-    # --- one bare stream ---
-
-    def listen(self, host: str) -> int:
-        listener = socket.create_server((host, 0))
-        self._listener = listener
-        return int(listener.getsockname()[1])
-
-    def receive(self) -> float:
-        sock, _ = self._listener.accept()
-        with sock:
-            for tensor in self.tensors.values():
-                view = memoryview(tensor.numpy())
-                at = 0
-                while at < len(view):
-                    count = sock.recv_into(view[at:], 0, socket.MSG_WAITALL)
-                    if not count:
-                        raise ConnectionError("the stream ended early")
-                    at += count
-        return now()
-
-    def send(self, host: str, port: int) -> float:
-        with socket.create_connection((host, port)) as sock:
-            began = now()
-            for tensor in self.tensors.values():
-                sock.sendall(memoryview(tensor.numpy()))
-        return began
 
 
 # --- what a benchmark asks of them ---

@@ -1,0 +1,252 @@
+"""One run of one workload on one path: hosts, a trainer, engines, and what the stopwatches say."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipes.bench.network import Host, Network, now
+from recipes.bench.workers import HubWorker, bare_stream
+from recipes.bench.workloads.engine import PORTS, Engine
+from recipes.bench.workloads.report import JOINER, WARM_UP, pauses
+from recipes.bench.workloads.trainer import Receiver, Trainer
+
+# What an engine needs; vLLM imports some of it only when an engine is made.
+IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.qwen2",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "tensorhub_plugins.vllm.load_format",
+)
+# From one version to the next, and from asking for an engine to the end: the same on all paths, or tokens could not be
+# compared. The next version waits until all have the last one: over the thin link that takes longer.
+PERIOD_S = {"standalone": 3.0, "elastic": 1.0, "cross": 1.0}
+JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How large everything is."""
+
+    model: Path  # with weights
+    bare: Path  # without: what engines are made from
+    versions: int  # that count
+    sequences: int  # that an engine generates at a time
+    mbit: float  # of every host's link, each way
+    wan_mbit: float
+    rtt_ms: float
+
+
+ROLLOUTS = {  # where they are; the trainer is in the east
+    "standalone": ("east", "east", "east"),
+    "elastic": ("east", "east", "east"),  # and one that joins
+    "cross": ("east", "west", "west"),
+}
+
+
+def import_all() -> None:
+    """Once, before the processes of the hosts are forked from this one."""
+    for name in IMPORTS:
+        importlib.import_module(name)
+
+
+def play(workload: str, path: str, setting: Setting, imports_s: float | None = None) -> dict[str, Any]:
+    """What happened, for report.py. imports_s: what another path of this round has measured."""
+    with stage(workload, setting) as (wires, hub, trainer, engines):
+        stock = path == "stock"
+        fleet = Stock(trainer, setting) if stock else Store(trainer, setting, hub, star=path == "star")
+        limits = _limits(trainer, engines[-1])
+        joiner = engines.pop() if workload == "elastic" else None
+        fleet.begin(engines)
+        updates: list[dict[str, Any]] = []
+        for version in range(2, 2 + WARM_UP + (0 if joiner else setting.versions)):
+            before = trainer.call("digests")
+            trainer.call("train", version)
+            sleep_until(updates[-1]["began"] + PERIOD_S[workload] if updates else 0.0)
+            if len(updates) <= WARM_UP:
+                sent = sent_bytes(wires, trainer)
+            updates.append({"version": version, **fleet.update(version, engines)})
+        join = None
+        if joiner is not None:
+            imports_s = imports_take_s() if imports_s is None else imports_s
+            sent = sent_bytes(wires, trainer)
+            join = {**fleet.join(joiner, engines), "imports_s": imports_s}
+            engines.append(joiner)
+        sleep_until(join["asked"] + JOIN_S if join else updates[-1]["began"] + PERIOD_S[workload])
+        ended = now()
+        for engine in engines:
+            engine.call("wait_token", ended)
+        digests = trainer.call("digests"), before
+        return {
+            "workload": workload,
+            "path": path,
+            "limits": limits,
+            "sent_bytes": sent_bytes(wires, trainer) - sent,
+            "updates": updates,
+            "join": join,
+            "ended": ended,
+            "engines": [_told(engine, *digests) for engine in engines],
+            "load": os.getloadavg()[0],
+        }
+
+
+@contextmanager
+def stage(workload: str, setting: Setting) -> Iterator[tuple[Network, Host, Host, list[Host]]]:
+    """The network, and hosts with a process each: the hub's, the trainer's, the engines', one that joins at the end."""
+    places = list(ROLLOUTS[workload]) + (["east"] if workload == "elastic" else [])
+    with ExitStack() as stack:
+        wires = stack.enter_context(Network())
+        wires.site("east")
+        if "west" in places:
+            wires.site("west")
+            wires.join("east", "west", setting.wan_mbit, setting.rtt_ms)
+        hosts = [wires.host(site, setting.mbit) for site in ("east", "east", *places)]
+        hub, trainer, *engines = hosts
+        for host in hosts:
+            stack.callback(host.stop)
+        hub.start(partial(HubWorker, hub.address))
+        trainer.start(partial(Trainer, setting.model, trainer.address, "east"))
+        for number, (host, site) in enumerate(zip(engines, places, strict=True)):
+            name = JOINER if workload == "elastic" and number == len(engines) - 1 else f"rollout-{number}"
+            host.start(partial(Engine, name, host.address, site, setting.sequences))
+        yield wires, hub, trainer, engines
+
+
+def sent_bytes(wires: Network, host: Host) -> int:
+    return wires.traffic_bytes(host)[1]
+
+
+def imports_take_s() -> float:
+    """What an engine that was not waiting would need besides; measured while the others generate."""
+    began = now()
+    subprocess.run([sys.executable, "-c", "import " + ", ".join(IMPORTS)], check=True, stderr=subprocess.DEVNULL)
+    return now() - began
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - now()))
+
+
+def _limits(trainer: Host, engine: Host) -> dict[str, float]:
+    """Before anything generates: a copy of the weights in memory, and one bare connection to the last engine's host."""
+    size_bytes = trainer.call("size_bytes")
+    receiver = Host(engine.name, engine.address, engine.port)
+    receiver.start(partial(Receiver, size_bytes))
+    try:
+        stream_s = bare_stream(trainer, receiver)
+    finally:
+        receiver.stop()
+    return {"size_bytes": size_bytes, "memcpy_s": trainer.call("memcpy_s"), "stream_s": stream_s}
+
+
+def _told(engine: Host, newest: dict[str, str], before: dict[str, str]) -> dict[str, Any]:
+    notes, digests = engine.call("notes"), engine.call("digests")
+    return {
+        **engine.call("who"),
+        "pauses": [pause.__dict__ for pause in pauses(notes)],
+        "tokens": [(note["at"], note["count"]) for note in notes if note["what"] == "tokens"],
+        "equal": digests == newest and not set(digests.items()) & set(before.items()),
+    }
+
+
+def all_at_once(hosts: Sequence[Host], method: str, *arguments: Any) -> list[Any]:
+    for host in hosts:
+        host.tell(method, *arguments)
+    return [host.answer() for host in hosts]
+
+
+class Store:
+    """Engines follow by themselves. star: they read the trainer alone."""
+
+    def __init__(self, trainer: Host, setting: Setting, hub: Host, *, star: bool) -> None:
+        self.trainer, self.setting, self.star = trainer, setting, star
+        self.hub: str = hub.call("address")
+
+    def begin(self, engines: Sequence[Host]) -> None:
+        self.trainer.call("connect", self.hub)
+        self.trainer.call("publish", 1)
+        for engine in engines:
+            self._tell_start(engine)
+        for engine in engines:
+            engine.answer()
+            engine.call("follow", self.hub)
+
+    def _tell_start(self, engine: Host) -> None:
+        if self.star:
+            engine.call("read_the_trainer")
+        who = engine.call("who")
+        extra = {
+            "hub": self.hub,
+            "run": "bench",
+            "model": "actor",
+            "replica": who["name"],
+            "location": {"data_center": who["data_center"], "host": who["name"]},
+            "transports": list(PORTS),
+            "advertise_host": engine.address,
+            "install": "staged",
+            "serve_from": "live" if self.star else "host",  # a star's engine serves nothing anyway
+        }
+        engine.tell("start", self.setting.bare, "tensorhub", extra)
+
+    def update(self, version: int, engines: Sequence[Host]) -> dict[str, Any]:
+        began, ended = self.trainer.call("publish", version)
+        done = all_at_once(engines, "wait_version", version)
+        return {"began": began, "trainer_s": ended - began, "done": max(done)}
+
+    def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
+        asked = now()
+        self._tell_start(joiner)
+        made = joiner.answer()
+        token = joiner.call("wait_token", asked)
+        joiner.call("follow", self.hub)
+        return {"asked": asked, "token": token, "load_s": made["load_s"], "trainer_s": 0.0}
+
+
+class Stock:
+    """As verl 0.9.1 does it: everybody stops, the trainer broadcasts, everybody loads, everybody goes on."""
+
+    def __init__(self, trainer: Host, setting: Setting) -> None:
+        self.trainer, self.setting = trainer, setting
+
+    def begin(self, engines: Sequence[Host]) -> None:
+        all_at_once(engines, "start", self.setting.bare, "dummy", {}, False)
+        self.master = self.trainer.call("lead")
+        self.update(1, engines)
+
+    def update(self, version: int, engines: Sequence[Host]) -> dict[str, Any]:
+        began = now()
+        all_at_once(engines, "stop")
+        self._meet(engines)
+        self.trainer.tell("broadcast")
+        all_at_once(engines, "load", version)
+        self.trainer.answer()
+        all_at_once(engines, "go")
+        ended = now()
+        return {"began": began, "trainer_s": ended - began, "done": ended}
+
+    def _meet(self, engines: Sequence[Host]) -> None:
+        """The group is kept while its members are the same."""
+        size = 1 + len(engines)
+        self.trainer.tell("join", size)
+        for rank, engine in enumerate(engines, 1):
+            engine.tell("join", rank, size, self.master)
+        for host in (self.trainer, *engines):
+            host.answer()
+
+    def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
+        """No group can be joined. So the others go on until the engine is there, then a larger group is made."""
+        asked = now()
+        made = joiner.call("start", self.setting.bare, "dummy", {}, False)
+        update = self.update(1 + WARM_UP, [*engines, joiner])
+        token = joiner.call("wait_token", update["done"])
+        return {"asked": asked, "token": token, "load_s": made["load_s"], "trainer_s": update["trainer_s"]}
