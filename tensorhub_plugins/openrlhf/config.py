@@ -33,6 +33,7 @@ MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc,
 
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
+    prompts_per_engine: int | None = None  # given to one at a time; None: twice what its vLLM runs at once (work.py)
     engine_timeout_s: float = 60.0  # an engine that has not answered for this long is ended and started again
 
 
@@ -69,7 +70,10 @@ def parse(backend: str) -> Options:
     given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub", "location"))
     if parts.netloc:
         given = msgspec.structs.replace(given, hub=f"tcp://{parts.netloc}")
-    options.check_training(given, where=FLAG, limits={"engine_timeout_s": (1, 86_400)})
+    limits: dict[str, tuple[float, float]] = {"engine_timeout_s": (1, 86_400)}
+    if given.prompts_per_engine is not None:
+        limits["prompts_per_engine"] = (1, 100_000)
+    options.check_training(given, where=FLAG, limits=limits)
     return given
 
 

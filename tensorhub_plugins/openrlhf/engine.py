@@ -100,11 +100,17 @@ class TensorHubEngine(_Stock):
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        """version, and for how long vLLM's processes have been silent. EngineLost when this actor is about to end."""
+        """version, for how long vLLM's processes have been silent, how many sequences it runs at once; EngineLost when
+        this actor is about to end."""
         if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
         silent_s = self.lifeline.silent_s(self.follower)
-        return {"version": self.follower.version, "silent_s": silent_s, "pid": os.getpid()}
+        return {
+            "version": self.follower.version,
+            "silent_s": silent_s,
+            "pid": os.getpid(),
+            "requests_max": self.llm.vllm_config.scheduler_config.max_num_seqs,
+        }
 
     async def tensorhub_hold(self, version: int) -> int:
         return await self.follower.hold(version)

@@ -17,6 +17,8 @@ logger = get_logger(__name__)
 
 START_TIMEOUT_S = 1800.0  # loading the largest models and capturing graphs
 HEARTBEAT_TIMEOUT_S = 0.5  # what a healthy engine's answer to a heartbeat takes at most, on a busy machine
+CHECK_INTERVAL_S = 2.0  # between two looks at all engines while answers come
+REQUESTS_MAX = 256  # vLLM's own default of max_num_seqs
 DEATHS_MAX = 3  # an engine that Ray still calls dead after so many heartbeats will not be started again
 
 LOST = (RayActorError, TensorHubError)
@@ -33,18 +35,21 @@ class Member:
     sent_at: float = 0.0
     was_live: bool = False  # since it was (re)started: before, silence means that it is loading
     was_lost: bool = False
+    losses: int = 0  # times that it was lost
+    requests_max: int = REQUESTS_MAX  # sequences that its vLLM runs at once
     deaths: int = 0  # heartbeats in a row that Ray has answered with "it died"
     error: Exception | None = None  # the last one
 
 
 @dataclass
-class Fleet:
+class Engines:
     """All engines of the run, by what they have answered last."""
 
     handles: Sequence[Any]
     timeout_s: float
     members: list[Member] = field(init=False)
     has_begun: bool = False
+    _checked_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.members = [Member(f"rollout-{number}", handle) for number, handle in enumerate(self.handles)]
@@ -69,13 +74,19 @@ class Fleet:
                 )
             time.sleep(HEARTBEAT_TIMEOUT_S)
 
-    def check(self) -> None:
-        """One round of heartbeats."""
-        now = time.monotonic()
+    def ready(self) -> list[Member]:
+        """Those that have answered last; waits as `live` does if there is none."""
+        if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
+            self.check(wait_s=0.0)  # what is not answered by now is looked at next time
+        return [member for member in self.members if member.is_live and self.has_begun] or self.live()
+
+    def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+        """One round of heartbeats, with that long for the answers."""
+        self._checked_at = now = time.monotonic()
         for member in self.members:
             if member.probe is None:
                 member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
-        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=HEARTBEAT_TIMEOUT_S)
+        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=wait_s)
         for member in self.members:
             self._look(member)
 
@@ -94,6 +105,7 @@ class Fleet:
             member.deaths = member.deaths + 1 if isinstance(error, ActorDiedError) else 0
             return
         member.probe, member.deaths = None, 0
+        member.requests_max = heartbeat.get("requests_max", REQUESTS_MAX)
         if heartbeat["silent_s"] > self.timeout_s:
             self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
         elif not member.is_live:
@@ -107,10 +119,17 @@ class Fleet:
         member.was_live = False
         self.lost(member, RuntimeError(reason))
 
+    def lost_by_name(self, name: str, error: Exception) -> None:
+        """A prompt that this engine had has ended so."""
+        for member in self.members:
+            if member.name == name:
+                self.lost(member, error)
+
     def lost(self, member: Member, error: Exception) -> None:
         member.probe = None  # whatever is still answered was said before
         if member.is_live:
             logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
             record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])
             member.was_lost = True
+            member.losses += 1
         member.is_live = False

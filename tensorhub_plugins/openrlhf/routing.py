@@ -1,53 +1,32 @@
 """OpenRLHF's SamplesGenerator over engines that may come and go, each at a version of its own.
 
-A prompt goes to an engine that answers. When that engine is lost in the middle, the prompt is asked again elsewhere
-at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the newest version
-there is when it is handed out, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. If operators
-have pinned a version, then from that one, except in sync training, which must be on policy. An evaluation sees one
-version: the engines stay with it until the end.
+A batch is handed out as answers come (work.py). When an engine is lost in the middle, its prompts are asked again
+elsewhere at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the
+newest version there is when it begins, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. If
+operators have pinned a version, then from that one, except in sync training, which must be on policy. An evaluation
+sees one version: the engines that it begins with stay with it until the end, and one that was lost does not come back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import ray
 from openrlhf.trainer.ppo_utils import samples_generator
-from ray.exceptions import RayActorError
 
 from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.health import LOST, Fleet, Member
+from tensorhub_plugins.openrlhf.health import LOST, Engines, Member
+from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
 
 logger = get_logger(__name__)
 
-CHECK_INTERVAL_S = 2.0  # without an answer for this long, the engines are asked whether they live
-ASKED_AGAIN_MAX = 20  # times that one prompt may lose its engine: something is wrong with the prompt then
-
-
-@dataclass
-class _Asked:
-    """A prompt that an engine is working on."""
-
-    member: Member
-    arguments: dict[str, Any]
-    times: int = 1
-
-
-class _Counter:
-    """What OpenRLHF's dispatcher sees of an engine: the same two calls. What was asked is noted."""
-
-    def __init__(self, generator: SamplesGenerator, member: Member) -> None:
-        self._generator, self._member = generator, member
-        self.get_num_unfinished_requests = member.handle.get_num_unfinished_requests
-        self.generate_responses = self
-
-    def remote(self, **arguments: Any) -> Any:
-        return self._generator.ask(_Asked(self._member, arguments))
+ANSWER_INTERVAL_S = 2.0  # without an answer for this long, the engines are asked whether they live
+LOSSES_MAX = 20  # engines that one prompt may lose: something is wrong with the prompt then
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):
@@ -55,18 +34,20 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 
     def __init__(self, *, options: Options, is_partial: bool, is_sync: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.options = options
         self.is_sync = is_sync
-        self.fleet = Fleet(list(self.vllm_engines), options.engine_timeout_s)
+        self.engines = Engines(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here
-        self._evaluating: list[Member] = []
-        self._asked: dict[Any, _Asked] = {}
+        self.work = Work()
+        self._evaluating: dict[str, int] = {}  # engines, and how often each had been lost when it began
+        self._nothing = ray.put(0)
         self._client = connect(options, replica="generator")
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------
 
     def generate_eval_samples(self, **kwargs: Any) -> Any:
-        live = self.fleet.live()
+        live = self.engines.live()
         self._look_for_newest()
         # Stay where you are; then all go where the first one is, or to the newest.
         held = self._hold(live, 0)
@@ -75,13 +56,13 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         held = self._hold(live, goal)
         if len(set(held.values())) > 1:  # the goal is gone meanwhile
             goal = max(held.values())
-        self._evaluating = [member for member in live if held.get(member.name) == goal]
+        self._evaluating = {member.name: member.losses for member in live if held.get(member.name) == goal}
         record("evaluate", worker="generator/0", version=goal)
         logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
         try:
             return super().generate_eval_samples(**kwargs)
         finally:
-            self._evaluating = []
+            self._evaluating = {}
             for member in live:
                 member.handle.tensorhub_release.remote()
 
@@ -98,36 +79,50 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    def ask(self, asked: _Asked) -> Any:
-        """Returns the reference of the answer."""
-        version = 0 if self.is_partial or self._evaluating else self.newest
-        ref = asked.member.handle.generate_responses.remote(**asked.arguments, min_version=version)
-        self._asked[ref] = asked
-        return ref
-
     def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
+        """OpenRLHF makes the arguments of each prompt, for what it takes for an idle engine; they wait here."""
         self._look_for_newest()
-        while True:
-            members = [m for m in self._evaluating if m.is_live] or self.fleet.live()
-            self.vllm_engines = [_Counter(self, member) for member in members]
-            try:
-                return super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
-            except RayActorError as error:  # lost between its last heartbeat and this
-                logger.info("an engine was lost while prompts were handed out: %s", error)
-                self.fleet.check()
+        version = 0 if self.is_partial or self._evaluating else self.newest
 
-    def _ask_again(self, asked: _Asked, error: Exception) -> Any:
-        self.fleet.lost(asked.member, error)
-        if asked.times > ASKED_AGAIN_MAX:
-            raise error
-        members = [m for m in self._evaluating if m.is_live] or self.fleet.live()
-        loads = {id(member): 0 for member in members}
-        for other in self._asked.values():
-            if id(other.member) in loads:
-                loads[id(other.member)] += 1
-        member = min(members, key=lambda member: loads[id(member)])
-        record("request_retried", worker=f"{member.name}/0", reason=f"{asked.member.name} was lost")
-        return self.ask(_Asked(member, asked.arguments, asked.times + 1))
+        def collect(**arguments: Any) -> None:
+            self.work.waiting.append(Prompt(arguments, version))
+
+        idle = SimpleNamespace(
+            get_num_unfinished_requests=SimpleNamespace(remote=lambda: self._nothing),
+            generate_responses=SimpleNamespace(remote=collect),
+        )
+        self.vllm_engines = [idle]
+        super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
+
+    def _hand_out(self) -> None:
+        if not self.work.waiting:
+            return
+        live = self.engines.ready()
+        evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
+        members = {member.name: member for member in evaluating or live}
+        for name, prompt in self.work.hand_out([Place(m.name, m.requests_max) for m in members.values()]):
+            if prompt.lost:
+                record("request_retried", worker=f"{name}/0", reason=f"{prompt.lost[-1]} was lost")
+            ask = members[name].handle.generate_responses.remote
+            self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
+
+    def _answers(self) -> list[Any]:
+        """What has been answered since, the samples of each prompt; those of lost engines wait again."""
+        ready, _ = ray.wait(list(self.work.asked), num_returns=1, timeout=ANSWER_INTERVAL_S)
+        if not ready:
+            self.engines.check()
+        answers = []
+        for ref in ready:
+            try:
+                answers.append(ray.get(ref))
+            except LOST as error:
+                prompt = self.work.lost(ref)
+                self.engines.lost_by_name(prompt.lost[-1], error)
+                if len(prompt.lost) > LOSSES_MAX:
+                    raise
+            else:
+                self.work.answered(ref)
+        return answers
 
     def _look_for_newest(self) -> None:
         if self.is_partial:
@@ -148,26 +143,20 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             return version
 
     def _generate_vllm(self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **kwargs: Any) -> Any:
-        """Generate as OpenRLHF 0.11.2 does, but a prompt whose engine is lost is asked again."""
+        """Generate as OpenRLHF 0.11.2 does, but hand out as answers come, and ask again what an engine has lost."""
         collect = samples_generator._collect_prompt_batch
         prompts, labels, images, exhausted = collect(dataloader_iter, num_prompts)
         if not prompts:
             return [], 0, True
         consumed, accepted = len(prompts), []
-        self._asked = {}
+        self.work = Work(self.options.prompts_per_engine)
         self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
+        if not self._evaluating:
+            self.engines.live()
         progress = samples_generator.tqdm(range(len(prompts)), desc="Generate samples")
-        while self._asked:
-            ready, _ = ray.wait(list(self._asked), num_returns=1, timeout=CHECK_INTERVAL_S)
-            if not ready:
-                self.fleet.check()
-            for ref in ready:
-                asked = self._asked.pop(ref)
-                try:
-                    responses = ray.get(ref)
-                except LOST as error:
-                    self._ask_again(asked, error)
-                    continue
+        while self.work:
+            self._hand_out()
+            for responses in self._answers():
                 experiences = [self._process_response_into_experience(response, **kwargs) for response in responses]
                 if dynamic_filtering and not self._is_informative(experiences):
                     experiences = []

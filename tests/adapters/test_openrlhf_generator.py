@@ -50,6 +50,9 @@ class FakeRay:
             raise refs.answer
         return refs.answer
 
+    def put(self, value: Any) -> Ref:
+        return Ref(value)
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
@@ -167,18 +170,20 @@ def make(
     is_sync: bool = False,
     evaluation: Any = None,
     batches: int = 1,
+    per_engine: int | None = None,
+    filtering: bool = False,
 ) -> routing.SamplesGenerator:
     args = SimpleNamespace(
         rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=6, vllm_generate_batch_size=None),
         algo=SimpleNamespace(
             advantage=SimpleNamespace(is_correction_level="off"),
-            dynamic_filtering_enable=False,
+            dynamic_filtering_enable=filtering,
             dynamic_filtering_range=(0.0, 1.0),
         ),
         vllm=SimpleNamespace(enable_sleep=False),
     )
     return routing.SamplesGenerator(
-        options=Options(hub="tcp://h:1", run="r", engine_timeout_s=10),
+        options=Options(hub="tcp://h:1", run="r", engine_timeout_s=10, prompts_per_engine=per_engine),
         is_partial=is_partial,
         is_sync=is_sync,
         strategy=SimpleNamespace(args=args),
@@ -248,7 +253,7 @@ def test_partial_rollout_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.M
 def test_prompts_of_a_killed_engine_are_asked_elsewhere(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     well, other = FakeEngine(), FakeEngine()
     generator = make([well, other])
-    generator.fleet.live()
+    generator.engines.live()
     other.state = "silent"
     other.do_get_num_unfinished_requests = lambda: 0
     call = FakeEngine._call
@@ -266,20 +271,20 @@ def test_prompts_of_a_killed_engine_are_asked_elsewhere(ray: FakeRay, monkeypatc
     assert len(other.asked) == 3, "the kill did not hit in the middle"
     assert len(well.asked) == 6
     assert prompts_of(samples) == EVERY_PROMPT
-    assert [member.is_live for member in generator.fleet.members] == [True, False]
+    assert [member.is_live for member in generator.engines.members] == [True, False]
 
 
 def test_an_engine_that_is_about_to_end_is_not_asked_again(ray: FakeRay) -> None:
     well, other = FakeEngine(), FakeEngine()
     generator = make([well, other])
-    generator.fleet.live()  # both have answered, and the next heartbeat comes later
+    generator.engines.live()  # both have answered, and the next heartbeat comes later
     other.state = "ending"
-    generator.fleet.check = lambda: None  # type: ignore[method-assign]
     generator._dispatch_prompts_to_vllm(["p0", "p1"], ["", ""])
-    del generator.fleet.check
+    generator._hand_out()
     assert len(other.asked) == 1, "it was not asked while it seemed well"
-    (asked,) = [asked for ref, asked in generator._asked.items() if isinstance(ref.answer, EngineLost)]
-    generator._ask_again(asked, EngineLost("its vLLM is dead"))
+    while generator.work:
+        generator._answers()
+        generator._hand_out()
     assert (len(well.asked), len(other.asked)) == (2, 1)
     assert not ray.killed  # it ends by itself, and Ray starts it again
 
@@ -289,7 +294,7 @@ def test_a_silent_engine_is_ended_and_its_prompts_are_asked_elsewhere(
 ) -> None:
     well, other = FakeEngine(), FakeEngine()
     generator = make([well, other])
-    generator.fleet.live()
+    generator.engines.live()
     call = FakeEngine._call
 
     def freeze_when_asked(self: FakeEngine, name: str, *args: Any, **kwargs: Any) -> Ref:
@@ -309,18 +314,18 @@ def test_an_engine_that_is_loading_is_not_taken_for_silent(ray: FakeRay) -> None
     loading.state = "silent"
     generator = make([well, loading])
     for _ in range(100):
-        generator.fleet.check()
+        generator.engines.check()
     assert ray.now >= 10 and not ray.killed
     for ref in loading.working:
         ref.answer = loading.do_tensorhub_heartbeat()
     loading.state = "well"
-    assert len(generator.fleet.live()) == 2
+    assert len(generator.engines.live()) == 2
 
 
 def test_an_engine_that_came_back_is_asked_again(ray: FakeRay) -> None:
     engines = [FakeEngine(), FakeEngine()]
     generator = make(engines, batches=2)
-    generator.fleet.live()
+    generator.engines.live()
     engines[1].state = "lost"
     generator.generate_samples()
     assert not engines[1].asked
@@ -335,7 +340,7 @@ def test_a_prompt_that_loses_every_engine_is_an_error_in_the_end(ray: FakeRay) -
     engine.do_generate_responses = lambda **_: RayActorError()  # type: ignore[method-assign]
     with pytest.raises(RayActorError):
         generator.generate_samples()
-    assert len(engine.asked) >= routing.ASKED_AGAIN_MAX
+    assert len(engine.asked) >= routing.LOSSES_MAX
 
 
 def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:
@@ -349,13 +354,13 @@ def test_an_engine_that_cannot_start_ends_the_run_at_once(ray: FakeRay) -> None:
 def test_a_dead_engine_is_done_without_while_others_live(ray: FakeRay) -> None:
     well, other = FakeEngine(), FakeEngine()
     generator = make([well, other])
-    generator.fleet.live()
+    generator.engines.live()
     other.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
     for _ in range(10):
-        assert [member.name for member in generator.fleet.live()] == ["rollout-0"]
+        assert [member.name for member in generator.engines.live()] == ["rollout-0"]
     well.do_tensorhub_heartbeat = other.do_tensorhub_heartbeat  # type: ignore[method-assign]
     with pytest.raises(ActorDiedError):
-        generator.fleet.live()
+        generator.engines.live()
 
 
 def test_an_evaluation_sees_one_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,3 +380,121 @@ def test_an_evaluation_sees_one_version(ray: FakeRay, monkeypatch: pytest.Monkey
     assert {int(sample.info[FIRST]) for sample in samples} == {3}
     assert held and all(held)
     assert not any(engine.is_held for engine in engines)
+
+
+def test_in_an_evaluation_an_engine_that_was_lost_is_not_asked_again(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back with whatever is the newest version then."""
+    well, other = FakeEngine(version=3), FakeEngine(version=3)
+    generator = make([well, other], evaluation=2 * PROMPTS)
+    monkeypatch.setattr(FakeHub, "visible", 3)
+    answer = FakeEngine.do_generate_responses
+
+    def come_and_go(self: FakeEngine, **kwargs: Any) -> Any:
+        if self is other:
+            assert self.version == 3, "asked when it had come back with another version"
+            self.version, self.state = 5, "lost"
+            return RayActorError()
+        if len(well.asked) > 3:  # it is asked for what the other one has lost
+            other.state = "well"
+            generator.engines.check()
+        return answer(self, **kwargs)
+
+    monkeypatch.setattr(FakeEngine, "do_generate_responses", come_and_go)
+    samples = generator.generate_eval_samples()
+    assert generator.engines.members[1].is_live and len(other.asked) == 1
+    assert {int(sample.info[FIRST]) for sample in samples} == {3}
+    assert prompts_of(samples) == sorted(2 * EVERY_PROMPT)
+
+
+# --- handing out ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("per_engine", "shares"), [(1, [5, 1]), (2, [4, 2]), (None, [3, 3])])
+def test_a_slow_engine_holds_up_no_more_than_it_was_given(
+    ray: FakeRay, per_engine: int | None, shares: list[int]
+) -> None:
+    """None is the control: everything is handed out at once, as OpenRLHF does."""
+    quick, slow = FakeEngine(), FakeEngine()
+    generator = make([quick, slow], per_engine=per_engine)
+    generator.engines.live()
+    answer, left = quick.do_generate_responses, []
+
+    def answer_late(**kwargs: Any) -> Any:
+        left.append(kwargs)
+        return None  # not there yet
+
+    slow.do_generate_responses = answer_late  # type: ignore[method-assign]
+    call = slow._call
+    refs: list[Ref] = []
+
+    def keep(name: str, *args: Any, **kwargs: Any) -> Ref:
+        ref = call(name, *args, **kwargs)
+        if name == "generate_responses":
+            refs.append(ref)
+        return ref
+
+    slow._call = keep  # type: ignore[method-assign]
+    wait = ray.wait
+
+    def when_all_else_is_done(given: list[Ref], **kwargs: Any) -> Any:
+        if len(quick.asked) == shares[0] and all(ref.answer is None for ref in given):
+            for ref, kwargs_of in zip(refs, left, strict=True):
+                ref.answer = answer(**kwargs_of)
+        return wait(given, **kwargs)
+
+    ray.wait = when_all_else_is_done  # type: ignore[method-assign]
+    samples, *_ = generator.generate_samples()
+    assert [len(quick.asked), len(slow.asked)] == shares
+    assert prompts_of(samples) == EVERY_PROMPT
+
+
+def test_an_engine_that_comes_in_the_middle_of_a_batch_gets_work_at_once(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, late = FakeEngine(), FakeEngine()
+    generator = make([here, late], per_engine=1)
+    generator.engines.live()
+    late.state = "lost"
+    generator.engines.check()
+    answer = FakeEngine.do_generate_responses
+
+    def come_back(self: FakeEngine, **kwargs: Any) -> Any:
+        if len(here.asked) == 3:
+            late.state = "well"
+        ray.now += health.CHECK_INTERVAL_S  # a long answer
+        return answer(self, **kwargs)
+
+    monkeypatch.setattr(FakeEngine, "do_generate_responses", come_back)
+    samples, *_ = generator.generate_samples()
+    assert len(late.asked) >= 1 and len(here.asked) + len(late.asked) == 6
+    assert prompts_of(samples) == EVERY_PROMPT
+
+
+def test_with_few_samples_a_prompt_an_engine_gets_more_prompts(ray: FakeRay) -> None:
+    engine = FakeEngine()
+    engine.do_tensorhub_heartbeat = lambda: {"version": 0, "silent_s": 0.0, "requests_max": 2}  # type: ignore[method-assign]
+    generator = make([engine])  # two samples a prompt: one prompt fills it, another one waits in vLLM
+    generator.engines.live()
+    engine.do_generate_responses = lambda **_: None  # type: ignore[assignment,method-assign,return-value]
+    generator._dispatch_prompts_to_vllm([f"p{i}" for i in range(6)], 6 * [""])
+    generator._hand_out()
+    assert len(engine.asked) == 2 and len(generator.work.waiting) == 4
+
+
+def test_dynamic_filtering_replaces_prompts_as_before(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    generator = make(engines, per_engine=1, filtering=True, batches=2)
+    answer = FakeEngine.do_generate_responses
+
+    def score(self: FakeEngine, **kwargs: Any) -> Any:
+        responses = answer(self, **kwargs)
+        worth = torch.tensor(1.0 if kwargs["prompt"] in ("p0", "p3") else 0.5)
+        return [{**response, "scores": worth} for response in responses]
+
+    monkeypatch.setattr(FakeEngine, "do_generate_responses", score)
+    samples, _, consumed, _ = generator.generate_samples()
+    # p0 and p3 are replaced by the next two of the data, p0 and p1; p0 again by p2.
+    assert consumed == 9
+    assert prompts_of(samples) == sorted(2 * ["p1", "p2", "p4", "p5", "p1", "p2"])

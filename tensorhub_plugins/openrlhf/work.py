@@ -1,0 +1,86 @@
+"""PURE: which prompt is where. Handed out as answers come: an engine has a few more than it can work on at once, the
+rest waits here.
+
+So an engine that joins, or comes back, gets work at once and not with the next batch, and a slow one does not hold up
+what others could answer. A prompt is in exactly one place: waiting, or at one engine. One whose engine is lost waits
+again, before the others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Prompts at an engine, times what its vLLM runs at once: the samples of a prompt end one by one, and the next prompt
+# comes when all of them have. With less an engine would idle; with more there would be less left for others.
+QUEUE_FACTOR = 2
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """arguments: of the engine's `generate_responses`. version: the oldest it may be answered from. lost: the engines
+    that it was asked and that were gone before they had answered."""
+
+    arguments: dict[str, Any]
+    version: int = 0
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """An engine that may get prompts. requests_max: sequences that its vLLM runs at once."""
+
+    name: str
+    requests_max: int
+
+
+@dataclass
+class Work:
+    """per_engine: prompts that one engine has at most; None: by what it runs at once."""
+
+    per_engine: int | None = None
+    waiting: deque[Prompt] = field(default_factory=deque)
+    asked: dict[Hashable, tuple[str, Prompt]] = field(default_factory=dict)  # what an answer will come by
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.asked)
+
+    def hand_out(self, places: Sequence[Place]) -> list[tuple[str, Prompt]]:
+        """What to ask now, each of the least busy engine that has room. Every one must be `note`d."""
+        counts = self.in_flight()
+        given = []
+        while self.waiting:
+            samples = int(self.waiting[0].arguments.get("num_samples", 1))
+            free = [place for place in places if counts[place.name] < self._room(place, samples)]
+            if not free:
+                break
+            place = min(free, key=lambda place: counts[place.name])
+            counts[place.name] += 1
+            given.append((place.name, self.waiting.popleft()))
+        return given
+
+    def _room(self, place: Place, samples: int) -> int:
+        if self.per_engine is not None:
+            return self.per_engine
+        return QUEUE_FACTOR * max(1, -(-place.requests_max // samples))
+
+    def note(self, ticket: Hashable, name: str, prompt: Prompt) -> None:
+        """This engine has been asked; its answer comes by `ticket`."""
+        assert ticket not in self.asked
+        self.asked[ticket] = (name, prompt)
+
+    def answered(self, ticket: Hashable) -> None:
+        del self.asked[ticket]
+
+    def lost(self, ticket: Hashable) -> Prompt:
+        """The engine is gone, and its answer with it: the prompt waits again."""
+        name, prompt = self.asked.pop(ticket)
+        again = Prompt(prompt.arguments, prompt.version, (*prompt.lost, name))
+        self.waiting.appendleft(again)
+        return again
+
+    def in_flight(self) -> Counter[str]:
+        """Prompts at each engine."""
+        return Counter(name for name, _ in self.asked.values())
