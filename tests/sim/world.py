@@ -218,9 +218,10 @@ class World:
     def _hub_receives(self, worker: Worker, frame: bytes, sent: float) -> None:
         if self.hub is not None and self.now >= worker.cut_until:
             message = m.decode_from_client(frame)
-            if isinstance(message, m.Hello | m.Heartbeat):
+            believed = isinstance(message, m.Hello) and self.hub.believes(message)
+            if believed or isinstance(message, m.Heartbeat):
                 self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
-            if isinstance(message, m.Hello):
+            if isinstance(message, m.Hello) and believed:
                 if worker.session in self.met and worker.session not in self.hub.registry.workers:
                     self.returned[worker.session] = self.now
                 self.met.add(worker.session)

@@ -143,6 +143,7 @@ class Session:
     identity: m.Hello
     now: float
     hub: bytes | None = None  # the hub's life that has welcomed us
+    addressed: bytes = b""  # the one that we say Hello to: the last that we have heard of
     last_request_id: int = 0
     asked: dict[int, _Asked] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self._welcomed = False
-        self._hello_first = 0  # the number of the first Hello since we were welcome last
+        self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
         self._retry_retained = False
         self._heard_at = self.now
         self._away = False
@@ -254,23 +255,27 @@ class Session:
                 self._direct(directive)
                 if self._welcomed or request_id < self._hello_first:
                     return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
+                if self.addressed not in (b"", hub):
+                    self._hello_to(hub, now)  # it did not heed whom we said Hello to, or is of a hub before that one
+                    return
                 restarted = self.hub is not None and hub != self.hub
                 if self._away or restarted:
                     self._away = False
                     self._effects.append(HubBack(restarted))
-                self.hub, self._welcomed, self.heartbeat_s = hub, True, heartbeat_s
+                self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, heartbeat_s
                 self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
                 for request_id in list(self.asked):
                     self._send_asked(request_id, now)
                 self._retry_retained = True
-            case m.Unknown():
-                self._hello_again(now)
+            case m.Unknown(hub):
+                if self._welcomed or hub != self.addressed:
+                    self._hello_to(hub, now)
             case m.Alive(resend, directive):
                 if self._away:
                     self._away = False
                     self._effects.append(HubBack(False))
-                if directive is not None and not self._direct(directive):
-                    self._hello_again(now)  # it has not heard all that we have
+                if directive is not None and not self._direct(directive) and self._welcomed:
+                    self._hello_to(self.addressed, now)  # it has not heard all that we have
                 for request_id in resend:
                     if request_id in self.asked:
                         self._send_asked(request_id, now)
@@ -291,12 +296,11 @@ class Session:
                 if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
 
-    def _hello_again(self, now: float) -> None:
-        """The hub does not know all of us that it should."""
-        if self._welcomed:
-            self._welcomed = False
-            self._hello_first = self.last_request_id + 1
-            self._hello(now)
+    def _hello_to(self, hub: bytes, now: float) -> None:
+        """This life of the hub does not know all of us that it should."""
+        self.addressed, self._welcomed = hub, False
+        self._hello_first = self.last_request_id + 1
+        self._hello(now)
 
     def _direct(self, directive: m.Directive) -> bool:
         """Whether this is all that operators have decided, as far as we know."""
@@ -421,6 +425,7 @@ class Session:
                 resolved=self.resolved,
                 generation=self.generation,
                 directive=self.directive,
+                hub=self.addressed,
             )
         )
 

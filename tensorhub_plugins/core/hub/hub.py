@@ -16,6 +16,7 @@ The rules it keeps (numbers as in the design)
     5  Every pending request has a deadline and ends in a reply.
     6  In the first `HubLimits.grace_s` after its start the hub says nothing that depends on having heard all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
+       A Hello that was said to a hub before this one is not believed: its worker is asked to say it again.
 
 Who converts
     Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
@@ -190,7 +191,7 @@ class Hub:
                 pass
         if worker is None:
             if not isinstance(message, m.Bye):
-                self._outbox.send(session, m.Unknown())
+                self._outbox.send(session, m.Unknown(self.session))
             return
         worker.last_heard, worker.suspect = now, False
         match message:
@@ -243,19 +244,36 @@ class Hub:
 
     # --- sessions ---
 
+    def believes(self, hello: m.Hello) -> bool:
+        """Whether this was said to us, and so is not older than our life: what it says was true in our time.
+
+        The first Hello of a worker that is all of its replica is believed at once: if it comes late, it says nothing
+        that could be wrong by then.
+        """
+        if hello.hub == b"":
+            says = (*hello.holdings, *hello.leases, *hello.claims, *hello.pending)
+            return hello.shard_count == 1 and not says
+        return hello.hub in (None, self.session)
+
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
         if hello.shard >= hello.shard_count:
             text = f"shard {hello.shard} of {hello.shard_count}: shards count from 0"
             self._outbox.refuse_session(session, text)
             return
+        if known is not None and known.history.id == (hello.run, hello.model):
+            known.last_heard, known.suspect = now, False
+            if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
+                return
+        if not self.believes(hello):
+            self._outbox.send(session, m.Unknown(self.session))
+            return
         history = self.registry.history(hello)
         if known is not None and known.history is history:
             worker = known
-            worker.last_heard, worker.suspect = now, False
-            if hello.request_id <= worker.last_request_id:  # delayed or doubled on the way: we know better
-                return
             worker.hello = hello
             self._forget_what_is_not_in(hello, worker)
+            if hello.generation >= history.group(worker).generation:  # a hub before us has answered it once more
+                history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         else:
             if known is not None:
                 self._forget(known, "joined another run")
@@ -317,11 +335,11 @@ class Hub:
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
         """Make up for what was lost on the way, in either direction."""
         if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
-            self._outbox.send(worker.session, m.Unknown())
+            self._outbox.send(worker.session, m.Unknown(self.session))
             return
         last_request_id = heartbeat.last_request_id
         if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat):
-            self._outbox.send(worker.session, m.Unknown())  # its Hello will say
+            self._outbox.send(worker.session, m.Unknown(self.session))  # its Hello will say
         worker.last_request_id = max(worker.last_request_id, last_request_id)
         unseen = []
         for request_id in heartbeat.pending:

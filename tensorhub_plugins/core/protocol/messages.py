@@ -36,6 +36,7 @@ MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, also its ZeroMQ identity
+HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # one life of the hub; b"": none is known
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
@@ -133,7 +134,9 @@ class Hello(_Message, frozen=True):
     It is complete: what is not in it is over. request_id: a fresh number, by which the hub recognizes a Hello that was
     delayed or duplicated on the way; of the requests up to it only `pending` are still wanted. seen: the newest version
     in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
-    answered, and with which version, for the replica's other shards.
+    answered, and with which version, for the replica's other shards. hub: the hub's life that it is said to, so that
+    one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
+    older than this field).
     """
 
     run: Name
@@ -153,6 +156,7 @@ class Hello(_Message, frozen=True):
     resolved: Count = 0
     generation: Count = 0
     directive: Directive = NO_DIRECTIVE
+    hub: HubLife | None = None
 
 
 class Heartbeat(_Message, frozen=True):
@@ -314,7 +318,12 @@ class Welcome(_Message, frozen=True):
 
 
 class Unknown(_Message, frozen=True):
-    """The hub does not know this session, or not all of it (it was restarted, or gave the worker up): send Hello."""
+    """The hub does not know this session, or not all of it (it was restarted, or gave the worker up): send Hello.
+
+    hub: its life, which the Hello is to name; b"": it is older than this field.
+    """
+
+    hub: HubLife = b""
 
 
 class Alive(_Message, frozen=True):
@@ -355,7 +364,7 @@ class Granted(_Message, frozen=True):
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
     generation: Count = 0  # of its replica's agreements on "latest": the one on this version; 0: none
-    hub: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # the life of the hub that knows of it
+    hub: HubLife = b""  # that knows of it
 
 
 class Visible(_Message, frozen=True):

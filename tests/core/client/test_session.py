@@ -78,9 +78,9 @@ class Story:
         number = self.ask(m.Publish, holding(key))
         self.hear(m.Done(number))
 
-    def restart_hub(self) -> m.Hello:
-        """The hub says that it does not know us; the Hello that follows."""
-        (hello,) = self.hear(m.Unknown())
+    def restart_hub(self, hub: bytes = OTHER_HUB) -> m.Hello:
+        """This hub says that it does not know us; the Hello that follows."""
+        (hello,) = self.hear(m.Unknown(hub))
         assert isinstance(hello, m.Hello)
         return hello
 
@@ -91,7 +91,7 @@ class Story:
 def test_it_says_hello_until_it_is_welcome_and_beats_from_then_on():
     story = Story(welcome=False)
     (first,) = story.tick(0.0)
-    assert first == msgspec.structs.replace(IDENTITY, request_id=first.request_id) and first.request_id > 0
+    assert first == msgspec.structs.replace(IDENTITY, request_id=first.request_id, hub=b"") and first.request_id > 0
     assert story.tick(0.1) == [] and story.machine.next_deadline() == s.HELLO_EVERY_S
     (second,) = story.tick(s.HELLO_EVERY_S)
     assert second.request_id > first.request_id  # so that the hub can tell it from one that is late
@@ -121,7 +121,27 @@ def test_a_welcome_of_another_time_is_no_welcome():
 def test_unknown_twice_is_answered_once():
     story = Story()
     story.restart_hub()
-    assert story.hear(m.Unknown()) == []
+    assert story.hear(m.Unknown(OTHER_HUB)) == []
+
+
+def test_hello_names_the_hub_that_it_is_said_to():
+    story = Story()
+    old = story.restart_hub(HUB)  # it had given us up, and ends before it hears this
+    assert old.hub == HUB
+    (new,) = story.hear(m.Unknown(OTHER_HUB))
+    assert new.hub == OTHER_HUB and new.request_id > old.request_id
+    assert story.hear(story.welcome(old)) == [] and not story.machine._welcomed  # its last word, which comes late
+    assert story.hear(story.welcome(new, OTHER_HUB)) == [s.HubBack(True)]
+
+
+def test_a_hub_that_is_older_than_named_hellos_lets_us_in():
+    story = Story()
+    hello = story.restart_hub(OTHER_HUB)
+    (other,) = story.hear(story.welcome(hello, b"3" * 16))  # a third one, which does not look whom we mean
+    assert other.hub == b"3" * 16 and not story.machine._welcomed
+    story.hear(story.welcome(other, b"3" * 16))
+    assert story.machine._welcomed
+    assert story.restart_hub(b"").hub == b""
 
 
 # --- questions and answers ---
@@ -212,6 +232,7 @@ def test_a_new_hub_is_told_all_there_is():
         resolved=1,
         generation=4,
         directive=DIRECTIVE,
+        hub=OTHER_HUB,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
 

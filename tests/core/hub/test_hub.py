@@ -86,6 +86,54 @@ def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_ot
     assert scenario.heard("rollout/0")[0].startswith("read 4")
 
 
+def a_hub_that_knows_two_versions_and_a_reader() -> Scenario:
+    scenario = Scenario(recovering=True)
+    for version in (3, 4):
+        scenario.join(f"trainer-{version}/0", 2, holdings=(_half(version, 0),))
+        scenario.join(f"trainer-{version}/1", 2, holdings=(_half(version, 1),))
+    scenario.join("rollout/0", 2, resolved=3, generation=7)
+    return scenario
+
+
+@pytest.mark.parametrize(("newer", "text"), [(True, "read 4"), (False, "read 3")], ids=["newer", "late"])
+def test_a_hello_after_a_late_one_says_in_which_round_it_was_answered(newer: bool, text: str) -> None:
+    """Seed 1205: of a worker that names no hub, a restarted one may hear an old Hello first."""
+    scenario = a_hub_that_knows_two_versions_and_a_reader()
+    scenario.join("rollout/1", 2, resolved=3, generation=6, request_id=10)
+    scenario.join("rollout/1", 2, resolved=3, generation=7, request_id=11 if newer else 9)
+    scenario.requests["rollout/1"] = 11
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    assert scenario.heard("rollout/1")[0].startswith(text)
+
+
+def test_a_hello_to_a_former_hub_is_not_believed() -> None:
+    """Seed 7282: until its newer Hello came, the late one spoke for a shard that had been answered since."""
+    scenario = a_hub_that_knows_two_versions_and_a_reader()
+    scenario.join("rollout/1", 2, resolved=3, generation=6, request_id=10, hub=b"F" * 16)
+    assert scenario.heard("rollout/1") == ["Unknown"]
+    scenario.requests["rollout/1"] = 10
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    scenario.acquire("rollout/0", layouts=(RUNTIME,))
+    assert (scenario.heard("rollout/1"), scenario.heard("rollout/0")) == (["Unknown"], [])  # one shard is missing
+    scenario.join("rollout/1", 2, resolved=3, generation=7, request_id=12, pending=(11,), hub=scenario.hub.session)
+    scenario.requests["rollout/1"] = 10
+    scenario.acquire("rollout/1", layouts=(RUNTIME,))
+    for reader in ("rollout/0", "rollout/1"):
+        assert scenario.heard(reader)[0].startswith("read 4")
+
+
+def test_the_first_hello_of_a_worker_is_believed_if_it_cannot_be_wrong() -> None:
+    scenario = Scenario()
+    scenario.join("trainer/0", hub=b"")
+    assert [type(message) for message in scenario.inbox["trainer/0"]] == [m.Welcome]
+    scenario.join("half/0", 2, hub=b"")  # "latest" depends on what its group was told
+    scenario.join("late/0", hub=b"", holdings=(_half(3, 0),))
+    assert (scenario.heard("half/0"), scenario.heard("late/0")) == (["Unknown"], ["Unknown"])
+    scenario.join("half/0", 2, hub=scenario.hub.session, request_id=1)
+    scenario.join("half/0", 2, hub=b"F" * 16, request_id=1)  # late, and known to be
+    assert scenario.heard("half/0") == []
+
+
 def _half(version: int, shard: int) -> m.Holding:
     return m.Holding(ShardKey(version, RUNTIME, shard, 2), f"{version}/{shard}".encode().ljust(16, b"-"), 100)
 

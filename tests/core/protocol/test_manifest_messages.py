@@ -191,6 +191,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
         request_id=9,
         pending=(3,),
         directive=DIRECTIVE,
+        hub=SESSION,
     ),
     m.Heartbeat(b"h" * 16, 9, (3,), {4: 1}, 7, 8),
     m.Bye(),
@@ -210,7 +211,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
 ]
 FROM_HUB: list[m.HubMessage] = [
     m.Welcome(SESSION, 1.0, 15.0, 3, DIRECTIVE),
-    m.Unknown(),
+    m.Unknown(SESSION),
     m.Alive((3,)),
     m.Alive((), DIRECTIVE),
     m.Done(1),
@@ -258,13 +259,19 @@ class OldAlive(m._Message, frozen=True, tag="Alive"):
     resend: tuple[int, ...] = ()
 
 
+class OldUnknown(m._Message, frozen=True, tag="Unknown"):
+    pass
+
+
 def test_workers_that_are_older_than_directives_and_the_hub_understand_each_other():
     hello = m.decode_from_client(m.encode(OldHello("r", "a", "x", 0, 1, Location(), {})))
     assert hello == m.Hello("r", "a", "x", 0, 1, Location(), {}) and hello.directive == m.NO_DIRECTIVE
-    old = msgspec.msgpack.Decoder(OldWelcome | OldAlive)
+    assert hello.hub is None and m.decode_from_hub(m.encode(OldUnknown())) == m.Unknown(b"")
+    old = msgspec.msgpack.Decoder(OldWelcome | OldAlive | OldUnknown)
     for said, heard in (
         (m.Welcome(SESSION, 1.0, 15.0, 3, DIRECTIVE), OldWelcome(SESSION, 1.0, 15.0, 3)),
         (m.Alive((4,), DIRECTIVE), OldAlive((4,))),
+        (m.Unknown(SESSION), OldUnknown()),
     ):
         assert old.decode(m.encode(said)[3:]) == heard
 
