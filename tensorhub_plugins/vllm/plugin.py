@@ -5,6 +5,7 @@ be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub                                    load_format.py
     --weight-transfer-config '{"backend": "tensorhub"}'        weight_transfer.py
     either of the two                                          core_follower.py, and a health check of the weights
+    --load-format tensorhub, in `vllm serve`                   routes.py
     either of the two, or worker_extension_cls                 answers.py
 """
 
@@ -103,6 +104,22 @@ def _add_health_check(async_llm: Any) -> None:
     async_llm.AsyncLLM.check_health = check_health
 
 
+def _add_routes(serve: Any) -> None:
+    """`vllm serve` tells which version it has."""
+    original = serve.register_vllm_serve_api_routers
+    if hasattr(original, NAME):
+        return
+
+    def register_vllm_serve_api_routers(app: Any) -> None:
+        original(app)
+        from tensorhub_plugins.vllm.routes import attach
+
+        attach(app)
+
+    setattr(register_vllm_serve_api_routers, NAME, True)
+    serve.register_vllm_serve_api_routers = register_vllm_serve_api_routers
+
+
 def _add_draining(multiproc_executor: Any) -> None:
     """An answer that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
@@ -124,6 +141,7 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
     "vllm.v1.engine.core": _add_to_engine_core,
     "vllm.v1.engine.async_llm": _add_health_check,
+    "vllm.entrypoints.serve": _add_routes,
     "vllm.v1.executor.multiproc_executor": _add_draining,
 }
 

@@ -84,6 +84,9 @@ class Core:
     def switch(self, version: int, running: Any) -> None:
         self.log.append(("switch", version))
 
+    def settle(self, version: int) -> None:
+        pass
+
     def close(self) -> None:
         self._tasks.put(None)
         self._loop.join()

@@ -51,6 +51,7 @@ PURE = {
     "client.shelf",
 }
 PURE_IN_ADAPTERS = {
+    "vllm.engine.spans",
     "vllm.ray.fleet_events",
     "vllm.ray.fleet_state",
     "vllm.ray.fleet_types",

@@ -9,7 +9,9 @@
                                         it holds inputs, and the API server's half of it would not be told.
     Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
     "follow"                            The engine switches to every new version by itself, and back to a pinned one,
-                                        see follower.py.
+                                        see follower.py. It tells which version each token came from (spans.py).
+
+What it tells others over HTTP: see routes.py.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig, parse
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_S, Follower
+from tensorhub_plugins.vllm.engine.spans import Spans, Start
 from tensorhub_plugins.vllm.names import NAME
 
 logger = get_logger(__name__)
@@ -57,6 +60,7 @@ def attach(core: Any, vllm_config: Any) -> None:
     if getattr(transfer, "backend", None) == NAME:
         core.collective_rpc = _forget_after_updates(core, core.collective_rpc)
     core.resume_scheduler = _only_if_whole(core, core.resume_scheduler)
+    core.tensorhub_status = lambda: None  # it follows nobody
     if vllm_config.load_config.load_format == NAME:
         _follow(core, vllm_config)
 
@@ -119,6 +123,7 @@ def _follow(core: Any, vllm_config: Any) -> None:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_start_fetch and tensorhub_install"
         )
     follower = CoreFollower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
+    core.tensorhub_status, core.tensorhub_starts = follower.status, follower.starts
     original = core.shutdown
 
     @wraps(original)
@@ -153,6 +158,21 @@ class CoreFollower(Follower):
     def start(self) -> None:
         self._thread.start()
 
+    def status(self) -> dict[str, Any]:
+        """Call in the core's loop. Whom it follows, and how far it is."""
+        return {
+            "run": self._joining.run,
+            "model": self._joining.model,
+            "replica": self._joining.replica,
+            "follow": self._when,
+            "version": self._core.spans.version,
+            "broken": self.is_broken,
+        }
+
+    def starts(self, request: str) -> list[Start] | None:
+        """Call in the core's loop. Where the versions of this request's tokens start, see spans.py."""
+        return self._core.spans.of(request)
+
     def close(self) -> None:
         """Called in the core's loop, so what is under way there is not waited for."""
         self._closed = True
@@ -174,6 +194,8 @@ class CoreFollower(Follower):
         workers = await self.engine.rpc("tensorhub_poll")
         self.version = min(worker["version"] for worker in workers)
         self.is_broken = any(worker["broken"] for worker in workers)
+        if self.version > 0:
+            self._core.settle(self.version)
         await self.follow()
 
     def _ask_hub(self, installed: int, *, timeout_s: float, **more: Any) -> int:
@@ -217,14 +239,17 @@ class Core:
         from vllm.v1.engine import EngineCoreRequestType
 
         self._core, self._wake_up = core, EngineCoreRequestType.WAKEUP
+        self.spans = Spans()  # used in the loop only
         original = core._handle_client_request
 
         @wraps(original)
         def handle_client_request(request_type: Any, request: Any) -> None:
             if request_type == self._wake_up and callable(request):
                 request()  # ours; vLLM's own carries nothing
-            else:
-                original(request_type, request)
+                return
+            if request_type == EngineCoreRequestType.ADD:
+                self.spans.added(request[0].request_id)
+            original(request_type, request)
 
         core._handle_client_request = handle_client_request
 
@@ -268,6 +293,24 @@ class Core:
         return {name: request.num_output_tokens for name, request in requests}
 
     def switch(self, version: int, running: Any) -> None:
+        """In the loop, ahead of the call that resumes: no request comes between the counting and the switch."""
+
+        def switch() -> None:
+            self.spans.switched(version, self.running())
+            self._tell_vllm(version)
+
+        self._core.input_queue.put_nowait((self._wake_up, switch))
+
+    def settle(self, version: int) -> None:
+        """What the engine was started with is this version."""
+
+        def settle() -> None:
+            self.spans.settle(version, self.running())
+            self._tell_vllm(version)
+
+        self._core.input_queue.put_nowait((self._wake_up, settle))
+
+    def _tell_vllm(self, version: int) -> None:
         if hasattr(self._core, "set_weight_version"):
             self._core.set_weight_version(str(version))
 

@@ -1,0 +1,208 @@
+"""A `vllm serve` that OpenRLHF has not started, as one of its engines (../vllm/ray/external.py says how it joins).
+
+`ExternalEngine` has the methods of TensorHubEngine that our generator calls. The agent or the reward function of the
+run works here, and the server only turns tokens into tokens. Two things it cannot do, because nobody here stops it
+from going to its next version:
+    evaluations see one version, so it takes no part in them (`tensorhub_hold` says so);
+    without partial rollout the samples of a prompt are of one version: they are made again when they are not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from openrlhf.trainer.ray import vllm_engine
+
+from tensorhub_plugins.core import UsageError, record
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
+from tensorhub_plugins.vllm.ray import external
+from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
+
+logger = get_logger(__name__)
+
+POLL_INTERVAL_S = 0.05
+AGAIN_MAX = 3  # times that the samples of a prompt are made again
+OURS = ("output_kind", "skip_clone")  # what vLLM notes in sampling parameters for itself, besides private names
+
+_tokenizer: contextvars.ContextVar[Any] = contextvars.ContextVar("the tokenizer of the prompt being answered")
+
+
+def as_json(params: Any) -> dict[str, Any]:
+    """vLLM's sampling parameters as its HTTP routes take them: what differs from the defaults."""
+    given = msgspec.to_builtins(params)
+    found = {name: value for name, value in given.items() if not name.startswith("_") and name not in OURS}
+    return {**found, "max_tokens": params.max_tokens, "logprobs": params.logprobs}
+
+
+def text_of(answer: Answer, params: Any, tokenizer: Any) -> str:
+    """As vLLM's detokenizer has it: without the token that ended it, and up to a stop string."""
+    tokens, keep = list(answer.token_ids), bool(getattr(params, "include_stop_str_in_output", False))
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    decode = {"skip_special_tokens": bool(params.skip_special_tokens)}
+    whole: str = tokenizer.decode(tokens, **decode)
+    if answer.finish_reason != "stop" or keep:
+        return whole
+    found = [at for at in (whole.find(stop) for stop in stops) if at >= 0]
+    return whole[: min(found)] if found else str(tokenizer.decode(tokens[:-1], **decode))
+
+
+class ExternalEngine:
+    """An asyncio actor. options: with hub and run. partial: requests may span versions."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        options: Options,
+        expected: Expected,
+        *,
+        partial: bool,
+        agent_func_path: str | None = None,
+        remote_rm_url: Any = None,
+    ) -> None:
+        assert options.run is not None
+        self.worker, self.options, self.partial = f"{name}/0", options, partial
+        self._name, self._url = name, url
+        self._expected = msgspec.structs.replace(expected, run=options.run, model=options.model)
+        self._external: External | None = None
+        load = vllm_engine._load_agent_executor
+        make = vllm_engine.SingleTurnAgentExecutor
+        self.executor = Versioned(load(agent_func_path) if agent_func_path else make(remote_rm_url))
+
+    async def join(self) -> None:
+        """UsageError says in one sentence why this server cannot be used."""
+        store = await asyncio.to_thread(connect, self.options, replica=f"server-{self._name}")
+        self._external = External(self._url, self._expected, store=store, timeout_s=self.options.engine_timeout_s)
+        try:
+            await self._external.join()
+        except BaseException:
+            await self.close()
+            raise
+        record("external_joined", worker=self.worker, address=self._url, version=self._external.version)
+
+    # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
+
+    async def generate_responses(
+        self,
+        prompt: str,
+        label: str,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        num_samples: int = 1,
+        images: Any = None,
+        min_version: int = 0,
+    ) -> list[dict[str, Any]]:
+        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version."""
+        if images:
+            raise UsageError(f"{self._url} cannot be given images: add engines instead of a server")
+        await self._need(min_version)
+        _tokenizer.set(hf_tokenizer)
+        given = {"prompt": prompt, "label": label, "sampling_params": sampling_params, "max_length": max_length}
+        for _ in range(1 + AGAIN_MAX):
+            samples = [
+                self.executor.execute(**given, hf_tokenizer=hf_tokenizer, llm_engine=self, images=None)
+                for _ in range(num_samples)
+            ]
+            responses: list[dict[str, Any]] = await asyncio.gather(*samples)
+            if self.partial or is_of_one_version(responses):
+                return responses
+        raise ServerLost(f"{self._url} changes its version while it answers one prompt, {1 + AGAIN_MAX} times in a row")
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        """What an agent calls; gives what vLLM's RequestOutput has for it."""
+        started, params = time.monotonic(), as_json(sampling_params)
+        try:
+            answer = await self._serving().generate([int(token) for token in prompt_token_ids], params)
+        except ServerLost:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            raise
+        versions = [version for version, _ in answer.spans]
+        came_from(*versions)
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome=answer.finish_reason,
+            versions=[versions[0], versions[-1]],
+            tokens=len(answer.token_ids),
+        )
+        if answer.finish_reason == "abort":  # OpenRLHF would take half an answer for a whole one
+            raise ServerLost(f"{self._url} was told to give its requests back", peer=self._url)
+        output = SimpleNamespace(
+            index=0,
+            text=text_of(answer, sampling_params, _tokenizer.get()),
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            logprobs=None if answer.log_probs is None else _as_vllm(answer),
+        )
+        return SimpleNamespace(prompt_token_ids=list(prompt_token_ids), outputs=[output], finished=True)
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0 if self._external is None else len(self._external.running())
+
+    # --- what our generator asks for ----------------------------------------------------------------------------------
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        server = self._serving()
+        return {"version": server.version, "silent_s": server.silent_s, "pid": os.getpid()}
+
+    async def tensorhub_hold(self, version: int) -> int:
+        raise ServerLost(f"{self._url} goes to new versions by itself, so it takes no part in evaluations")
+
+    async def tensorhub_release(self) -> None:
+        """It was not held."""
+
+    async def tensorhub_abort(self) -> int:
+        """End what is under way: these prompts are asked elsewhere."""
+        return 0 if self._external is None else self._external.abort()
+
+    async def close(self) -> None:
+        if self._external is not None:
+            await self._external.close()
+            self._external = None
+
+    def _serving(self) -> External:
+        server = self._external
+        if server is None or server.why_not:
+            raise ServerLost(server.why_not if server else f"{self._url} has not joined", peer=self._url)
+        return server
+
+    async def _need(self, version: int) -> None:
+        deadline = time.monotonic() + self.options.timeout_s
+        while self._serving().version < version:
+            if time.monotonic() > deadline:
+                raise ServerLost(
+                    f"{self._url} has version {self._serving().version} and was asked to answer from a later one",
+                    version=version,
+                    timeout_s=self.options.timeout_s,
+                )
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+
+def is_of_one_version(responses: list[dict[str, Any]]) -> bool:
+    """PURE: whether all tokens of these samples came from one version."""
+    logs: list[Mapping[str, Any]] = [response.get("extra_logs") or {} for response in responses]
+    return len({log[name] for log in logs for name in (FIRST, LAST) if name in log}) <= 1
+
+
+def _as_vllm(answer: Answer) -> list[dict[int, Any]]:
+    assert answer.log_probs is not None
+    pairs = zip(answer.token_ids, answer.log_probs, strict=True)
+    return [{token: SimpleNamespace(logprob=logprob, rank=None, decoded_token=None)} for token, logprob in pairs]
+
+
+async def start(name: str, url: str, options: Options, expected: Expected, **more: Any) -> Any:
+    """The actor for this server, once it has joined. options: with hub and run; more: see ExternalEngine. UsageError
+    says why it cannot."""
+    return await external.start(ExternalEngine, name, url, options, expected, **more)

@@ -1,0 +1,173 @@
+"""A `vllm serve` that verl has not started, as one of its replicas (../vllm/ray/external.py says how it joins).
+
+`ExternalServer` is what verl's router takes for a server actor: the same `generate`, heartbeat and abort. What verl's
+own server does to a request before vLLM gets it is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from verl.workers.rollout.replica import TokenOutput
+
+from tensorhub_plugins.core import UsageError, record
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.verl.config import Options
+from tensorhub_plugins.verl.routing import ReplicaLost
+from tensorhub_plugins.verl.versions import step_of_version
+from tensorhub_plugins.vllm.model_facts import facts_of
+from tensorhub_plugins.vllm.ray import external
+from tensorhub_plugins.vllm.ray.config import connect
+from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
+
+logger = get_logger(__name__)
+
+BANNED_MAX = 8192  # token ids that are the model's and not the tokenizer's; they are sent with every request
+BANNED_BIAS = -100.0  # the lowest that vLLM takes
+
+
+class Rollout(msgspec.Struct, frozen=True):
+    """Of verl's configuration, what a request depends on."""
+
+    max_model_len: int
+    prompt_length: int
+    response_length: int
+    repetition_penalty: float
+    ignore_eos: bool
+    banned: tuple[int, ...]  # token ids that the tokenizer does not know: verl's own servers never sample them
+
+
+def rollout_of(config: Any, model_config: Any) -> tuple[Rollout, Expected | None]:
+    """Of verl's rollout and model configuration; the second without hub and run. UsageError for what no server of this
+    kind can do."""
+    if getattr(model_config, "processor", None) is not None:
+        raise UsageError("a model that takes images needs verl's own replicas: add replicas instead of a server")
+    if config.get("enable_rollout_routing_replay", False) or config.get("full_determinism", False):
+        raise UsageError(
+            "rollout.enable_rollout_routing_replay and rollout.full_determinism need verl's own replicas: switch them "
+            "off, or add replicas instead of a server"
+        )
+    vocabulary = int(facts_of(model_config.hf_config)["vocab_size"])
+    known = len(model_config.tokenizer)
+    if vocabulary - known > BANNED_MAX:
+        raise UsageError(
+            f"the model knows {vocabulary} tokens and its tokenizer {known}: verl's own replicas never give the "
+            "others, and a server would: add replicas instead of a server"
+        )
+    limit = config.max_model_len or config.prompt_length + config.response_length
+    rollout = Rollout(
+        max_model_len=int(limit),
+        prompt_length=int(config.prompt_length),
+        response_length=int(config.response_length),
+        repetition_penalty=float(config.get("repetition_penalty", 1.0)),
+        ignore_eos=bool(config.get("ignore_eos", False)),
+        banned=tuple(range(known, vocabulary)),
+    )
+    expected = Expected("", "", facts_of(model_config.hf_config), int(limit), config.get("logprobs_mode", None))
+    return rollout, expected
+
+
+def request_of(given: Mapping[str, Any], prompt_tokens: int, rollout: Rollout) -> dict[str, Any]:
+    """PURE: vLLM's sampling parameters for verl's, as vLLMHttpServer.generate of verl 0.9.1 makes them."""
+    params = dict(given)
+    room = rollout.max_model_len - prompt_tokens
+    if room < 1:
+        raise ValueError(f"a prompt of {prompt_tokens} tokens leaves no room below {rollout.max_model_len}")
+    budget = rollout.prompt_length + rollout.response_length - prompt_tokens
+    limit = min(rollout.response_length, budget)
+    for name in ("max_new_tokens", "max_tokens"):
+        limit = params.pop(name, limit)
+    params["max_tokens"] = max(1, min(int(limit), room))
+    params["logprobs"] = 0 if params.pop("logprobs", False) else None
+    params.setdefault("repetition_penalty", rollout.repetition_penalty)
+    params.setdefault("ignore_eos", rollout.ignore_eos)
+    if rollout.banned:
+        params["logit_bias"] = {**(params.get("logit_bias") or {}), **dict.fromkeys(rollout.banned, BANNED_BIAS)}
+    return params
+
+
+class ExternalServer:
+    """An asyncio actor. options: with hub and run."""
+
+    def __init__(self, name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> None:
+        assert options.run is not None
+        self.worker, self.options, self._rollout = f"{name}/0", options, rollout
+        self._name, self._url = name, url
+        self._expected = msgspec.structs.replace(expected, run=options.run, model=options.model)
+        self._external: External | None = None
+
+    async def join(self) -> None:
+        """UsageError says in one sentence why this server cannot be used."""
+        store = await asyncio.to_thread(connect, self.options, replica=f"server-{self._name}")
+        self._external = External(self._url, self._expected, store=store, timeout_s=self.options.replica_timeout_s)
+        try:
+            await self._external.join()
+        except BaseException:
+            await self.close()
+            raise
+        record("external_joined", worker=self.worker, address=self._url, version=self._external.version)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
+    ) -> TokenOutput:
+        server = self._external
+        if server is None or server.why_not:
+            raise ReplicaLost(server.why_not if server else f"{self._url} has not joined")
+        if any(others.get(f"{kind}_data") for kind in ("image", "video", "audio")):
+            raise UsageError(f"{self._url} cannot be given images: add replicas instead of a server")
+        started = time.monotonic()
+        params = request_of(sampling_params, len(prompt_ids), self._rollout)
+        try:
+            answer = await server.generate([int(token) for token in prompt_ids], params)
+        except ServerLost as error:
+            record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            raise ReplicaLost(error.message, peer=self._url) from error
+        spans = [(step_of_version(version), tokens) for version, tokens in answer.spans]
+        record(
+            "request",
+            worker=self.worker,
+            seconds=time.monotonic() - started,
+            outcome=answer.finish_reason,
+            versions=[answer.spans[0][0], answer.spans[-1][0]],
+            tokens=len(answer.token_ids),
+        )
+        return TokenOutput(
+            token_ids=answer.token_ids,
+            log_probs=answer.log_probs if params["logprobs"] is not None else None,
+            stop_reason={"abort": "aborted"}.get(answer.finish_reason, "completed"),
+            extra_fields={
+                "global_steps": min(step for step, _ in spans),
+                "tensorhub_spans": spans,
+                "tensorhub_split": self.options.spans == "split",
+                "num_cached_tokens": None,
+            },
+        )
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        server = self._external
+        return {
+            "worker": self.worker,
+            "ready": server is not None and not server.why_not,
+            "version": 0 if server is None else server.version,
+            "silent_s": 0.0 if server is None else server.silent_s,
+            "timeout_s": self.options.replica_timeout_s,
+        }
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Partial answers go back, with their tokens and versions; verl's client goes on elsewhere."""
+        count = 0 if self._external is None else self._external.abort()
+        return {"aborted_count": count, "request_ids": [], "server_results": []}
+
+    async def close(self) -> None:
+        if self._external is not None:
+            await self._external.close()
+            self._external = None
+
+
+async def start(name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> Any:
+    """The actor for this server, once it has joined. options: with hub and run. UsageError says why it cannot."""
+    return await external.start(ExternalServer, name, url, options, rollout, expected)

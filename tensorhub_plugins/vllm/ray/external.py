@@ -1,0 +1,306 @@
+"""A `vllm serve` that nobody's framework started, as a member of a running job: tokens in, tokens out, over HTTP.
+
+    vllm serve MODEL --load-format tensorhub --model-loader-extra-config \
+      '{"hub": "tcp://HUB", "run": "RUN", "model": "actor", "follow": "now"}'
+    tensorhub fleet add --url http://host:8000
+
+The server gets its weights itself (engine/core_follower.py), so there is nothing to manage here: `External` asks for
+tokens, tells the version of every one of them, and watches whether the server is there. Frameworks put their own words
+around it: verl/external.py, openrlhf/external.py.
+
+Which version a token came from the server's engine core says, where requests and weights change one after the other
+(engine/spans.py). It is exact with both kinds of "follow". An answer whose versions cannot be told is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import msgspec
+import ray
+
+from tensorhub_plugins.core import Client, TensorHubError, UsageError
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.engine.spans import PREFIX
+from tensorhub_plugins.vllm.model_facts import differences
+from tensorhub_plugins.vllm.ray.hub import ON_HEAD
+
+logger = get_logger(__name__)
+
+PROBE_INTERVAL_S = 1.0
+PROBE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
+STARTS_TIMEOUT_S = 30.0  # for the versions of an answer: its engine may be in the middle of an install
+JOIN_TIMEOUT_S = 60.0  # for a server that is there to hold a version of this run
+LINE_SIZE_BYTES_MAX = 1 << 20  # of one line of a stream: a few tokens, with log-probabilities
+ROUTE = "tensorhub"
+CALLS_MAX = 100_000  # of one actor at a time: requests wait in vLLM, and heartbeats must not wait behind them
+
+
+class ServerLost(TensorHubError):
+    """This server cannot answer any more: ask another one."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """What a server must be to join. logprobs_mode: vLLM's; None: any."""
+
+    run: str
+    model: str
+    facts: dict[str, Any]  # see model_facts.py
+    max_model_len: int
+    logprobs_mode: str | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """spans: (version, tokens), in order; they add up to all tokens, and there is at least one."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    finish_reason: str  # "stop", "length" or "abort"
+    spans: tuple[tuple[int, int], ...]
+
+
+def refusal(url: str, expected: Expected, status: Mapping[str, Any]) -> str | None:
+    """PURE: why a server that says this of itself cannot join, and what to do about it; None: it can."""
+    following = status["following"]
+    if following is None:
+        return f'{url} does not follow the store: start it with "follow": "now" in --model-loader-extra-config'
+    if (following["run"], following["model"]) != (expected.run, expected.model):
+        return (
+            f"{url} follows run {following['run']}, model {following['model']}, and this job is run {expected.run}, "
+            f"model {expected.model}: start it with these"
+        )
+    differing = differences(expected.facts, status["facts"])
+    if differing:
+        return f"{url} serves another model ({'; '.join(differing)}): start it with the model of this job"
+    if status["max_model_len"] < expected.max_model_len:
+        return (
+            f"{url} takes {status['max_model_len']} tokens at most, and this job needs {expected.max_model_len}: "
+            f"start it with --max-model-len {expected.max_model_len}"
+        )
+    if expected.logprobs_mode not in (None, status["logprobs_mode"]):
+        return (
+            f"{url} gives {status['logprobs_mode']}, and this job counts on {expected.logprobs_mode}: start it with "
+            f"--logprobs-mode {expected.logprobs_mode}"
+        )
+    if status["engines"] > 1:
+        return (
+            f"{url} is {status['engines']} engines behind one address, each with a version of its own: start it with "
+            "--data-parallel-size 1, and add one address for each"
+        )
+    if status["by_hand"]:
+        return f"{url} is also updated by hand, so its versions are not sure: start it without --weight-transfer-config"
+    return None
+
+
+def spans_of(starts: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, int], ...]:
+    """PURE: where versions start, as (version, how many tokens) of an answer that was read up to `tokens`."""
+    ends = [start for _, start in starts[1:]] + [tokens]
+    spans = [(version, min(end, tokens) - start) for (version, start), end in zip(starts, ends, strict=True)]
+    return tuple(span for span in spans if span[1] > 0) or ((starts[0][0], 0),)
+
+
+async def start(actor_class: type, *arguments: Any, **options: Any) -> Any:
+    """An actor of this class, once its `join` has returned; UsageError if the server cannot join. Whoever keeps the
+    handle keeps the actor."""
+    actor: Any = ray.remote(actor_class).options(max_concurrency=CALLS_MAX, **ON_HEAD)
+    handle = actor.remote(*arguments, **options)
+    try:
+        await handle.join.remote()
+    except ray.exceptions.RayTaskError as error:
+        ray.kill(handle)
+        raise error.cause if isinstance(error.cause, UsageError) else error from None
+    return handle
+
+
+class External:
+    """One server. Made in an event loop. store: a client of this job's hub, closed with this."""
+
+    def __init__(self, url: str, expected: Expected, *, store: Client, timeout_s: float) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(f"{url!r} is no address of a server: give one like http://host:8000")
+        self.url = url.rstrip("/")
+        self.expected, self.timeout_s = expected, timeout_s
+        self.version = 0
+        self.why_not = "it has not been asked yet"  # it gets no requests; "": it does
+        self._store = store
+        self._heard_at = time.monotonic()
+        self._streams: dict[str, tuple[asyncio.Task[None], _Received]] = {}
+        self._aborted: set[str] = set()
+        self._watch: asyncio.Task[None] | None = None
+        key = os.environ.get("VLLM_API_KEY")  # as vLLM's own servers read it
+        self._http = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            read_bufsize=LINE_SIZE_BYTES_MAX,
+        )
+
+    def running(self) -> dict[str, int]:
+        """Requests that have not ended, with the tokens that have come of each."""
+        return {name: len(got.token_ids) for name, (_, got) in self._streams.items()}
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    # --- joining, and being watched -----------------------------------------------------------------------------------
+
+    async def join(self) -> None:
+        """Return when it can answer for this job; UsageError says in one sentence why it never will."""
+        deadline = time.monotonic() + JOIN_TIMEOUT_S
+        while True:
+            status = await self._first_status()
+            why_not = refusal(self.url, self.expected, status)
+            if why_not is not None:
+                raise UsageError(why_not)
+            following = status["following"]
+            if following["version"] > 0 and await asyncio.to_thread(self._holds_something, following["replica"]):
+                break
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"{self.url} follows run {following['run']} with version {following['version']}, which the hub of "
+                    "this job knows nothing of: start it with the address of this job's hub"
+                )
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        self._heard(status)
+        self._watch = asyncio.create_task(self._probe())
+
+    def _holds_something(self, replica: str) -> bool:
+        """Whether the hub of this job knows it."""
+        held = [workers for info in self._store.versions() for workers in info.layouts.values()]
+        return any(worker.startswith(f"{replica}/") for workers in held for worker in workers)
+
+    async def _first_status(self) -> dict[str, Any]:
+        try:
+            return await self._get(ROUTE)
+        except aiohttp.ClientResponseError as error:
+            if error.status == 404:
+                raise UsageError(
+                    f"{self.url} is no `vllm serve --load-format tensorhub` with this package and a vLLM that it was "
+                    "tested with (0.29 or 0.32): start it as one"
+                ) from error
+            raise UsageError(f"{self.url} answers {error.status} {error.message}: look into its log") from error
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            raise UsageError(
+                f"nobody answers at {self.url} ({error or type(error).__name__}): correct the address, or start the "
+                "server first"
+            ) from error
+
+    async def _probe(self) -> None:
+        """Its engine is asked, not only its HTTP side; during an install that side is all there is to ask."""
+        while True:
+            await asyncio.sleep(PROBE_INTERVAL_S)
+            try:
+                self._heard(await self._get(ROUTE))
+            except asyncio.TimeoutError:
+                with suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+                    await self._get("health", parse=False)
+                    self._heard_at = time.monotonic()
+            except (aiohttp.ClientError, ValueError) as error:
+                logger.debug("%s: %s", self.url, error)
+            if self.silent_s > self.timeout_s:
+                self._end_streams()
+
+    def _heard(self, status: Mapping[str, Any]) -> None:
+        self._heard_at = time.monotonic()
+        why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
+        following = status["following"] or {"version": 0, "broken": False}
+        if not why_not and following["broken"]:
+            why_not = f"{self.url} waits for whole weights"
+        elif not why_not and not following["version"]:
+            why_not = f"{self.url} has no version yet"
+        if why_not and why_not != self.why_not:
+            logger.warning("no requests for a while: %s", why_not)
+        self.version, self.why_not = following["version"], why_not
+
+    async def _get(self, route: str, *, parse: bool = True, timeout_s: float | None = None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S if timeout_s is None else timeout_s)
+        async with self._http.get(f"{self.url}/{route}", timeout=timeout, raise_for_status=True) as reply:
+            return await reply.json() if parse else await reply.read()
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]) -> Answer:
+        """sampling_params: vLLM's, as JSON. Raises ServerLost; UsageError for a request that the server refuses."""
+        name = f"{PREFIX}{uuid.uuid4().hex}"
+        got = _Received([], [] if sampling_params.get("logprobs") is not None else None)
+        stream = asyncio.create_task(self._stream(name, prompt_ids, sampling_params, got))
+        self._streams[name] = stream, got
+        try:
+            await asyncio.wait({stream})
+            if stream.cancelled() and name not in self._aborted:
+                raise ServerLost(f"{self.url} has not answered for {self.silent_s:.0f} s", peer=self.url)
+            if not stream.cancelled():
+                stream.result()
+            starts = (await self._get(f"{ROUTE}/starts/{name}", timeout_s=STARTS_TIMEOUT_S))["starts"]
+        except UsageError:
+            raise
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            raise ServerLost(f"{self.url}: {error or type(error).__name__}", peer=self.url) from error
+        finally:
+            stream.cancel()
+            self._streams.pop(name, None)
+            self._aborted.discard(name)
+        if starts is None:
+            if not got.token_ids:  # aborted before its engine had heard of it
+                starts = [[self.version, 0]]
+            else:
+                raise ServerLost(f"{self.url} cannot tell the version of an answer", peer=self.url)
+        return Answer(got.token_ids, got.log_probs, got.finish_reason, spans_of(starts, len(got.token_ids)))
+
+    def abort(self) -> int:
+        """End what is under way: it returns with the tokens that have come, as "abort"."""
+        self._aborted.update(self._streams)
+        return self._end_streams()
+
+    def _end_streams(self) -> int:
+        for stream, _ in self._streams.values():
+            stream.cancel()  # vLLM ends a request whose connection is closed
+        return len(self._streams)
+
+    async def _stream(self, name: str, prompt_ids: Sequence[int], params: Mapping[str, Any], got: _Received) -> None:
+        body = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": dict(params), "stream": True}
+        async with self._http.post(f"{self.url}/inference/v1/generate", json=body) as reply:
+            if 400 <= reply.status < 500:
+                raise UsageError(f"{self.url} refuses a request: {(await reply.text())[:500]}")
+            reply.raise_for_status()
+            async for line in reply.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.strip() == b"data: [DONE]":
+                    return
+                got.take(json.loads(line[len(b"data: ") :]), self.url)
+        raise ServerLost(f"{self.url} has broken off an answer", peer=self.url)
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        self._end_streams()
+        await self._http.close()
+        await asyncio.to_thread(self._store.close)
+
+
+class _Received(msgspec.Struct):
+    """What has come of an answer."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    finish_reason: str = "abort"  # unless it says how it ended
+
+    def take(self, part: Mapping[str, Any], url: str) -> None:
+        if "error" in part:
+            raise ServerLost(f"{url}: {part['error']}", peer=url)
+        for choice in part["choices"]:
+            self.token_ids += choice["token_ids"]
+            if self.log_probs is not None:
+                self.log_probs += [token["logprob"] for token in choice["logprobs"]["content"]]
+            self.finish_reason = choice["finish_reason"] or self.finish_reason

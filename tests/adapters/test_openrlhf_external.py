@@ -1,0 +1,147 @@
+"""A server that OpenRLHF has not started, in OpenRLHF's words: what it is asked, and what OpenRLHF gets."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("openrlhf")
+
+from vllm import SamplingParams
+from vllm_http import FACTS, Fake, answering, status
+
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.openrlhf.external import ExternalEngine, as_json, is_of_one_version, text_of
+from tensorhub_plugins.openrlhf.versions import FIRST, LAST
+from tensorhub_plugins.vllm.ray import external as neutral
+from tensorhub_plugins.vllm.ray.external import Answer, Expected, ServerLost
+
+EXPECTED = Expected("", "", FACTS, 100)
+
+
+class Tokenizer:
+    """Token n is the letter n."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([[ord(letter) - ord("a") for letter in text]])}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(ord("a") + token) for token in tokens)
+
+
+def test_parameters_and_text_are_as_vllm_has_them() -> None:
+    params = SamplingParams(temperature=0.5, max_tokens=9, min_tokens=1, logprobs=1, skip_special_tokens=False)
+    given = as_json(params)
+    assert (given["temperature"], given["max_tokens"], given["logprobs"]) == (0.5, 9, 1)
+    assert not any(name.startswith("_") for name in given) and "output_kind" not in given
+
+    def text(finish: str, **options: Any) -> str:
+        return text_of(Answer([0, 1, 2, 3], None, finish, ((1, 4),)), SamplingParams(**options), Tokenizer())
+
+    assert text("length") == "abcd" and text("stop") == "abc"  # the token that ends it is no text
+    assert text("stop", include_stop_str_in_output=True) == "abcd" and text("stop", stop=["bc"]) == "a"
+
+
+def test_samples_of_one_version() -> None:
+    one, other = {"extra_logs": {FIRST: 3, LAST: 3}}, {"extra_logs": {FIRST: 4, LAST: 4}}
+    assert is_of_one_version([one, one]) and is_of_one_version([{}])
+    assert not is_of_one_version([one, other]) and not is_of_one_version([{"extra_logs": {FIRST: 3, LAST: 4}}])
+
+
+@pytest.fixture
+def asked() -> dict[str, Any]:
+    params = SamplingParams(max_tokens=4, logprobs=1)
+    return {
+        "prompt": "ab",
+        "label": "",
+        "sampling_params": params,
+        "max_length": 50,
+        "hf_tokenizer": Tokenizer(),
+        "num_samples": 2,
+    }
+
+
+def play(hub: Server, story: Any, *, partial: bool, **options: Any) -> None:
+    async def run() -> None:
+        fake = Fake()
+        async with answering(fake) as url:
+            given = Options(hub=hub.address, run="r", model="m", **options)
+            engine = ExternalEngine("external-1", url, given, EXPECTED, partial=partial)
+            await engine.join()
+            await story(fake, engine)
+            await engine.close()
+
+    with Client(hub.address, run="r", model="m", replica="server") as holder:
+        holder.publish(3, {"weight": torch.zeros(8)}, "runtime:x")
+        asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_partial_rollout_tells_the_versions_of_every_sample(hub: Server, asked: dict[str, Any]) -> None:
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        assert (await engine.tensorhub_heartbeat())["version"] == 3
+        fake.starts = [[3, 0], [4, 2]]
+        responses = await engine.generate_responses(**asked)
+        assert len(responses) == 2
+        for response in responses:
+            assert response["observation_tokens"] == [0, 1, 0, 1, 2, 3] and response["action_ranges"] == [(2, 6)]
+            assert response["rollout_log_probs"][-4:] == [0.0, -1.0, -2.0, -3.0] and response["truncated"]
+            assert (response["extra_logs"][FIRST], response["extra_logs"][LAST]) == (3, 4)
+        with pytest.raises(ServerLost, match="takes no part in evaluations"):
+            await engine.tensorhub_hold(3)
+        with pytest.raises(UsageError, match="cannot be given images"):
+            await engine.generate_responses(**asked, images=[object()])
+
+    play(hub, story, partial=True)
+
+
+def test_without_partial_rollout_a_prompt_is_asked_again_until_it_is_of_one_version(
+    hub: Server, asked: dict[str, Any]
+) -> None:
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        fake.starts = [[3, 0], [4, 2]]
+        with pytest.raises(ServerLost, match="changes its version while it answers"):
+            await engine.generate_responses(**asked)
+        assert len(fake.asked) == 8
+        fake.asked = []
+
+        def switch_later() -> None:
+            if len(fake.asked) == 3:
+                fake.starts = [[4, 0]]
+
+        fake.on_request = switch_later
+        responses = await engine.generate_responses(**asked)
+        assert [r["extra_logs"][FIRST] for r in responses] == [4, 4] and len(fake.asked) == 4
+
+    play(hub, story, partial=False)
+
+
+def test_it_answers_from_the_version_that_is_asked_for_or_not_at_all(
+    hub: Server, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neutral, "PROBE_INTERVAL_S", 0.02)
+
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        with pytest.raises(ServerLost, match="was asked to answer from a later one"):
+            await engine.generate_responses(**asked, min_version=4)
+        waiting = asyncio.create_task(engine.generate_responses(**asked, min_version=4))
+        await asyncio.sleep(0)
+        fake.status, fake.starts = status(version=4), [[4, 0]]
+        assert len(await waiting) == 2
+
+    play(hub, story, partial=True, timeout_s=0.5)
+
+
+def test_what_is_given_back_is_asked_elsewhere_as_a_whole(hub: Server, asked: dict[str, Any]) -> None:
+    async def story(fake: Fake, engine: ExternalEngine) -> None:
+        fake.stop_after = 1
+        waiting = asyncio.create_task(engine.generate_responses(**{**asked, "num_samples": 1}))
+        await fake.reached.wait()
+        assert engine.get_num_unfinished_requests() == 1 and await engine.tensorhub_abort() == 1
+        with pytest.raises(ServerLost, match="give its requests back"):
+            await waiting
+
+    play(hub, story, partial=True)

@@ -1,0 +1,186 @@
+"""A server that nobody's framework has started, as a small real HTTP server: what joins, and what comes of its answers.
+
+The store is real, too. A real `vllm serve` is in test_vllm_external_serve.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("ray")
+pytest.importorskip("aiohttp")
+
+from vllm_http import FACTS, Fake, answering, status
+
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.ray import external
+from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
+
+EXPECTED = Expected("r", "m", FACTS, max_model_len=100, logprobs_mode="processed_logprobs")
+TIMEOUT_S = 60.0
+
+
+Story = Callable[[Fake, External], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a story with a server of version 3, and the job's side of it."""
+    monkeypatch.setattr(external, "PROBE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(external, "JOIN_TIMEOUT_S", 0.1)
+
+    async def run(story: Story, path: str, holder: str, timeout_s: float) -> None:
+        fake = Fake()
+        store = Client(hub.address, run="r", model="m", replica="job")
+        async with answering(fake) as url:
+            other = External(f"{url}{path}", EXPECTED, store=store, timeout_s=timeout_s)
+            try:
+                with Client(hub.address, run="r", model="m", replica=holder) as server:
+                    server.publish(3, {"weight": torch.zeros(8)}, "runtime:x")
+                    await asyncio.wait_for(story(fake, other), TIMEOUT_S)
+            finally:
+                await other.close()
+
+    return lambda story, path="", holder="server", timeout_s=5.0: asyncio.run(run(story, path, holder, timeout_s))
+
+
+async def answer(other: External, **params: Any) -> Answer:
+    return await other.generate([1, 2, 3], {"max_tokens": 4, "logprobs": 0, **params})
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (status(following=None), "does not follow the store"),
+        (status(run="another"), "follows run another, model m, and this job is run r, model m"),
+        (status(facts={**FACTS, "vocab_size": 256}), "another model .vocab_size 256 instead of 128."),
+        (status(facts={"architectures": ["Other"]}), "another model .architectures"),
+        (status(max_model_len=99), "--max-model-len 100"),
+        (status(logprobs_mode="raw_logprobs"), "--logprobs-mode processed_logprobs"),
+        (status(engines=2), "2 engines behind one address"),
+        (status(by_hand=True), "updated by hand"),
+    ],
+    ids=["following", "run", "vocabulary", "architecture", "length", "logprobs", "engines", "by hand"],
+)
+def test_what_cannot_join_is_refused_in_one_sentence(play: Any, said: dict[str, Any], sentence: str) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        fake.status = said
+        with pytest.raises(UsageError, match=sentence) as refused:
+            await other.join()
+        assert "\n" not in str(refused.value) and other.url in str(refused.value)
+        fake.status = status()
+        await other.join()  # the control
+
+    play(story)
+
+
+def test_a_server_of_another_hub_is_refused(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        with pytest.raises(UsageError, match="the hub of this job knows nothing of"):
+            await other.join()
+
+    play(story, holder="somebody-else")
+
+
+def test_a_server_that_is_none_of_ours_and_one_that_is_not_there_are_refused(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        with pytest.raises(UsageError, match="is no `vllm serve --load-format tensorhub`"):
+            await other.join()
+        other.url = "http://127.0.0.1:9"
+        with pytest.raises(UsageError, match=r"nobody answers at http://127.0.0.1:9"):
+            await other.join()
+
+    play(story, path="/elsewhere")
+    with pytest.raises(UsageError, match="no address of a server"):
+        asyncio.run(_make("10.0.0.1:8000"))
+
+
+async def _make(url: str) -> External:
+    return External(url, EXPECTED, store=None, timeout_s=1.0)  # type: ignore[arg-type]
+
+
+def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        assert other.why_not == "" and other.version == 3
+        assert await answer(other) == Answer([0, 1, 2, 3], [-0.0, -1.0, -2.0, -3.0], "length", ((3, 4),))
+        fake.starts = [[3, 0], [5, 1]]
+        assert (await answer(other, logprobs=None)) == Answer([0, 1, 2, 3], None, "length", ((3, 1), (5, 3)))
+        assert fake.asked[0]["token_ids"] == [1, 2, 3] and fake.asked[0]["stream"] is True
+        assert fake.asked[0]["request_id"] != fake.asked[1]["request_id"] and not other.running()
+        with pytest.raises(UsageError, match="refuses a request.*too long"):
+            await other.generate([1] * 101, {"max_tokens": 4, "logprobs": 0})
+
+    play(story)
+
+
+def test_an_answer_whose_versions_cannot_be_told_is_not_used(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.starts = None
+        with pytest.raises(ServerLost, match="cannot tell the version"):
+            await answer(other)
+
+    play(story)
+
+
+def test_what_is_given_back_keeps_its_tokens_and_their_versions(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.stop_after, fake.starts = 2, [[3, 0], [4, 1], [5, 9]]
+        asked = asyncio.create_task(answer(other))
+        await fake.reached.wait()
+        await _until(lambda: list(other.running().values()) == [2])
+        assert other.abort() == 1
+        assert await asked == Answer([0, 1], [-0.0, -1.0], "abort", ((3, 1), (4, 1)))
+        await fake.disconnected.wait()  # vLLM ends the request then
+
+    play(story)
+
+
+def test_a_server_that_breaks_off_is_lost_and_so_is_one_that_falls_silent(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.break_after = 2
+        with pytest.raises(ServerLost):
+            await answer(other)
+        fake.break_after, fake.stop_after = None, 2
+        asked = asyncio.create_task(answer(other))
+        await fake.reached.wait()
+        monkeypatch.setattr(external, "PROBE_TIMEOUT_S", 0.2)
+        fake.silent = True
+        with pytest.raises(ServerLost, match="has not answered for"):
+            await asked
+        assert other.silent_s > other.timeout_s
+        fake.silent, fake.stop_after = False, None
+        fake.go.set()
+        await _until(lambda: other.silent_s < other.timeout_s)
+        assert (await answer(other)).token_ids == [0, 1, 2, 3]
+
+    play(story, timeout_s=0.5)
+
+
+def test_one_that_is_started_again_as_something_else_gets_no_requests(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.status = status(run="another")
+        await _until(lambda: "follows run another" in other.why_not)
+        fake.status = status(version=4)
+        await _until(lambda: other.why_not == "" and other.version == 4)
+        fake.status = status(broken=True)
+        await _until(lambda: "waits for whole weights" in other.why_not)
+
+    play(story)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -1,0 +1,112 @@
+"""A real `vllm serve` that follows, asked from outside: the version of every token is right, also across a switch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+pytest.importorskip("requests")
+pytest.importorskip("ray")
+
+from transformers import AutoConfig
+from vllm_engines import checkpoint
+from vllm_servers import serving
+
+from recipes.verl_grpo.make_model import make_model, make_tokenizer
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.model_facts import facts_of
+from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
+
+pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(900)]
+
+PROMPT = [10, 11, 12, 13, 14, 15]
+LONG, ALIKE = 1500, 16  # tokens of an answer; and of those after a switch that are compared
+GREEDY = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = []
+    for seed in (1, 2):
+        made.append(tmp_path_factory.mktemp(f"model-{seed}"))
+        tokenizer = make_tokenizer()
+        model = make_model("tiny", tokenizer, seed)
+        for parameter in model.parameters():
+            parameter.data.mul_(10)  # so that other weights give other tokens
+        tokenizer.save_pretrained(made[-1])
+        model.save_pretrained(made[-1])
+    return made
+
+
+@pytest.mark.parametrize("follow", ["now", "idle"])
+def test_every_token_has_the_version_that_it_came_from(
+    follow: str, folders: list[Path], hub: Server, tmp_path: Path
+) -> None:
+    """Idle: its patience ends at once, which is when answers of several versions come."""
+    extra = {"hub": hub.address, "run": "r", "model": "actor", "replica": "server", "follow": follow}
+    with Client(hub.address, run="r", model="actor", replica="trainer") as trainer:
+        trainer.publish(1, checkpoint(folders[0]))
+        options = ["--max-model-len", "2048", "--logprobs-mode", "processed_logprobs"]
+        with serving(folders[0], tmp_path, {**extra, "follow_patience_s": 0.0}, *options) as server:
+            store = Client(hub.address, run="r", model="actor", replica="job")
+            asyncio.run(_story(server, store, folders, lambda: trainer.publish(2, checkpoint(folders[1]))))
+
+
+async def _story(server: Any, store: Client, folders: list[Path], publish: Callable[[], Any]) -> None:
+    facts = facts_of(AutoConfig.from_pretrained(folders[0]))
+    expected = Expected("r", "actor", facts, 2048, "processed_logprobs")
+    larger = msgspec.structs.replace(expected, facts={**facts, "vocab_size": facts["vocab_size"] + 1})
+    external = External(server.url, larger, store=store, timeout_s=10.0)
+    with pytest.raises(UsageError, match="another model .vocab_size"):
+        await external.join()
+    external.expected = expected
+    await external.join()
+
+    async def ask(prompt: list[int], tokens: int, **more: Any) -> Any:
+        return await external.generate(prompt, {**GREEDY, "max_tokens": tokens, **more})
+
+    old = await ask(PROMPT, LONG)
+    assert old.spans == ((1, LONG),) and old.finish_reason == "length" and len(old.log_probs) == LONG
+    banned = await ask(PROMPT, 1, logit_bias={old.token_ids[0]: -100.0})
+    assert banned.token_ids != old.token_ids[:1]
+
+    asked = asyncio.create_task(ask(PROMPT, LONG))
+    await _until(lambda: sum(external.running().values()) > 100)
+    await asyncio.to_thread(publish)
+    mixed = await asked
+    assert [version for version, _ in mixed.spans] == [1, 2] and len(mixed.token_ids) == LONG
+    boundary = mixed.spans[0][1]
+    assert mixed.token_ids[:boundary] == old.token_ids[:boundary]
+    after = slice(boundary, boundary + ALIKE)
+    new = await ask(PROMPT + mixed.token_ids[:boundary], ALIKE)
+    assert new.spans == ((2, ALIKE),)
+    assert mixed.token_ids[after] == new.token_ids != old.token_ids[after]
+
+    asked = asyncio.create_task(ask(PROMPT, LONG))
+    await _until(lambda: sum(external.running().values()) > 20)
+    assert external.abort() == 1
+    partial = await asked
+    assert partial.finish_reason == "abort" and 20 < len(partial.token_ids) < LONG
+    assert partial.spans == ((2, len(partial.token_ids)),) and external.version == 2
+
+    asked = asyncio.create_task(ask(PROMPT, LONG))
+    await _until(lambda: sum(external.running().values()) > 20)
+    os.killpg(server.process.pid, signal.SIGKILL)
+    with pytest.raises(ServerLost):
+        await asked
+    await external.close()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.001)

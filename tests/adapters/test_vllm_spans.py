@@ -1,0 +1,64 @@
+"""Which version each token came from, as the engine core notes it."""
+
+from __future__ import annotations
+
+from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans
+from tensorhub_plugins.vllm.ray.external import spans_of
+
+A, B = f"{PREFIX}{'a' * 32}", f"{PREFIX}{'b' * 32}"
+
+
+def internal(name: str) -> str:
+    """As vLLM calls it."""
+    return f"generate-tokens-{name}-1a2b3c4d"
+
+
+def test_a_request_of_several_versions() -> None:
+    spans = Spans()
+    spans.settle(1, {})
+    spans.added(internal(A))
+    spans.switched(2, {internal(A): 5})
+    spans.added(internal(B))
+    spans.switched(3, {internal(A): 5, internal(B): 2})  # A has not had a token of version 2
+    assert spans.of(A) == [(1, 0), (3, 5)]
+    assert spans.of(B) == [(2, 0), (3, 2)]
+    assert spans_of([[1, 0], [3, 5]], 9) == ((1, 5), (3, 4))
+    assert spans_of([[1, 0], [3, 5]], 5) == ((1, 5),)  # read up to there
+    assert spans_of([[1, 0], [3, 5]], 0) == ((1, 0),)
+
+
+def test_a_request_that_came_and_went_between_two_switches_has_its_own_version() -> None:
+    """Asking for the version before and after would not tell it."""
+    spans = Spans()
+    spans.settle(1, {})
+    spans.switched(2, {})
+    spans.added(internal(A))
+    spans.switched(3, {})
+    assert spans.of(A) == [(2, 0)]
+
+
+def test_going_back_and_forth_is_told() -> None:
+    spans = Spans()
+    spans.settle(2, {})
+    spans.added(internal(A))
+    spans.switched(1, {internal(A): 3})
+    spans.switched(2, {internal(A): 4})
+    spans.switched(2, {internal(A): 6})  # mended: the same weights
+    assert spans.of(A) == [(2, 0), (1, 3), (2, 4)]
+
+
+def test_what_came_before_the_version_was_known_came_from_it() -> None:
+    spans = Spans()
+    spans.added(internal(A))
+    spans.settle(7, {internal(A): 3})
+    assert spans.of(A) == [(7, 0)] and spans.version == 7
+    spans.settle(7, {internal(A): 4})
+    assert spans.of(A) == [(7, 0)]
+
+
+def test_only_requests_that_are_named_are_remembered_and_not_without_limit() -> None:
+    spans = Spans(requests_max=2)
+    for name in ("cmpl-1", A, B, f"{PREFIX}{'c' * 32}"):
+        spans.added(internal(name))
+    assert spans.of("cmpl-1") is None and spans.of(A) is None
+    assert spans.of(B) == [(0, 0)]
