@@ -30,7 +30,8 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     hub: str | None = None  # "tcp://host:port" of a `tensorhub server`; None: the run starts one itself
     run: str | None = None  # names the history at the hub; None: unique for this run
     model: str = "actor"
-    location: dict[LocationPart, str] = {}  # where this is; a node's own: TENSORHUB_DATA_CENTER, TENSORHUB_RACK
+    # Where this is. What a node says of itself comes first: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, and Ray's labels.
+    location: dict[LocationPart, str] = {}
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.

@@ -10,12 +10,31 @@ import ray
 from tensorhub_plugins.core import Client, Location, here
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions
 
+LABEL_PREFIX = "tensorhub.io/"  # ray start --labels tensorhub.io/data-center=eu,tensorhub.io/rack=r7
+ZONE_LABELS = ("ray.io/availability-region", "ray.io/availability-zone")  # KubeRay and Ray's autoscaler set them
+
 
 def location_of(given: TrainingOptions) -> Location:
-    """Where this process is. Options are the same on every node, so what a node's own environment says comes first."""
-    own = here()
-    parts = {part: value for part, value in given.location.items() if not getattr(own, part)}
-    return msgspec.structs.replace(own, **parts)
+    """Where this process is: what its environment says, then its node's labels, then the options (they are the same on
+    every node), then the zone that the cloud has labelled the node with.
+
+    One reader in a data centre reads from afar, and the others from it.
+    """
+    labels = node_labels()
+    marked = {part: labels.get(f"{LABEL_PREFIX}{part.replace('_', '-')}", "") for part in ("data_center", "rack")}
+    zone = {"data_center": "/".join(labels[name] for name in ZONE_LABELS if labels.get(name))}
+    found = here()
+    for says in (marked, given.location, zone):
+        missing = {part: value for part, value in says.items() if value and not getattr(found, part)}
+        found = msgspec.structs.replace(found, **missing)
+    return found
+
+
+def node_labels() -> dict[str, str]:
+    """Of this node, as `ray start --labels` has set them; none in a process that Ray has not started."""
+    if not ray.is_initialized():
+        return {}
+    return {str(name): str(value) for name, value in ray.get_runtime_context().get_node_labels().items()}
 
 
 def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count: int = 1) -> Client:
