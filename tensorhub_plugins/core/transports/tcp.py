@@ -7,9 +7,7 @@ between them, for links that are faster than that or lose packets.
 from __future__ import annotations
 
 import os
-import queue
 import socket
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,7 +18,7 @@ from functools import partial
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
-from tensorhub_plugins.core.transports.interface import More, Shelf
+from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
@@ -28,6 +26,7 @@ from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.messages import SEGMENT
+from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
 from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen, tune
 
@@ -36,7 +35,6 @@ FAR_STREAMS = 4  # across data centres: a lost packet halves the window of one o
 OFFLOAD_SIZE_BYTES = 1 << 20  # to hand less to another thread takes longer than to digest it
 OFFLOAD_CORES = 4  # with fewer, a source on this host needs the core: offloading takes longer than within the stream
 OFFLOAD_SEGMENTS = 2  # that wait for the other thread
-STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
 
 
 class TcpTransport:
@@ -88,18 +86,8 @@ class TcpTransport:
         if self._closed:
             raise UsageError("the transport is closed")
         host, port = parse_address(endpoint, self.name)
-        count = FAR_STREAMS if far else self._streams
         reach = partial(connect, endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline)
-        if count == 1:
-            channels = [reach()]
-        else:  # at once: over a long way each takes two round trips
-            with ThreadPoolExecutor(count) as pool:
-                futures = [pool.submit(reach) for _ in range(count)]
-            channels = [future.result() for future in futures if future.exception() is None]
-            if len(channels) < count:
-                for channel in channels:
-                    channel.close()
-                raise next(error for error in (future.exception() for future in futures) if error is not None)
+        channels = connect_all(reach, FAR_STREAMS if far else self._streams)
         link = TcpLink(channels, self._offload_size_bytes)
         self._links.add(link)
         return link
@@ -120,44 +108,11 @@ class TcpLink(SocketLink):
         self._offload_size_bytes = offload_size_bytes
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
-        def stream(channel: Channel) -> _TcpStream:
-            return _TcpStream(self, channel, manifest, plan, deadline)
-
-        if len(self._channels) == 1:
-            yield from pump(stream(self._channels[0]), segments, self._additional)
-            return
-        # The streams take from one queue, so that they finish together. Entries of `arrived`: a segment that has
-        # arrived, or the exception or None that ended a stream.
-        arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
-        running = min(len(self._channels), len(segments))
-        todo = SegmentQueue(segments, self._more, running)
-
-        def run(channel: Channel) -> None:
-            try:
-                for segment in pump(stream(channel), [], todo.take):
-                    arrived.put(segment)
-                arrived.put(None)
-            except BaseException as error:
-                arrived.put(error)
-
-        threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in self._channels[:running]]
-        for thread in threads:
-            thread.start()
-        try:
-            while running:
-                item = arrived.get()  # a stream ends by its deadline, and always says so
-                if isinstance(item, BaseException):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            if running:
-                self.cut()
-            todo.end()
-            for thread in threads:  # none may write into the target once this read has ended
-                thread.join()
+        channels = self._channels[: len(segments)]
+        streams = [_TcpStream(self, channel, manifest, plan, deadline) for channel in channels]
+        if len(streams) == 1:
+            return pump(streams[0], segments, self._additional)
+        return pump_all(streams, segments, self._more, self.cut)
 
 
 class _TcpStream:
@@ -220,49 +175,6 @@ class _TcpStream:
 def _finish(receiving: ExitStack, segment: int) -> list[int]:
     receiving.close()
     return [segment]
-
-
-class SegmentQueue:
-    """Segments that several streams still have to read. They are done when none of them has anything left, and there
-    is no more; one that runs out before waits for what the others are told of."""
-
-    def __init__(self, segments: list[int], more: More | None, streams: int) -> None:
-        self._todo = deque(segments)
-        self._more = more
-        self._streams = streams
-        self._idle = 0
-        self._ended = False
-        self._changed = threading.Condition()
-
-    def take(self, due: int) -> list[int]:
-        """The next ones for a stream that still waits for so many, perhaps none; for one that waits for none: until
-        there are some, empty when all is done."""
-        with self._changed:
-            while not self._ended:
-                if not self._todo and self._more is not None:
-                    self._todo.extend(self._more())
-                share = -(-len(self._todo) // self._streams)  # the last ones are for all, so that they end together
-                batch = [self._todo.popleft() for _ in range(max(0, min(STREAM_SEGMENTS - due, share)))]
-                if self._todo:
-                    self._changed.notify()
-                if batch or due:
-                    return batch
-                self._idle += 1
-                if self._idle == self._streams:
-                    self._end()
-                else:
-                    self._changed.wait()
-                self._idle -= 1
-            return []
-
-    def end(self) -> None:
-        """Whatever is left is not read."""
-        with self._changed:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._changed.notify_all()
 
 
 class TcpSource(SourceBackend):

@@ -20,7 +20,8 @@ from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.stream import tcp_socket
-from tensorhub_plugins.core.transports.tcp import SegmentQueue, TcpLink, TcpTransport
+from tensorhub_plugins.core.transports.stream.several import SegmentQueue
+from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport
 
 
 def test_tcp_says_what_fails_in_its_other_thread(monkeypatch):

@@ -90,15 +90,8 @@ class SocketLink:
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         self._manifest = self._plan = None
         self._version = key.version
-        with self._using("open"):
-            try:
-                with translated(self._peer, key.version, "open", deadline):
-                    self._manifest = self._open(key, as_of, deadline)
-            except (VersionGone, NotServable):
-                raise
-            except BaseException:
-                self.close()
-                raise
+        with self._using("open", deadline):
+            self._manifest = self._open(key, as_of, deadline)
         return self._manifest
 
     def _open(self, key: ShardKey, as_of: int, deadline: float) -> Manifest:
@@ -150,17 +143,9 @@ class SocketLink:
         return segments
 
     def _read(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
-        if not segments:
-            return
-        finished = False
-        with self._using("read"):
-            try:
-                with translated(self._peer, self._version, "read", deadline):
-                    yield from self._transfer(manifest, plan, segments, deadline)
-                finished = True
-            finally:
-                if not finished:  # failed, or given up: what is on its way cannot be told from what would come next
-                    self.close()
+        if segments:
+            with self._using("read", deadline):
+                yield from self._transfer(manifest, plan, segments, deadline)
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         raise NotImplementedError
@@ -177,20 +162,15 @@ class SocketLink:
         if self._closed or self._manifest is None:
             return False
         self._manifest = None
-        with self._using("check"):
-            try:
-                with translated(self._peer, self._version, "check", deadline):
-                    for channel in self._channels:
-                        channel.send_message(StreamFinish(), deadline)
-                    return all([self._reply(channel, StreamFinished, deadline).current for channel in self._channels])
-            except SourceLost as error:
-                self.close()
-                if isinstance(error.__cause__, Disconnected):
-                    return False  # to withdraw is to close the connection
-                raise
-            except BaseException:
-                self.close()
-                raise
+        try:
+            with self._using("check", deadline):
+                for channel in self._channels:
+                    channel.send_message(StreamFinish(), deadline)
+                return all([self._reply(channel, StreamFinished, deadline).current for channel in self._channels])
+        except SourceLost as error:
+            if isinstance(error.__cause__, Disconnected):
+                return False  # to withdraw is to close the connection
+            raise
 
     def cut(self) -> None:
         """From any thread: whoever uses this link gets SourceLost."""
@@ -207,14 +187,22 @@ class SocketLink:
             self._dispose()
 
     @contextlib.contextmanager
-    def _using(self, phase: str) -> Iterator[None]:
-        """While a thread is in here, nobody else takes the sockets and files away from under it."""
+    def _using(self, phase: str, deadline: float) -> Iterator[None]:
+        """While a thread is in here, nobody else takes the sockets and files away from under it.
+
+        An error costs the link, and so does a read that is given up: what is on its way cannot be told from what would
+        come next. But a source may refuse to open."""
         with self._guard:
             if self._closed:
                 raise SourceLost("the link is closed", version=self._version, peer=self._peer, phase=phase)
             self._in_use = True
         try:
-            yield
+            with translated(self._peer, self._version, phase, deadline):
+                yield
+        except BaseException as error:
+            if phase != "open" or not isinstance(error, (VersionGone, NotServable)):
+                self.close()
+            raise
         finally:
             with self._guard:
                 self._in_use = False

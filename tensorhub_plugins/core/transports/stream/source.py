@@ -163,23 +163,28 @@ class StreamServer:
         thread.start()
 
     def _serve(self, channel: Channel) -> None:
-        name = self._backend.name
         try:
             ReaderConnection(channel, self._shelf, self._backend, self._limits).run()
-        except Disconnected as reason:
-            _log.debug("%s: %s has gone: %s", name, channel.peer, reason)
-        except SourceLost as error:  # withdrawn, or late itself
-            _log.info("%s: closed the connection of %s: %s", name, channel.peer, error)
-        except Silent as reason:
-            _log.warning("%s: closed the connection of %s: it %s in time", name, channel.peer, reason)
-        except TensorHubError as error:
-            _log.warning("%s: closed the connection of %s: %s", name, channel.peer, error)
-        except Exception:
-            _log.exception("%s: serving %s failed", name, channel.peer)
+        except Exception as error:
+            self._log_end(channel.peer, error)
         finally:
             channel.close()
             with self._guard:
                 del self._connections[channel]
+
+    def _log_end(self, peer: str, error: Exception) -> None:
+        name = self._backend.name
+        match error:
+            case Disconnected():
+                _log.debug("%s: %s has gone: %s", name, peer, error)
+            case SourceLost():  # withdrawn, or late itself
+                _log.info("%s: closed the connection of %s: %s", name, peer, error)
+            case Silent():
+                _log.warning("%s: closed the connection of %s: it %s in time", name, peer, error)
+            case TensorHubError():
+                _log.warning("%s: closed the connection of %s: %s", name, peer, error)
+            case _:
+                _log.error("%s: serving %s failed", name, peer, exc_info=error)
 
 
 class ReaderConnection:
@@ -273,32 +278,44 @@ class ReaderConnection:
         if any(not start < stop <= count for start, stop in request.runs):
             raise ProtocolError(f"a read of segments {request.runs[:4]}..., the shard has {count}")
         deadline = time.monotonic() + min(request.seconds, READ_S_MAX)
-        ready_batch_max = self._backend.ready_batch_max(self._channel)
-        for start, stop in request.runs:
-            segment = start
+        serve = self._announce if self._backend.ready_batch_max(self._channel) else self._send
+        for segment, stop in request.runs:
             while segment < stop:
-                waited = self._await(offer, segment, deadline)
-                payload = self._payload(offer, segment, deadline)
-                if not ready_batch_max:
-                    header = HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload)))
-                    self._channel.send([header, *payload], deadline)
-                    segment += 1
-                    continue
-                first, segment = segment, segment + 1
-                while segment < min(stop, first + ready_batch_max) and offer.poll_ready(segment, 0.0):
-                    self._payload(offer, segment, deadline)
-                    segment += 1
-                self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
+                segment = serve(offer, segment, stop, deadline)
         self._backend.flush(self._channel, deadline)
+
+    def _send(self, offer: Offer, segment: int, stop: int, deadline: float) -> int:
+        """Send a segment once it is ready; the next one."""
+        waited = self._await(offer, segment, deadline)
+        payload = self._payload(offer, segment, deadline)
+        self._channel.send([HEADER.pack(SEGMENT, waited, segment, sum(map(len, payload))), *payload], deadline)
+        return segment + 1
+
+    def _announce(self, offer: Offer, first: int, stop: int, deadline: float) -> int:
+        """Tell a reader that takes the bytes itself of a segment once it is ready, and of those after it that are by
+        now; the next one."""
+        waited = self._await(offer, first, deadline)
+        self._payload(offer, first, deadline)
+        segment = first + 1
+        stop = min(stop, first + self._backend.ready_batch_max(self._channel))
+        while segment < stop and offer.poll_ready(segment, 0.0):
+            self._payload(offer, segment, deadline)
+            segment += 1
+        self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
+        return segment
 
     def _payload(self, offer: Offer, segment: int, deadline: float) -> list[memoryview]:
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
-        """Until the segment is ready, with a sign of life now and then; whether that took time. SourceLost when
-        withdrawn."""
-        if offer.poll_ready(segment, 0.0):
-            return False
+        """Until the segment is ready; whether that took time. SourceLost when withdrawn."""
+        is_late = not offer.poll_ready(segment, 0.0)
+        if is_late:
+            self._wait_until_ready(offer, segment, deadline)
+        return is_late
+
+    def _wait_until_ready(self, offer: Offer, segment: int, deadline: float) -> None:
+        """It has to reach this source first: say now and then that this source lives."""
         alive_at = time.monotonic() + self._limits.alive_s
         while not offer.poll_ready(segment, min(deadline, time.monotonic() + self._limits.vanished_s)):
             now = time.monotonic()
@@ -310,7 +327,6 @@ class ReaderConnection:
             if now >= alive_at:
                 self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
                 alive_at = now + self._limits.alive_s
-        return True
 
     def _release(self, *, ended: bool = False) -> None:
         offer, self._offer = self._offer, None

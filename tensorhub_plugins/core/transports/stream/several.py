@@ -1,0 +1,112 @@
+"""One read over several connections to the same source, for links that one stream does not fill.
+
+The streams take their segments from one queue, so that they end together.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tensorhub_plugins.core.transports.interface import More
+from tensorhub_plugins.core.transports.pump import SegmentStream, pump
+from tensorhub_plugins.core.transports.stream.channel import Channel
+
+STREAM_SEGMENTS = 4  # that one of several streams takes at a time: few, so that they end together
+
+
+def connect_all(connect: Callable[[], Channel], count: int) -> list[Channel]:
+    """So many connections, or the first error. At once: over a long way each takes two round trips."""
+    if count == 1:
+        return [connect()]
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(connect) for _ in range(count)]
+    channels = [future.result() for future in futures if future.exception() is None]
+    if len(channels) < count:
+        for channel in channels:
+            channel.close()
+        raise next(error for error in (future.exception() for future in futures) if error is not None)
+    return channels
+
+
+def pump_all(
+    streams: Sequence[SegmentStream], segments: list[int], more: More | None, cut: Callable[[], None]
+) -> Iterator[int]:
+    """As `pump`, over all of these streams, each in a thread of its own. cut: ends them when the read is given up."""
+    # Entries of `arrived`: a segment that has arrived, or the exception or None that ended a stream.
+    arrived: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
+    running = len(streams)
+    todo = SegmentQueue(segments, more, running)
+
+    def run(stream: SegmentStream) -> None:
+        try:
+            for segment in pump(stream, [], todo.take):
+                arrived.put(segment)
+            arrived.put(None)
+        except BaseException as error:
+            arrived.put(error)
+
+    threads = [threading.Thread(target=run, args=(stream,), daemon=True) for stream in streams]
+    for thread in threads:
+        thread.start()
+    try:
+        while running:
+            item = arrived.get()  # a stream ends by its deadline, and always says so
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        if running:
+            cut()
+        todo.end()
+        for thread in threads:  # none may write into the target once this read has ended
+            thread.join()
+
+
+class SegmentQueue:
+    """Segments that several streams still have to read. They are done when none of them has anything left, and there
+    is no more; one that runs out before waits for what the others are told of."""
+
+    def __init__(self, segments: list[int], more: More | None, streams: int) -> None:
+        self._todo = deque(segments)
+        self._more = more
+        self._streams = streams
+        self._idle = 0
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def take(self, due: int) -> list[int]:
+        """The next ones for a stream that still waits for so many, perhaps none; for one that waits for none: until
+        there are some, empty when all is done."""
+        with self._changed:
+            while not self._ended:
+                if not self._todo and self._more is not None:
+                    self._todo.extend(self._more())
+                share = -(-len(self._todo) // self._streams)  # the last ones are for all, so that they end together
+                batch = [self._todo.popleft() for _ in range(max(0, min(STREAM_SEGMENTS - due, share)))]
+                if self._todo:
+                    self._changed.notify()
+                if batch or due:
+                    return batch
+                self._idle += 1
+                if self._idle == self._streams:
+                    self._end()
+                else:
+                    self._changed.wait()
+                self._idle -= 1
+            return []
+
+    def end(self) -> None:
+        """Whatever is left is not read."""
+        with self._changed:
+            self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._changed.notify_all()
