@@ -43,6 +43,7 @@ PURE = {
     "hub.state",
     "hub.waiters",
     "memory.moves",
+    "transfer.events",
     "transfer.limits",
     "transfer.replication",
     "transfer.sharing",

@@ -1,7 +1,7 @@
 """The tour of core/README.md: one version, from verl's `send_weights` to a parameter of vLLM, in so many lines.
 
 A number that nobody counts always grows. This counts the lines of exactly the functions and types that the tour names,
-blank ones and docstrings included.
+blank ones and docstrings included. "Class (fields)" is a class without its methods.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
-LINES_MAX = 3650  # the aim is 2,600
-LINES_TO_INTERFACES_MAX = 2950  # without what is behind those of transports and the registry; the aim is 2,300
+LINES_MAX = 3300  # the aim is 2,600
+LINES_TO_INTERFACES_MAX = 2700  # without what is behind those of transports and the registry; the aim is 2,300
 BEHIND = (
     "core/hub/registry.py",
     "core/transports/pump.py",
@@ -22,6 +22,8 @@ BEHIND = (
     "core/transports/tcp.py",
     "core/transports/stream/",
 )
+
+FIELDS = " (fields)"
 
 TOUR = [
     # 1. verl hands over the weights
@@ -100,7 +102,11 @@ TOUR = [
     ("core/hub/hub.py", "Hub._wait"),
     ("core/hub/state.py", "Holding"),
     ("core/hub/state.py", "Lease"),
-    ("core/hub/state.py", "Version"),
+    ("core/hub/state.py", "Version (fields)"),
+    ("core/hub/state.py", "Version.key"),
+    ("core/hub/state.py", "Version.holders"),
+    ("core/hub/state.py", "Version.layouts"),
+    ("core/hub/state.py", "Version.has"),
     ("core/hub/publishing.py", "Publishing.publish"),
     ("core/hub/publishing.py", "Publishing.hold"),
     ("core/hub/publishing.py", "Publishing.replica_is_whole"),
@@ -151,14 +157,29 @@ TOUR = [
     # 13. where the bytes will go
     ("core/client/client.py", "Client.fetch"),
     ("core/client/client.py", "Client._transfer"),
-    ("core/client/destinations.py", "Destinations"),
+    ("core/client/destinations.py", "Destinations (fields)"),
+    ("core/client/destinations.py", "Destinations.__init__"),
+    ("core/client/destinations.py", "Destinations.begin"),
+    ("core/client/destinations.py", "Destinations.expect"),
+    ("core/client/destinations.py", "Destinations.prepare"),
+    ("core/client/destinations.py", "Destinations.verified"),
+    ("core/client/destinations.py", "Destinations.complete"),
+    ("core/client/destinations.py", "Destinations._memory_for"),
     ("core/client/serving.py", "Serving.prepare"),
     ("core/client/serving.py", "Serving.complete"),
     ("core/client/serving.py", "Serving.find"),
     ("core/client/shelf.py", "Shelf.prepare"),
     ("core/client/shelf.py", "Shelf.complete"),
     # 14. the shell of one transfer
-    ("core/transfer/runner.py", "Transfer"),
+    ("core/transfer/runner.py", "Transfer (fields)"),
+    ("core/transfer/runner.py", "Transfer.__init__"),
+    ("core/transfer/runner.py", "Transfer.run"),
+    ("core/transfer/runner.py", "Transfer._outcome"),
+    ("core/transfer/runner.py", "Transfer._next_event"),
+    ("core/transfer/runner.py", "Transfer._carry_out"),
+    ("core/transfer/runner.py", "Transfer._ask"),
+    ("core/transfer/runner.py", "Transfer._join_all"),
+    ("core/transfer/runner.py", "Transfer._end"),
     ("core/transfer/source_reader.py", "SourceReader._run"),
     ("core/transfer/source_reader.py", "SourceReader._open"),
     ("core/transfer/source_reader.py", "SourceReader._read"),
@@ -167,9 +188,11 @@ TOUR = [
     ("core/transfer/source_reader.py", "SourceReader.confirm_epoch"),
     # 15. what to read from whom
     ("core/transfer/replication.py", "Replication.handle"),
+    ("core/transfer/replication.py", "Replication._keep_time"),
     ("core/transfer/replication.py", "Replication._ask"),
     ("core/transfer/replication.py", "Replication._acquire"),
     ("core/transfer/replication.py", "Replication._answer"),
+    ("core/transfer/replication.py", "Replication._begin_layout"),
     ("core/transfer/replication.py", "Replication._take"),
     ("core/transfer/replication.py", "Replication._opened"),
     ("core/transfer/replication.py", "Replication._prepared"),
@@ -178,14 +201,16 @@ TOUR = [
     ("core/transfer/replication.py", "Replication._shard_done"),
     ("core/transfer/replication.py", "Replication._epoch_checked"),
     ("core/transfer/replication.py", "Replication._complete_if_done"),
-    ("core/transfer/sharing.py", "Source"),
+    ("core/transfer/sharing.py", "Source (fields)"),
+    ("core/transfer/sharing.py", "Source.heard"),
+    ("core/transfer/sharing.py", "Source.arrived"),
+    ("core/transfer/sharing.py", "Source.window"),
     ("core/transfer/sharing.py", "Shard"),
     ("core/transfer/sharing.py", "plan"),
     # 16. which bytes go where
     ("core/memory/moves.py", "Move"),
     ("core/memory/moves.py", "plan"),
     ("core/memory/moves.py", "needed"),
-    ("core/memory/moves.py", "_runs"),
     # 17. both ends of the stream
     ("core/transports/interface.py", "Transport"),
     ("core/transports/interface.py", "Link"),
@@ -222,9 +247,15 @@ TOUR = [
     ("core/transports/stream/source.py", "ReaderConnection._open"),
     ("core/transports/stream/source.py", "ReaderConnection._begin"),
     ("core/transports/stream/source.py", "ReaderConnection._read"),
+    ("core/transports/stream/source.py", "ReaderConnection._send"),
     ("core/transports/stream/source.py", "ReaderConnection._await"),
     # 18. the bytes land, and are checked
-    ("core/transports/read_plan.py", "ReadPlan"),
+    ("core/transports/read_plan.py", "ReadPlan (fields)"),
+    ("core/transports/read_plan.py", "ReadPlan.__init__"),
+    ("core/transports/read_plan.py", "ReadPlan._stretch"),
+    ("core/transports/read_plan.py", "ReadPlan.receiving"),
+    ("core/transports/read_plan.py", "ReadPlan.digest"),
+    ("core/transports/read_plan.py", "ReadPlan._pieces"),
     ("core/memory/slab.py", "Slab.writable_ranges"),
     # 19. pause, vote, change, vote
     ("vllm/worker/updater.py", "Updater.prepare_install"),
@@ -233,8 +264,7 @@ TOUR = [
     ("vllm/worker/updater.py", "Updater._change"),
     # 20. into the parameters
     ("vllm/worker/conversion.py", "Conversion.install"),
-    ("vllm/worker/conversion.py", "Conversion._try"),
-    ("vllm/worker/conversion.py", "Conversion._judge"),
+    ("vllm/worker/conversion.py", "Conversion._install"),
     ("vllm/worker/conversion.py", "Conversion._copy"),
     ("vllm/worker/reload.py", "reload_checkpoint"),
     ("vllm/worker/weights.py", "tensors"),
@@ -250,10 +280,14 @@ def lines_of(stops: Iterable[tuple[str, str]], package: Path = PACKAGE) -> set[t
     found: set[tuple[str, int]] = set()
     for file, name in stops:
         node: ast.AST = ast.parse((package / file).read_text())
-        for part in name.split("."):
+        for part in name.removesuffix(FIELDS).split("."):
             node = {child.name: child for child in ast.iter_child_nodes(node) if hasattr(child, "name")}[part]
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        found.update((file, line) for line in range(first, node.end_lineno + 1))
+        lines = set(range(first, node.end_lineno + 1))
+        if name.endswith(FIELDS):
+            for method in (child for child in node.body if isinstance(child, ast.FunctionDef)):
+                lines -= set(range(method.lineno - len(method.decorator_list), method.end_lineno + 2))
+        found.update((file, line) for line in lines)
     return found
 
 
@@ -277,5 +311,7 @@ def test_the_readme_tells_it() -> None:
 def test_lines_are_counted_once_and_a_stop_that_is_gone_is_missed(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text("class A:\n    @property\n    def f(self):\n        return 1\n\ndef g(): ...\n")
     assert len(lines_of([("file.py", "A.f"), ("file.py", "A"), ("file.py", "g")], tmp_path)) == 5
+    assert len(lines_of([("file.py", "A (fields)")], tmp_path)) == 1
+    assert len(lines_of([("file.py", "A (fields)"), ("file.py", "A.f")], tmp_path)) == 4
     with pytest.raises(KeyError):
         lines_of([("file.py", "A.gone")], tmp_path)

@@ -424,13 +424,7 @@ class Client:
     def _slab_of(self, tensors: Mapping[str, torch.Tensor] | Slab, version: int, *, copy: bool) -> Slab:
         """What is to be published, as a slab."""
         if isinstance(tensors, Slab):
-            if tensors.kind == "allocated" and tensors.unwritten:
-                raise UsageError(
-                    f"{len(tensors.unwritten)} tensors of the slab were never written, first "
-                    f"{list(tensors.unwritten[:5])}: write them all, or call mark_written for those that were filled "
-                    "through their views",
-                    version=version,
-                )
+            _check_written(tensors, version)
             self._pool.reclaim(tensors)
             return tensors
         if not copy:
@@ -509,6 +503,15 @@ def here() -> Location:
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
     )
+
+
+def _check_written(slab: Slab, version: int) -> None:
+    if slab.kind == "allocated" and slab.unwritten:
+        raise UsageError(
+            f"{len(slab.unwritten)} tensors of the slab were never written, first {list(slab.unwritten[:5])}: write "
+            "them all, or call mark_written for those that were filled through their views",
+            version=version,
+        )
 
 
 def _usable(names: Sequence[str], advertise_host: str, limits: TransportLimits) -> dict[str, Transport]:

@@ -204,10 +204,7 @@ class HubLink:
                 case session.Answered(request, reply):
                     self._resolve(request, reply)
                 case session.Expired(request, hub_silent):
-                    future = self._futures.pop(request, None)
-                    if future is not None:
-                        why = "the hub does not answer" if hub_silent else "the hub did not decide in time"
-                        future.set_exception(HubUnreachable(why, peer=self.address, phase="hub"))
+                    self._expire(request, hub_silent=hub_silent)
                 case session.SourceGone(gone):
                     self._on_source_gone(gone)
                 case session.MayRelease():
@@ -222,20 +219,23 @@ class HubLink:
                     assert_never(effect)
 
     def _resolve(self, request: int, reply: messages.Reply) -> None:
-        if request == 0:  # the hub refuses us altogether
+        future = self._futures.pop(request, None)
+        if future is not None and isinstance(reply, messages.Refused):
+            future.set_exception(refusal(reply.error, reply.message))
+        elif future is not None:
+            future.set_result(reply)
+        elif request == 0:  # the hub refuses us altogether
             assert isinstance(reply, messages.Refused)
             if self._welcomed.done():
                 log.error("%s: the hub refuses this worker: %s", self._name, reply.message)
             else:
                 self._welcomed.set_exception(refusal(reply.error, reply.message, phase="connect"))
-            return
+
+    def _expire(self, request: int, *, hub_silent: bool) -> None:
         future = self._futures.pop(request, None)
-        if future is None:
-            return
-        if isinstance(reply, messages.Refused):
-            future.set_exception(refusal(reply.error, reply.message))
-        else:
-            future.set_result(reply)
+        if future is not None:
+            why = "the hub does not answer" if hub_silent else "the hub did not decide in time"
+            future.set_exception(HubUnreachable(why, peer=self.address, phase="hub"))
 
     def _flush(self) -> None:
         while self._outbox:

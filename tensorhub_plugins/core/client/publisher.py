@@ -168,15 +168,18 @@ class Publisher:
         if self._whole and whole != self._whole:
             if slab is not None:
                 slab.close()
-            found = difference(self._whole, whole)
-            raise UsageError(
-                f"the weights are not those of {'the version before' if self._published else 'the model'}: {found}. "
-                "Nothing was published. If the change is meant, take a new run or model name",
-                version=version,
-            )
+            raise self._not_the_same(version, whole)
         if slab is not None and not buffered and written == self._mine.positions.keys():
             return slab, whole
         return self._reshape(slab, written, buffered), whole
+
+    def _not_the_same(self, version: int, whole: TensorTable) -> UsageError:
+        found = difference(self._whole, whole)
+        return UsageError(
+            f"the weights are not those of {'the version before' if self._published else 'the model'}: {found}. "
+            "Nothing was published. If the change is meant, take a new run or model name",
+            version=version,
+        )
 
     def _reshape(self, slab: Slab | None, written: set[str], buffered: dict[str, torch.Tensor]) -> Slab:
         """The names or shapes are new: put together a slab of what there is now."""

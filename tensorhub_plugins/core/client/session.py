@@ -12,6 +12,7 @@ What a deadline that passes without the hub's answer means
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -251,38 +252,13 @@ class Session:
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self._heard_at = now
         match message:
-            case m.Welcome(hub, heartbeat_s, _, request_id, directive):
-                self._direct(directive)
-                if self._welcomed or request_id < self._hello_first:
-                    return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
-                if self.addressed not in (b"", hub):
-                    self._hello_to(hub, now)  # it did not heed whom we said Hello to, or is of a hub before that one
-                    return
-                restarted = self.hub is not None and hub != self.hub
-                if self._away or restarted:
-                    self._away = False
-                    self._effects.append(HubBack(restarted))
-                self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, heartbeat_s
-                self._next_heartbeat = min(self._next_heartbeat, now + heartbeat_s)
-                for request_id in list(self.asked):
-                    self._send_asked(request_id, now)
-                self._retry_retained = True
+            case m.Welcome():
+                self._welcome(message, now)
             case m.Unknown(hub):
                 if self._welcomed or hub != self.addressed:
                     self._hello_to(hub, now)
             case m.Alive(resend, directive):
-                if self._away:
-                    self._away = False
-                    self._effects.append(HubBack(False))
-                if directive is not None and not self._direct(directive) and self._welcomed:
-                    self._hello_to(self.addressed, now)  # it has not heard all that we have
-                for request_id in resend:
-                    if request_id in self.asked:
-                        self._send_asked(request_id, now)
-                if self._retry_retained:
-                    self._retry_retained = False
-                    if self.retained:
-                        self._effects.append(MayRelease(tuple(sorted(self.retained))))
+                self._hub_lives(resend, directive, now)
             case m.SourceGone(session):
                 self._effects.append(SourceGone(session))
             case m.MayRelease(keys):
@@ -295,6 +271,39 @@ class Session:
                 late = isinstance(message, m.Granted) and message.hub not in (b"", self.hub)  # of a hub before this one
                 if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
+
+    def _welcome(self, welcome: m.Welcome, now: float) -> None:
+        hub = welcome.hub
+        self._direct(welcome.directive)
+        if self._welcomed or welcome.request_id < self._hello_first:
+            return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
+        if self.addressed not in (b"", hub):
+            self._hello_to(hub, now)  # it did not heed whom we said Hello to, or is of a hub before that one
+            return
+        restarted = self.hub is not None and hub != self.hub
+        if self._away or restarted:
+            self._away = False
+            self._effects.append(HubBack(restarted))
+        self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, welcome.heartbeat_s
+        self._next_heartbeat = min(self._next_heartbeat, now + welcome.heartbeat_s)
+        for request_id in list(self.asked):
+            self._send_asked(request_id, now)
+        self._retry_retained = True
+
+    def _hub_lives(self, resend: Iterable[int], directive: m.Directive | None, now: float) -> None:
+        """The answer to a heartbeat: what the hub has not heard."""
+        if self._away:
+            self._away = False
+            self._effects.append(HubBack(False))
+        if directive is not None and not self._direct(directive) and self._welcomed:
+            self._hello_to(self.addressed, now)  # it has not heard all that we have
+        for request_id in resend:
+            if request_id in self.asked:
+                self._send_asked(request_id, now)
+        if self._retry_retained:
+            self._retry_retained = False
+            if self.retained:
+                self._effects.append(MayRelease(tuple(sorted(self.retained))))
 
     def _hello_to(self, hub: bytes, now: float) -> None:
         """This life of the hub does not know all of us that it should."""
@@ -313,13 +322,7 @@ class Session:
     def _answered(self, reply: m.Reply, now: float) -> None:
         asked = self.asked.pop(reply.request_id, None)
         if asked is None:
-            if isinstance(reply, m.Granted) and reply.request_id not in self.leases:  # no caller waits for it any more
-                self._send(m.Release(reply.request_id))
-                if reply.claim is not None and reply.claim not in self.claims:
-                    request_id = self.next_request_id()
-                    self._ask(m.Abandon(request_id, reply.claim), now + ANSWER_MARGIN_S, now)
-            elif reply.request_id == 0:  # a refused Hello answers no request
-                self._effects.append(Answered(0, reply))
+            self._answered_in_vain(reply, now)
             return
         match asked.message, reply:
             case m.Publish(_, holding), m.Refused():
@@ -327,12 +330,7 @@ class Session:
             case m.Publish(_, holding), _:
                 self.claims.pop(holding.key, None)
             case m.Unpublish(request_id, keys, _), m.Unpublished(_, _, must_retain):
-                # A shard that was unpublished twice at the same time may have been read again after the first answer.
-                for key in (key for key in keys if self.offered.get(key, 0) < request_id):
-                    if must_retain and key in self.holdings:
-                        self.retained.add(key)
-                    else:
-                        self._drop(key)
+                self._unpublished(request_id, keys, must_retain=must_retain)
             case m.Abandon(_, key), _:
                 self.claims.pop(key, None)
             case m.Acquire(), m.Granted():
@@ -351,6 +349,24 @@ class Session:
                 pass
         self._effects.append(Answered(reply.request_id, reply))
         self._send_unblocked(asked.message, now)
+
+    def _answered_in_vain(self, reply: m.Reply, now: float) -> None:
+        """No caller waits for this any more."""
+        if isinstance(reply, m.Granted) and reply.request_id not in self.leases:
+            self._send(m.Release(reply.request_id))
+            if reply.claim is not None and reply.claim not in self.claims:
+                request_id = self.next_request_id()
+                self._ask(m.Abandon(request_id, reply.claim), now + ANSWER_MARGIN_S, now)
+        elif reply.request_id == 0:  # a refused Hello answers no request
+            self._effects.append(Answered(0, reply))
+
+    def _unpublished(self, request_id: int, keys: Iterable[ShardKey], *, must_retain: bool) -> None:
+        # A shard that was unpublished twice at the same time may have been read again after the first answer.
+        for key in (key for key in keys if self.offered.get(key, 0) < request_id):
+            if must_retain and key in self.holdings:
+                self.retained.add(key)
+            else:
+                self._drop(key)
 
     def _drop(self, key: ShardKey) -> None:
         self.holdings.pop(key, None)

@@ -56,9 +56,8 @@ class Reading:
         if history.is_visible(pending.version):
             return pending.version
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
-        if worker.is_replaced and shard_count > 1:  # what a dead process has sent must not speak for its replica
-            text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
-            return m.Refused(acquire.request_id, "UsageError", text)
+        if worker.is_replaced and shard_count > 1:
+            return self._was_replaced(worker, acquire)
         present = {w.hello.shard for w in history.replicas[replica].values()}
         if len(present) < shard_count:
             return 0  # the one we do not know may have been answered already, by a hub that was restarted since
@@ -67,14 +66,7 @@ class Reading:
         if group.version and shard_count > 1 and (shard not in group.notified_shards or pending.version):
             too_old = group.version < at_least and group.version != history.directive.pin
             if too_old or not history.is_visible(group.version):
-                if self._registry.recovering(now):
-                    return 0
-                text = (
-                    f"other shards of {replica} took version {group.version} as the latest, and this one cannot: "
-                    "let all of them read again, naming one version"
-                )
-                group.forget_version()
-                return m.Refused(acquire.request_id, "VersionGone", text)
+                return 0 if self._registry.recovering(now) else self._cannot_follow(worker, acquire)
         else:
             newest = history.latest(at_least)
             if newest is None:
@@ -83,6 +75,21 @@ class Reading:
         group.notified_shards.add(shard)
         pending.version = group.version
         return group.version
+
+    def _was_replaced(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
+        """What a dead process has sent must not speak for its replica."""
+        text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
+        return m.Refused(acquire.request_id, "UsageError", text)
+
+    def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
+        """What the other shards of its replica took as the latest is none for this one: let them agree anew."""
+        group = worker.history.group(worker)
+        text = (
+            f"other shards of {worker.hello.replica} took version {group.version} as the latest, and this one cannot: "
+            "let all of them read again, naming one version"
+        )
+        group.forget_version()
+        return m.Refused(acquire.request_id, "VersionGone", text)
 
     # --- from whom ---
 

@@ -219,18 +219,23 @@ class Registry:
         reader.leases[lease.request_id] = lease
         self.schedule(lease.deadline, lease)
         for session in set(lease.sources.values()):
-            source = history.workers.get(session)
-            if source is not None:
-                self.attach_reader(source, lease)
-            else:
-                unknown = history.leases_on_unknown_sources.setdefault(session, {})
-                unknown[reader.session, lease.request_id] = lease
+            self._attach(lease, session)
         for key in lease.shard_keys():
             source = history.workers.get(lease.sources[key.shard])
             known = source.depth.get(key, 0) if source is not None else 0
             if not lease.beside:
                 reader.depth[key] = known + 1
             self.refresh_candidate(reader, key)
+
+    def _attach(self, lease: Lease, session: bytes) -> None:
+        """To a source, which may not have said Hello since the hub's restart."""
+        history = lease.reader.history
+        source = history.workers.get(session)
+        if source is not None:
+            self.attach_reader(source, lease)
+        else:
+            unknown = history.leases_on_unknown_sources.setdefault(session, {})
+            unknown[lease.reader.session, lease.request_id] = lease
 
     def attach_reader(self, source: Worker, lease: Lease) -> None:
         """This source is read from under this lease."""

@@ -38,6 +38,10 @@ def plan(source: TensorTable, target: TensorTable) -> list[Move]:
     """
     if source == target:
         return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
+    return _plan_by_tensor(source, target)
+
+
+def _plan_by_tensor(source: TensorTable, target: TensorTable) -> list[Move]:
     moves: list[Move] = []
     ends = (0, -1)  # of the last move, in both streams
     for spec, start in zip(source, source.offsets, strict=True):

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
@@ -26,6 +24,32 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.transfer.events import (
+    Answer,
+    Arrived,
+    AskSources,
+    Begin,
+    Close,
+    Complete,
+    ConfirmEpoch,
+    Effect,
+    EndLease,
+    EpochChecked,
+    Event,
+    GiveUp,
+    Lost,
+    Open,
+    Opened,
+    Prepare,
+    Prepared,
+    Read,
+    Restart,
+    SourceGone,
+    SourceWaiting,
+    Tick,
+    Verified,
+    Withdrawn,
+)
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
 from tensorhub_plugins.core.types import (
@@ -37,174 +61,6 @@ from tensorhub_plugins.core.types import (
 )
 
 LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
-
-# --- events ---
-
-
-class Begin(msgspec.Struct, frozen=True):
-    """The transfer begins: comes first, once."""
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """The hub's answer to an AskSources, or what it refused with; HubUnreachable: no answer in time."""
-
-    request_id: int
-    reply: m.Granted | errors.TensorHubError
-    additional: bool = False  # the question named sources that it came beside
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """The source of this shard has shown its manifest (already checked to hold together)."""
-
-    shard: int
-    session: bytes
-    manifest: Manifest
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order."""
-
-    shard: int
-    needed: tuple[int, ...]
-
-
-class Arrived(msgspec.Struct, frozen=True):
-    """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first."""
-
-    shard: int
-    session: bytes
-    segment: int
-    intact: bool
-    waited: bool = False
-
-
-class SourceWaiting(msgspec.Struct, frozen=True):
-    """The source of this shard lives, and waits for bytes itself."""
-
-    shard: int
-    session: bytes
-
-
-class EpochChecked(msgspec.Struct, frozen=True):
-    """The answer to ConfirmEpoch. unchanged: the source had not withdrawn what was read until then."""
-
-    shard: int
-    session: bytes
-    unchanged: bool
-
-
-class Lost(msgspec.Struct, frozen=True):
-    """The source of this shard failed: refused, died, froze or cut us off."""
-
-    shard: int
-    session: bytes
-    why: str
-
-
-class SourceGone(msgspec.Struct, frozen=True):
-    """The hub says that this worker is no more."""
-
-    session: bytes
-
-
-class Withdrawn(msgspec.Struct, frozen=True):
-    """Operators have withdrawn these versions."""
-
-    versions: tuple[int, ...]
-
-
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed: timers are looked at."""
-
-
-Event: TypeAlias = (
-    Begin | Answer | Opened | Prepared | Arrived | SourceWaiting | EpochChecked | Lost | SourceGone | Withdrawn | Tick
-)
-
-# --- effects ---
-
-
-class AskSources(msgspec.Struct, frozen=True):
-    """Send this Acquire. The shell numbers it; the answer says which number it had."""
-
-    acquire: m.Acquire
-
-
-class Restart(msgspec.Struct, frozen=True):
-    """Forget everything that was read: it goes on in another layout."""
-
-    layout: str
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Connect to this source and ask for the shard's manifest."""
-
-    key: ShardKey
-    grant: m.Grant
-    request_id: int
-
-
-class Read(msgspec.Struct, frozen=True):
-    """Read these after those asked for before."""
-
-    shard: int
-    session: bytes
-    segments: tuple[int, ...]
-
-
-class Prepare(msgspec.Struct, frozen=True):
-    """Find memory for this source shard; answered by Prepared."""
-
-    key: ShardKey
-    manifest: Manifest
-
-
-class ConfirmEpoch(msgspec.Struct, frozen=True):
-    """Nothing more is read from this source: ask whether it has withdrawn its offer meanwhile."""
-
-    shard: int
-    session: bytes
-
-
-class Close(msgspec.Struct, frozen=True):
-    """Close the link to this shard's source. What it was asked for and has not arrived may be asked of another at once:
-    nothing of the old may be written any more when the new begins."""
-
-    shard: int
-    session: bytes
-
-
-class EndLease(msgspec.Struct, frozen=True):
-    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed."""
-
-    request_id: int
-    shard: int | None
-    lost: bool
-
-
-class Verified(msgspec.Struct, frozen=True):
-    """This segment, which came from that source, may be served on."""
-
-    shard: int
-    session: bytes
-    segment: int
-
-
-class Complete(msgspec.Struct, frozen=True):
-    """All bytes are here, and verified where that was asked for. Nothing follows."""
-
-
-class GiveUp(msgspec.Struct, frozen=True):
-    """The transfer failed: this is to be raised. Nothing follows."""
-
-    error: errors.TensorHubError
-
-
-Effect: TypeAlias = (
-    AskSources | Restart | Open | Prepare | Read | ConfirmEpoch | Close | EndLease | Verified | Complete | GiveUp
-)
-
-# --- the machine ---
 
 
 @dataclass
@@ -265,26 +121,27 @@ class Replication:
             case Arrived():
                 self._arrived(event, now)
             case SourceWaiting(shard, session):
-                source = self._current(shard, session)
-                if source is not None:
-                    source.heard(now)
+                self._waits(shard, session, now)
             case EpochChecked(shard, session, unchanged):
                 self._epoch_checked(shard, session, unchanged, now)
             case Lost(shard, session, why):
                 self._lost(shard, session, why, now)
             case SourceGone(session):
-                for shard, state in self.shards.items():
-                    if session in state.sources:
-                        self._lost(shard, session, "the hub gave it up", now)
+                self._gone(session, now)
             case Withdrawn(versions):
-                self._withdrawn = versions
-                if self.version in versions:
-                    self._give_up(self._was_withdrawn())
+                self._withdraw(versions)
             case Tick():
                 for shard in self.shards:
                     self._look(shard, now)
             case _:
                 assert_never(event)
+        self._keep_time(now)
+        return self._effects
+
+    # --- time ---
+
+    def _keep_time(self, now: float) -> None:
+        """After every event: what is due by now, and when to look again."""
         if not self.finished and now >= self._ends_at():
             self._give_up(self._too_late())
         if not self.finished and self._ask_at is not None and now >= self._ask_at and not self._asking:
@@ -292,7 +149,6 @@ class Replication:
             self._ask(now)
         reading = any(state.sources for state in self.shards.values())
         self._look_at = now + self.limits.look_s if reading else None
-        return self._effects
 
     def next_deadline(self) -> float:
         """When the next Tick is due."""
@@ -346,11 +202,7 @@ class Replication:
             self._give_up(self._no_hub() if unheard else self._explained(reply))
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):
-            if self.layout:
-                self._drop_all()
-                self._effects.append(Restart(reply.layout))
-            self.layout, self.shard_count = reply.layout, reply.shard_count
-            self.shards = {grant.shard: Shard(grant.root, self.verify) for grant in reply.grants}
+            self._begin_layout(reply)
         self.version = reply.version
         if reply.claim is not None:
             self.claimed = reply.claim
@@ -361,6 +213,13 @@ class Replication:
         self._take(request_id, reply, now, sources_max=1)
         if self._ask_at is None and any(not s.sources and not s.is_done for s in self.shards.values()):
             self._ask_at = now
+
+    def _begin_layout(self, reply: m.Granted) -> None:
+        if self.layout:
+            self._drop_all()
+            self._effects.append(Restart(reply.layout))
+        self.layout, self.shard_count = reply.layout, reply.shard_count
+        self.shards = {grant.shard: Shard(grant.root, self.verify) for grant in reply.grants}
 
     def _answer_additional(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
         self._asking_more = False
@@ -397,8 +256,7 @@ class Replication:
             self._lost(shard, session, "its manifest is not the one that was published", now)
             return
         if self.verify and not manifest.has_digests:
-            text = "was published without digests: read with verify=False, or publish with verify=True"
-            self._give_up(errors.UsageError(f"{self._key(shard)} {text}", peer=source.grant.worker))
+            self._give_up(self._no_digests(shard, source.grant.worker))
             return
         source.is_open = True
         source.heard(now)
@@ -457,13 +315,16 @@ class Replication:
             return
         state = self.shards[event.shard]
         assert state.missing is not None
-        if event.intact:
-            self._retries = 0  # progress: the next loss is a new one
-            del state.missing[event.segment]
-            source.arrived(event.segment, now, waited=event.waited)
-            self._effects.append(Verified(event.shard, event.session, event.segment))
-            self._go_on(event.shard, state, now)
+        if not event.intact:
+            self._arrived_corrupt(event, now)
             return
+        self._retries = 0  # progress: the next loss is a new one
+        del state.missing[event.segment]
+        source.arrived(event.segment, now, waited=event.waited)
+        self._effects.append(Verified(event.shard, event.session, event.segment))
+        self._go_on(event.shard, state, now)
+
+    def _arrived_corrupt(self, event: Arrived, now: float) -> None:
         self._corrupt[event.session] += 1
         if self._corrupt[event.session] >= self.limits.corrupt_segments_max:
             self._exclude[event.session] = None
@@ -485,15 +346,7 @@ class Replication:
             return
         state = self.shards[shard]
         if not unchanged and not self.verify:  # without digests the epoch alone tells that bytes may be torn
-            self._give_up(
-                errors.SourceLost(
-                    "the source withdrew its version while it was read, and digests are switched off",
-                    version=self.version,
-                    shard=shard,
-                    peer=source.grant.worker,
-                    phase="read",
-                )
-            )
+            self._give_up(self._unsure(shard, source.grant.worker))
         elif source.assigned:
             self._lost(shard, session, f"{len(source.assigned)} segments did not arrive", now)
         else:
@@ -527,6 +380,21 @@ class Replication:
             self._share(shard, state, now)
         if not state.sources and self._ask_at is None:  # one question for all shards that are lost together
             self._ask_at = now + backoff_s(self._retries, self.limits)
+
+    def _waits(self, shard: int, session: bytes, now: float) -> None:
+        source = self._current(shard, session)
+        if source is not None:
+            source.heard(now)
+
+    def _gone(self, session: bytes, now: float) -> None:
+        for shard, state in self.shards.items():
+            if session in state.sources:
+                self._lost(shard, session, "the hub gave it up", now)
+
+    def _withdraw(self, versions: tuple[int, ...]) -> None:
+        self._withdrawn = versions
+        if self.version in versions:
+            self._give_up(self._was_withdrawn())
 
     def _current(self, shard: int, session: bytes) -> Source | None:
         """The source's state, if it still is one: words of a source that was left are ignored."""
@@ -568,6 +436,19 @@ class Replication:
         return errors.VersionGone(
             "the version was withdrawn while it was read, and nobody is to use it any more",
             version=self.version,
+            phase="read",
+        )
+
+    def _no_digests(self, shard: int, peer: str) -> errors.TensorHubError:
+        text = "was published without digests: read with verify=False, or publish with verify=True"
+        return errors.UsageError(f"{self._key(shard)} {text}", peer=peer)
+
+    def _unsure(self, shard: int, peer: str) -> errors.TensorHubError:
+        return errors.SourceLost(
+            "the source withdrew its version while it was read, and digests are switched off",
+            version=self.version,
+            shard=shard,
+            peer=peer,
             phase="read",
         )
 

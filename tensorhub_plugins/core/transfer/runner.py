@@ -27,7 +27,7 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.memory import moves
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
 from tensorhub_plugins.core.transports import Transport
 from tensorhub_plugins.core.types import ShardKey
@@ -98,7 +98,7 @@ class Transfer:
         self._transports = transports
         self._destinations = destinations
         self._events: Events = queue.SimpleQueue()
-        self._next: deque[replication.Event] = deque([replication.Begin()])  # to be handled before any other
+        self._next: deque[events.Event] = deque([events.Begin()])  # to be handled before any other
         self._readers: dict[tuple[int, bytes], SourceReader] = {}  # by shard and source
         self._left: list[SourceReader] = []  # closed, and perhaps still writing
         self._targets: dict[int, Target] = {}
@@ -111,11 +111,11 @@ class Transfer:
 
     def source_gone(self, session: bytes) -> None:
         """The hub has given that worker up. May be called from any thread."""
-        self._events.put((None, replication.SourceGone(session)))
+        self._events.put((None, events.SourceGone(session)))
 
     def withdrawn(self, versions: tuple[int, ...]) -> None:
         """Operators have withdrawn these versions. May be called from any thread."""
-        self._events.put((None, replication.Withdrawn(versions)))
+        self._events.put((None, events.Withdrawn(versions)))
 
     def run(self) -> Outcome:
         """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
@@ -129,6 +129,9 @@ class Transfer:
             self._end()
         if self._error is not None:
             raise self._error
+        return self._outcome(began)
+
+    def _outcome(self, began: float) -> Outcome:
         ended = time.monotonic()
         granted = self._granted_at if self._granted_at is not None else ended
         manifests = {shard: target.manifest for shard, target in self._targets.items()}
@@ -145,67 +148,72 @@ class Transfer:
             tuple(self._machine.losses),
         )
 
-    def _next_event(self) -> replication.Event:
+    def _next_event(self) -> events.Event:
         while True:
             now = time.monotonic()
-            due = self._machine.next_deadline()
-            for reader in self._readers.values():
-                if reader.stalls_at <= now:
-                    why = f"no progress for {self._machine.limits.stall_s:g} s"
-                    return replication.Lost(reader.shard, reader.grant.session, why)
-                if reader.source_waits():
-                    return replication.SourceWaiting(reader.shard, reader.grant.session)
-                due = min(due, reader.stalls_at)
+            if (noticed := self._look_at_readers(now)) is not None:
+                return noticed
+            due = min([self._machine.next_deadline(), *(reader.stalls_at for reader in self._readers.values())])
             try:
                 source, event = self._events.get(timeout=remaining_s(due, now))
             except queue.Empty:
-                return replication.Tick()
+                return events.Tick()
             if source is not None and self._readers.get((source.shard, source.grant.session)) is not source:
                 continue
             if isinstance(event, Exception):
                 raise event
             return event
 
-    def _carry_out(self, effect: replication.Effect) -> None:
+    def _look_at_readers(self, now: float) -> events.Event | None:
+        """A source that has said nothing for too long, or that it waits itself."""
+        for reader in self._readers.values():
+            if reader.stalls_at <= now:
+                why = f"no progress for {self._machine.limits.stall_s:g} s"
+                return events.Lost(reader.shard, reader.grant.session, why)
+            if reader.source_waits():
+                return events.SourceWaiting(reader.shard, reader.grant.session)
+        return None
+
+    def _carry_out(self, effect: events.Effect) -> None:
         match effect:
-            case replication.AskSources(acquire):
+            case events.AskSources(acquire):
                 self._ask(acquire)
-            case replication.Restart(layout):
+            case events.Restart(layout):
                 self._restart(layout)
-            case replication.Open(key, grant, _):
+            case events.Open(key, grant, _):
                 self._granted_at = self._granted_at or time.monotonic()
                 self._destinations.expect(key)
                 reader = SourceReader(key, grant, self._transports, self._machine, self._events)
                 self._readers[key.shard, grant.session] = reader
                 reader.start()
-            case replication.Prepare(key, manifest):
+            case events.Prepare(key, manifest):
                 slab = self._destinations.prepare(key, manifest)
                 target = Target(manifest, slab, moves.plan(manifest.tensors, slab.specs))
                 self._targets[key.shard] = target
-                self._next.append(replication.Prepared(key.shard, moves.needed(manifest, target.moves)))
-            case replication.Read(shard, session, segments):
+                self._next.append(events.Prepared(key.shard, moves.needed(manifest, target.moves)))
+            case events.Read(shard, session, segments):
                 self._left = [reader for reader in self._left if reader.lives]
                 after = [reader for reader in self._left if reader.shard == shard and reader.writes]
                 self._readers[shard, session].read(segments, self._targets[shard], after)
-            case replication.Verified(shard, session, segment):
+            case events.Verified(shard, session, segment):
                 reader = self._readers[shard, session]
                 start, stop = self._targets[shard].manifest.segment_range(segment)
                 self._bytes_from[reader.grant.worker] += stop - start
                 self._bytes_by[reader.transport] += stop - start
                 self._destinations.verified(shard, segment)
-            case replication.ConfirmEpoch(shard, session):
+            case events.ConfirmEpoch(shard, session):
                 self._readers[shard, session].confirm_epoch()
-            case replication.Close(shard, session):
+            case events.Close(shard, session):
                 reader = self._readers.pop((shard, session))
                 reader.close()
                 self._left.append(reader)
-            case replication.EndLease(request_id, shard, lost):
+            case events.EndLease(request_id, shard, lost):
                 self._hub.end_lease(request_id, shard, lost=lost)
                 if shard is None:
                     self._leases.discard(request_id)
-            case replication.Complete():
+            case events.Complete():
                 self._ended = True
-            case replication.GiveUp(error):
+            case events.GiveUp(error):
                 self._ended, self._error = True, error
             case _:
                 assert_never(effect)
@@ -221,7 +229,7 @@ class Transfer:
         def answered(future: Future[messages.Reply]) -> None:
             reply = future.exception() or future.result()
             assert isinstance(reply, messages.Granted | TensorHubError)
-            self._events.put((None, replication.Answer(numbers[0], reply, bool(acquire.beside))))
+            self._events.put((None, events.Answer(numbers[0], reply, bool(acquire.beside))))
 
         self._hub.ask(make, self._machine.deadline).add_done_callback(answered)
 

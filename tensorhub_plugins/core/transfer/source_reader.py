@@ -19,7 +19,7 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.transfer import replication
+from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Link, Transport, choices
 from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
@@ -50,7 +50,7 @@ class SourceReader:
         grant: messages.Grant,
         transports: Mapping[str, Transport],
         machine: replication.Replication,
-        events: Events,
+        inbox: Events,
     ) -> None:
         self.key = key
         self.shard = key.shard
@@ -61,7 +61,7 @@ class SourceReader:
         self._limits = machine.limits
         self._verify = machine.verify
         self._far = distance(machine.location, grant.location) == FAR
-        self._events = events
+        self._inbox = inbox
         self._changed = threading.Condition()
         self._batches: deque[_Batch] = deque()
         self._target: Target | None = None
@@ -137,13 +137,13 @@ class SourceReader:
     def _run(self) -> None:
         try:
             link, manifest = self._open()
-            self._tell(replication.Opened(self.shard, self.grant.session, manifest))
+            self._tell(events.Opened(self.shard, self.grant.session, manifest))
             while self._wait():
                 if self._batches:
                     self._read(link)
                 else:
                     unchanged = link.check(deadline=self._soon())
-                    self._tell(replication.EpochChecked(self.shard, self.grant.session, unchanged))
+                    self._tell(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
         except TensorHubError as error:
             self._lost(str(error))
@@ -213,17 +213,17 @@ class SourceReader:
             with self._changed:  # the caller's thread adds to it
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
-            self._tell(replication.Arrived(self.shard, self.grant.session, segment, intact, waited))
+            self._tell(events.Arrived(self.shard, self.grant.session, segment, intact, waited))
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 
     def _lost(self, why: str) -> None:
         if not self._closed:
-            self._tell(replication.Lost(self.shard, self.grant.session, why))
+            self._tell(events.Lost(self.shard, self.grant.session, why))
 
-    def _tell(self, event: replication.Event | Exception) -> None:
-        self._events.put((self, event))
+    def _tell(self, event: events.Event | Exception) -> None:
+        self._inbox.put((self, event))
 
 
 # With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
-Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, replication.Event | Exception]]"
+Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, events.Event | Exception]]"

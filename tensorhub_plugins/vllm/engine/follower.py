@@ -111,17 +111,8 @@ class Follower:
             version = await asyncio.to_thread(
                 self.target, installed, refused=tuple(self.refused), pins=self.pins, timeout_s=HUB_TIMEOUT_S
             )
-        except (NotPublished, DeadlineExceeded):
-            self._said = ""
-            return None
-        except VersionGone as error:  # there is nothing to go to
-            if error.message != self._said:
-                logger.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
-            self._said = error.message
-            return None
-        except HubUnreachable as error:
-            logger.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
-            await self.sleep(RETRY_DELAY_S)
+        except (NotPublished, DeadlineExceeded, VersionGone, HubUnreachable) as error:
+            await self._nothing_to_run(error)
             return None
         self._said = ""
         if self.until is not None and version > self.until:
@@ -131,6 +122,19 @@ class Follower:
             logger.warning("%s: version %d was refused, and is tried again because it was pinned", self.worker, version)
             del self.refused[version]
         return version
+
+    async def _nothing_to_run(self, error: TensorHubError) -> None:
+        """Say why, once, and wait where the hub did not."""
+        match error:
+            case VersionGone():  # there is nothing to go to
+                if error.message != self._said:
+                    logger.warning("%s: staying with version %d: %s", self.worker, self.version, error.message)
+                self._said = error.message
+            case HubUnreachable():
+                logger.warning("%s: no hub, going on with version %d: %s", self.worker, self.version, error)
+                await self.sleep(RETRY_DELAY_S)
+            case _:
+                self._said = ""
 
     async def take(self, version: int) -> None:
         """This one is to be run. Here a subclass may wait, or decide against it."""
@@ -153,11 +157,14 @@ class Follower:
             if any(worker["state"] == "fetching" for worker in workers) and time.monotonic() < deadline:
                 await self.sleep(POLL_INTERVAL_S)
                 continue
-            self._note_refusal(version, workers)
-            if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none
-                await self.engine.rpc("tensorhub_discard")
-            errors = [str(worker["error"]) for worker in workers if worker["error"]]
-            raise UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
+            raise await self._not_fetched(version, workers)
+
+    async def _not_fetched(self, version: int, workers: Sequence[Mapping[str, Any]]) -> UpdateFailed:
+        self._note_refusal(version, workers)
+        if any(worker["state"] == "ready" for worker in workers):  # of one engine all install, or none
+            await self.engine.rpc("tensorhub_discard")
+        errors = [str(worker["error"]) for worker in workers if worker["error"]]
+        return UpdateFailed("; ".join(errors) or "not fetched in time", version=version, phase="fetch")
 
     async def prepare(self, version: int) -> None:
         """Still generating: wait until no peer reads what the installation will overwrite."""

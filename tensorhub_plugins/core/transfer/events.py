@@ -1,0 +1,178 @@
+"""What happens to a transfer, and what is done about it: the events and effects of `Replication`. PURE."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import ShardKey
+
+# --- events ---
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """The transfer begins: comes first, once."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The hub's answer to an AskSources, or what it refused with; HubUnreachable: no answer in time."""
+
+    request_id: int
+    reply: m.Granted | errors.TensorHubError
+    additional: bool = False  # the question named sources that it came beside
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The source of this shard has shown its manifest (already checked to hold together)."""
+
+    shard: int
+    session: bytes
+    manifest: Manifest
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order."""
+
+    shard: int
+    needed: tuple[int, ...]
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first."""
+
+    shard: int
+    session: bytes
+    segment: int
+    intact: bool
+    waited: bool = False
+
+
+class SourceWaiting(msgspec.Struct, frozen=True):
+    """The source of this shard lives, and waits for bytes itself."""
+
+    shard: int
+    session: bytes
+
+
+class EpochChecked(msgspec.Struct, frozen=True):
+    """The answer to ConfirmEpoch. unchanged: the source had not withdrawn what was read until then."""
+
+    shard: int
+    session: bytes
+    unchanged: bool
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """The source of this shard failed: refused, died, froze or cut us off."""
+
+    shard: int
+    session: bytes
+    why: str
+
+
+class SourceGone(msgspec.Struct, frozen=True):
+    """The hub says that this worker is no more."""
+
+    session: bytes
+
+
+class Withdrawn(msgspec.Struct, frozen=True):
+    """Operators have withdrawn these versions."""
+
+    versions: tuple[int, ...]
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed: timers are looked at."""
+
+
+Event: TypeAlias = (
+    Begin | Answer | Opened | Prepared | Arrived | SourceWaiting | EpochChecked | Lost | SourceGone | Withdrawn | Tick
+)
+
+# --- effects ---
+
+
+class AskSources(msgspec.Struct, frozen=True):
+    """Send this Acquire. The shell numbers it; the answer says which number it had."""
+
+    acquire: m.Acquire
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """Forget everything that was read: it goes on in another layout."""
+
+    layout: str
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Connect to this source and ask for the shard's manifest."""
+
+    key: ShardKey
+    grant: m.Grant
+    request_id: int
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Read these after those asked for before."""
+
+    shard: int
+    session: bytes
+    segments: tuple[int, ...]
+
+
+class Prepare(msgspec.Struct, frozen=True):
+    """Find memory for this source shard; answered by Prepared."""
+
+    key: ShardKey
+    manifest: Manifest
+
+
+class ConfirmEpoch(msgspec.Struct, frozen=True):
+    """Nothing more is read from this source: ask whether it has withdrawn its offer meanwhile."""
+
+    shard: int
+    session: bytes
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Close the link to this shard's source. What it was asked for and has not arrived may be asked of another at once:
+    nothing of the old may be written any more when the new begins."""
+
+    shard: int
+    session: bytes
+
+
+class EndLease(msgspec.Struct, frozen=True):
+    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed."""
+
+    request_id: int
+    shard: int | None
+    lost: bool
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """This segment, which came from that source, may be served on."""
+
+    shard: int
+    session: bytes
+    segment: int
+
+
+class Complete(msgspec.Struct, frozen=True):
+    """All bytes are here, and verified where that was asked for. Nothing follows."""
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """The transfer failed: this is to be raised. Nothing follows."""
+
+    error: errors.TensorHubError
+
+
+Effect: TypeAlias = (
+    AskSources | Restart | Open | Prepare | Read | ConfirmEpoch | Close | EndLease | Verified | Complete | GiveUp
+)
