@@ -38,6 +38,8 @@ from tensorhub_plugins.core.types import (
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 ALIVE_CHECK_S = 1.0
+# `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
+DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,6 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
     sync.add_argument("--json", type=Path, metavar="FILE", help="write the table of all families there")
     sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
     sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    for name in DOCTORS:  # their arguments are the framework's own
+        checks.add_parser(name, help=f"what a command line of {name} will do with the store, or what is wrong with it")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
+        return _framework_doctor(arguments[1], arguments[2:])
     options = parser.parse_args(arguments)
     try:
         if options.command == "doctor":
@@ -157,6 +164,15 @@ def _doctor(module: str) -> Any:
         return import_module(f"tensorhub_plugins.vllm.doctor.{module}")
     except ImportError as error:
         raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
+
+
+def _framework_doctor(name: str, arguments: list[str]) -> int:
+    try:
+        doctor = import_module(DOCTORS[name])
+    except (ImportError, UsageError) as error:
+        print(f"tensorhub: doctor {name} reads the command line with {name}: {error}", file=sys.stderr)
+        return 1
+    return int(doctor.main(arguments))
 
 
 def fetch_status(address: str, *, timeout_s: float = 5.0) -> dict[str, Any]:

@@ -1,14 +1,11 @@
 """The weight store for verl 0.9.1. Importing this module registers it with verl; nothing else happens.
 
-Drop-in, under verl's own manager:
+verl imports it in all its processes where the package is installed (entry point group `verl.plugins`). Then
     actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=tensorhub_plugins.verl
-Pull mode, where every rollout replica follows the newest version by itself, with these two more:
-    actor_rollout_ref.model.external_lib=tensorhub_plugins.verl
+is the drop-in, under verl's own manager, and with this one more every replica follows the newest version by itself:
     actor_rollout_ref.rollout.name=vllm_tensorhub
-verl's separate_async reads external_lib where it makes the replicas. fully_async and one_step_off do not: for pull mode
-there, also set VERL_USE_EXTERNAL_MODULES=tensorhub_plugins.verl in the environment of all processes.
-Options: config.py.
+Where it is only on Python's path: VERL_USE_EXTERNAL_MODULES=tensorhub_plugins.verl in the environment of all processes.
+The trainer must be one whose engines have GPUs of their own (checks.py). Options: config.py.
 """
 
 from __future__ import annotations

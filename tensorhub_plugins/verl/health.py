@@ -1,13 +1,15 @@
-"""PURE: which replicas get new requests. `Watch` is told what was heard and when; it never looks at a clock.
+"""PURE: which replicas get new requests, and how many each has. Told what was heard and when; never looks at a clock.
 
 A replica is in rotation while it is *ready* (it has installed a version) and has been heard within the timeout. One
 that falls silent is taken out at once and put back only when it answers again AND has caught up with the version the
 others had when it came back: it may have slept through many, and its first answers would be stale. When the others
-go back, because an older version was pinned, that is far enough.
+go back, because an older version was pinned, that is far enough. One that joins a run is treated likewise. One that is
+drained gets no new requests, and finishes those it has.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -16,8 +18,12 @@ class Replica:
     heard_at: float
     ready: bool = False
     version: int = 0
+    stays: bool = False  # it will not go on to a newer version: pinned, or not one that follows
+    is_joining: bool = False  # not in rotation yet, because the others are further
+    is_draining: bool = False
     lost: bool = False  # out of rotation since it fell silent or failed
-    catch_up_to: int | None = None  # None: not heard since it was lost
+    gone: bool = False  # lost, and no process will answer under its name again
+    catch_up_to: int | None = None  # None: not heard since it was lost, or not ready since it joined
     epoch: int = 0  # counts losses: a request of an earlier epoch is gone
 
 
@@ -26,32 +32,43 @@ class Watch:
         self.timeout_s = timeout_s
         self.replicas: dict[str, Replica] = {}
 
-    def add(self, name: str, now: float) -> None:
-        """A replica that verl registers. It is not ready before it says so."""
-        self.replicas.setdefault(name, Replica(heard_at=now))
+    def add(self, name: str, now: float, *, joins: bool = False) -> None:
+        """A replica that is not ready before it says so. joins: the others are at work already."""
+        self.replicas.setdefault(name, Replica(heard_at=now, is_joining=joins))
 
     def remove(self, name: str) -> None:
-        """A replica that verl takes away: not lost, simply not ours to route to any more."""
+        """A replica that is taken away: not lost, simply not ours to route to any more."""
         self.replicas.pop(name, None)
 
-    def heard(self, name: str, now: float, *, ready: bool, version: int) -> bool:
-        """An answer. Returns whether this brings it back into rotation."""
+    def drain(self, name: str, draining: bool = True) -> None:
+        """No new requests for this one (or again)."""
+        if name in self.replicas:
+            self.replicas[name].is_draining = draining
+
+    def heard(self, name: str, now: float, *, ready: bool, version: int, stays: bool = False) -> bool:
+        """An answer. Returns whether this brings it back into rotation after a loss."""
         replica = self.replicas.get(name)
         if replica is None:
             return False
         if replica.lost and (replica.catch_up_to is None or replica.heard_at < now - self.timeout_s):
             replica.catch_up_to = self.newest()  # the first answer after the loss, or after a silence
+        if replica.is_joining and ready and replica.catch_up_to is None:
+            replica.catch_up_to = self.newest()  # it has started by now, which took a while
         replica.heard_at = now
-        replica.ready, replica.version = ready, version
-        if replica.lost and ready and version >= min(replica.catch_up_to or 0, self.newest()):
-            replica.lost = False
-            return True
+        replica.ready, replica.version, replica.stays = ready, version, stays
+        is_out = replica.lost or replica.is_joining
+        if is_out and ready and version >= min(replica.catch_up_to or 0, self.newest()):
+            was_lost, replica.lost, replica.is_joining = replica.lost, False, False
+            return was_lost
         return False
 
-    def failed(self, name: str, now: float) -> bool:
-        """It said, or its process showed, that it cannot serve. Returns whether it was in rotation."""
+    def failed(self, name: str, now: float, *, gone: bool = False) -> bool:
+        """It said, or its process showed, that it cannot serve. Returns whether it was in rotation. gone: for good."""
         replica = self.replicas.get(name)
-        if replica is None or replica.lost:
+        if replica is None:
+            return False
+        replica.gone = replica.gone or gone
+        if replica.lost:
             return False
         replica.ready = False
         replica.heard_at = now
@@ -75,7 +92,7 @@ class Watch:
 
     def in_rotation(self, name: str) -> bool:
         replica = self.replicas.get(name)
-        return replica is not None and replica.ready and not replica.lost
+        return replica is not None and _serves(replica)
 
     def is_same_life(self, name: str, epoch: int) -> bool:
         """Whether requests given to this replica in `epoch` can still be answered."""
@@ -84,4 +101,50 @@ class Watch:
 
     def newest(self) -> int:
         """The newest version in rotation; 0 if there is none, so that the last one standing is never kept out."""
-        return max((r.version for r in self.replicas.values() if r.ready and not r.lost), default=0)
+        return max((r.version for r in self.replicas.values() if _serves(r)), default=0)
+
+    def behind(self, version: int) -> list[str]:
+        """Those that would answer with an older version and will have this one; at the start, those without any."""
+        return [
+            name
+            for name, r in self.replicas.items()
+            if (_serves(r) or (r.version == 0 and not _is_out(r))) and r.version < version and not r.stays
+        ]
+
+    def lags(self) -> list[int]:
+        """By how many versions those in rotation are behind the newest of them."""
+        newest = self.newest()
+        return [newest - r.version for r in self.replicas.values() if _serves(r)]
+
+
+def _serves(replica: Replica) -> bool:
+    return replica.ready and not _is_out(replica)
+
+
+def _is_out(replica: Replica) -> bool:
+    return replica.lost or replica.is_joining or replica.is_draining
+
+
+class Load:
+    """The requests under way at every replica, by session: who releases twice, or after a loss, changes nothing."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, Counter[str]] = {}
+
+    def acquire(self, name: str, session: str) -> None:
+        self._at.setdefault(name, Counter())[session] += 1
+
+    def release(self, name: str, session: str) -> None:
+        sessions = self._at.get(name)
+        if sessions is None or session not in sessions:
+            return
+        sessions[session] -= 1
+        if not sessions[session]:
+            del sessions[session]
+
+    def forget(self, name: str) -> int:
+        """The replica is lost or taken away. Returns how many requests it had."""
+        return self._at.pop(name, Counter()).total()
+
+    def count(self, name: str) -> int:
+        return self._at.get(name, Counter()).total()

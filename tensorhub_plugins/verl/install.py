@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tensorhub_plugins.verl import driver
 from tensorhub_plugins.verl.config import ROLLOUT
 
 
@@ -14,6 +15,7 @@ def register() -> None:
 
     RolloutReplicaRegistry.register(ROLLOUT, _replica)
     _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
+    driver.look_at_configuration()
 
 
 def _replica() -> type:

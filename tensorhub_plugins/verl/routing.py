@@ -21,17 +21,26 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalReques
 
 from tensorhub_plugins.core import Deadline, TensorHubError, record
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.verl.health import Watch
+from tensorhub_plugins.verl import null_worker
+from tensorhub_plugins.verl.config import TRAINER
+from tensorhub_plugins.verl.health import Load, Watch
 from tensorhub_plugins.verl.versions import Span, cuts
 
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 1.0
+HURRY_INTERVAL_S = 0.05  # the same, while validation waits for a version
 TIMEOUT_S = 15.0  # until the replicas' own option is known
 NO_REPLICA_TIMEOUT_S = 900.0  # a request waits so long for any replica: one is started again within minutes
 LONG_POLL_TIMEOUT_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
 PIECES_MAX = 10_000  # halves of split samples that were not asked for
+
+
+# Ray will not start it again. The second says that the node is lost to which verl has pinned the actor.
+DEAD_ERRORS = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
+DEAD_ANSWERS = 3  # in a row: the calls under way when an actor dies may say so of one that is started again
+ACTOR_ERRORS = (ray.exceptions.RayActorError, *DEAD_ERRORS)
 
 
 class ReplicaLost(TensorHubError):
@@ -45,18 +54,21 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         super().__init__({}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)
         del config  # the replicas tell what they are configured with
         self._watch = Watch(TIMEOUT_S)
+        self._load = Load()
         self._silence: asyncio.Task[None] | None = None
-        self._workers: dict[str, str] = {}  # what a server calls itself in the event log
+        self._answers: dict[str, Mapping[str, Any]] = {}  # the last heartbeat of each
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()  # somebody waits for a version
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
+        self._announce()
 
-    async def acquire_server(self, request_id: str) -> tuple[str, Any]:
+    async def acquire_server(self, request_id: str, priority: int = 0) -> tuple[str, Any]:
         server_id, handle, epoch = await self.acquire(request_id)
         router = ray.get_runtime_context().current_actor
-        return server_id, Handle(server_id, handle, epoch, router, request_id)
+        return server_id, Handle(server_id, handle, epoch, router, request_id, priority)
 
     async def acquire(self, request_id: str) -> tuple[str, Any, int]:
         """A replica in rotation; waits for one when there is none."""
@@ -73,10 +85,13 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                     "look for `update failed` and for dead actors in Ray's logs"
                 ) from None
         server_id, handle = super().acquire_server(request_id)
+        self._load.acquire(server_id, request_id)
         return server_id, handle, self._watch.replicas[server_id].epoch
 
-    async def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        super().release_server(server_id, request_id)
+    async def release_server(self, server_id: str, request_id: str = "") -> None:
+        self._load.release(server_id, request_id)
+        if server_id in self._inflight_requests:
+            self._inflight_requests[server_id] = self._load.count(server_id)
 
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._start()
@@ -86,6 +101,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def remove_servers(self, server_ids: list[str]) -> None:
         for server_id in server_ids:
             self._watch.remove(server_id)
+            self._load.forget(server_id)
+            self._answers.pop(server_id, None)
             if (beat := self._beats.pop(server_id, None)) is not None:
                 beat.cancel()
         super().remove_servers(server_ids)
@@ -105,16 +122,47 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if self._watch.is_same_life(server_id, epoch) and self._watch.failed(server_id, time.monotonic()):
             self._take_out(server_id, reason)
 
+    async def wait_for_version(self, version: int, timeout_s: float) -> list[str]:
+        """Returns when all replicas in rotation answer with this version; or, at the deadline, who does not."""
+        self._start()
+        deadline = Deadline.after(timeout_s)
+        self._hurry.set()
+        try:
+            while behind := self._watch.behind(version):
+                if deadline.remaining() <= 0:
+                    return [f"{self._worker(name)} has {self._watch.replicas[name].version}" for name in behind]
+                await asyncio.sleep(HURRY_INTERVAL_S)
+            return []
+        finally:
+            self._hurry.clear()
+
+    async def figures(self) -> dict[str, float]:
+        """For the trainer's log."""
+        self._start()
+        serving = [a for name, a in self._answers.items() if self._watch.in_rotation(name)]
+        total = sum(sum(answer.get("sources", {}).values()) for answer in serving)
+        trainers = [
+            size for a in serving for source, size in a.get("sources", {}).items() if source.startswith(f"{TRAINER}/")
+        ]
+        return {
+            "tensorhub/replicas/ready": float(len(serving)),
+            "tensorhub/replicas/lost": float(sum(r.lost for r in self._watch.replicas.values())),
+            "tensorhub/version_lag/max": float(max(self._watch.lags(), default=0)),
+            "tensorhub/pull/seconds_max": max((answer.get("pull_s", 0.0) for answer in serving), default=0.0),
+            "tensorhub/pause/seconds_max": max((answer.get("pause_s", 0.0) for answer in serving), default=0.0),
+            "tensorhub/pull/share_from_peers": 1.0 - sum(trainers) / total if total else 0.0,
+        }
+
     # The rest of verl's protocol, on the actor's one thread.
 
     async def require_acquire_fields(self) -> list[str]:
-        return super().require_acquire_fields()
+        return [*super().require_acquire_fields(), "priority"]
 
     async def require_release_fields(self) -> list[str]:
-        return super().require_release_fields()
+        return [*super().require_release_fields(), "request_id"]
 
     async def get_inflight_count(self, server_id: str) -> int:
-        return super().get_inflight_count(server_id)
+        return self._load.count(server_id)
 
     async def get_all_servers(self) -> list[str]:
         return super().get_all_servers()
@@ -129,7 +177,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return status
 
     async def get_total_inflight(self) -> int:
-        return super().get_total_inflight()
+        return sum(self._load.count(name) for name in self._watch.replicas)
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -146,60 +194,88 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._beats[server_id] = asyncio.create_task(self._beat(server_id, handle))
 
     async def _beat(self, server_id: str, handle: Any) -> None:
+        """Until the replica is gone for good."""
+        said, dead = "", 0
         while True:
             try:
-                answer = await handle.tensorhub_heartbeat.remote()
-                self._heard(server_id, handle, answer)
-            except ray.exceptions.RayActorError as error:
-                if self._watch.failed(server_id, time.monotonic()):
+                self._heard(server_id, handle, await handle.tensorhub_heartbeat.remote())
+                said, dead = "", 0
+            except ACTOR_ERRORS as error:
+                dead = dead + 1 if isinstance(error, DEAD_ERRORS) else 0
+                if self._watch.failed(server_id, time.monotonic(), gone=dead >= DEAD_ANSWERS):
                     self._take_out(server_id, type(error).__name__)
-            except Exception:
-                logger.exception("router: heartbeat of %s failed", server_id)
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+                if dead >= DEAD_ANSWERS:
+                    logger.warning("router: %s will not come back (%s)", self._worker(server_id), type(error).__name__)
+                    return
+            except Exception as error:
+                if said != repr(error):  # once, not every second
+                    logger.exception("router: heartbeat of %s failed", server_id)
+                said = repr(error)
+            await asyncio.sleep(HURRY_INTERVAL_S if self._hurry.is_set() else HEARTBEAT_INTERVAL_S)
 
     def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        self._workers[server_id] = answer["worker"]
+        self._answers[server_id] = answer
         self._watch.timeout_s = answer.get("timeout_s", self._watch.timeout_s)
         if answer["silent_s"] > self._watch.timeout_s:
             return  # the server is well, its engine is not: no sign of life
-        back = self._watch.heard(server_id, now, ready=answer["ready"], version=answer["version"])
+        back = self._watch.heard(
+            server_id, now, ready=answer["ready"], version=answer["version"], stays=answer.get("stays", False)
+        )
         if back:
-            logger.warning("router: %s is back with version %d", server_id, answer["version"])
+            logger.warning("router: %s is back with version %d", self._worker(server_id), answer["version"])
             record("replica_back", worker=answer["worker"], version=answer["version"])
-        if self._watch.in_rotation(server_id):
-            if server_id not in self._inflight_requests:
-                super().add_servers({server_id: handle})
-                self._changed.set()
-        elif server_id in self._inflight_requests:
-            super().remove_servers([server_id])
+        self._choose(server_id, handle)
+
+    def _choose(self, server_id: str, handle: Any) -> None:
+        """Into the choice or out of it, as the watch has it. Its requests under way are counted all the same."""
+        if not self._watch.in_rotation(server_id):
+            if server_id in self._inflight_requests:
+                super().remove_servers([server_id])
+        elif server_id not in self._inflight_requests:
+            super().add_servers({server_id: handle})
+            self._inflight_requests[server_id] = self._load.count(server_id)
+            self._changed.set()
 
     async def _find_silent(self) -> None:
         while True:
+            self._announce()
             for server_id in self._watch.silent(time.monotonic()):
                 self._take_out(server_id, f"silent for {self._watch.timeout_s:.0f} s")
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
+    def _announce(self) -> None:
+        """To the worker that holds updates up. Again and again, because it may be started again."""
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(ValueError):  # the replicas have made none yet
+            ray.get_actor(null_worker.NAME).meet.remote(ray.get_runtime_context().current_actor)
+
     def _take_out(self, server_id: str, reason: str) -> None:
-        requests = self._inflight_requests.get(server_id, 0)
-        logger.warning("router: %s is out (%s); %d requests go to others", server_id, reason, requests)
-        worker = self._workers.get(server_id, server_id)
+        requests, worker = self._load.forget(server_id), self._worker(server_id)
+        logger.warning("router: %s is out (%s); %d requests go to others", worker, reason, requests)
         record("replica_lost", worker=worker, reason=reason, in_flight=requests)
         super().remove_servers([server_id])
         self._losses += 1
         self._lost.set()
 
+    def _worker(self, server_id: str) -> str:
+        """What a server calls itself in the event log."""
+        return str(self._answers.get(server_id, {}).get("worker", server_id))
+
 
 class Handle:
     """What verl's client takes for the server's actor handle. `generate.remote` outlives the loss of its replica."""
 
-    def __init__(self, server_id: str, actor: Any, epoch: int, router: Any, request_id: str) -> None:
+    def __init__(self, server_id: str, actor: Any, epoch: int, router: Any, request_id: str, priority: int = 0) -> None:
+        """priority: verl's client drops it where `rollout.name` is not vllm."""
         self._at = (server_id, actor, epoch)
         self._router = router
         self._request_id = request_id
+        self._priority = priority
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Handle, (*self._at, self._router, self._request_id)
+        return Handle, (*self._at, self._router, self._request_id, self._priority)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -215,17 +291,19 @@ class Handle:
         if (rest := _pieces.take(key)) is not None:
             return rest
         server_id, actor, epoch = self._at
+        if self._priority:
+            request.setdefault("priority", self._priority)
         for attempt in range(RETRIES_MAX + 1):
             try:
                 output = await self._ask(server_id, actor, epoch, request)
                 return _hand_over(output, key)
-            except (ray.exceptions.RayActorError, ReplicaLost) as error:
+            except (*ACTOR_ERRORS, ReplicaLost) as error:
                 reason = f"{type(error).__name__}"
                 await self._router.report_lost.remote(server_id, epoch, reason)
                 record("request_retried", worker=server_id, reason=reason, attempt=attempt)
             finally:
                 if attempt:  # the first one is released by verl's client
-                    self._router.release_server.remote(server_id)
+                    self._router.release_server.remote(server_id, self._request_id)
             server_id, actor, epoch = await self._router.acquire.remote(self._request_id)
             request = {**request, "request_id": f"{request['request_id']}-{attempt + 1}"}
         raise RuntimeError(f"request {self._request_id} was lost with {RETRIES_MAX + 1} replicas one after another")

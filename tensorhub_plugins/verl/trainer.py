@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -20,11 +20,11 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Publisher, TensorHubError, UsageError, run_log
-from tensorhub_plugins.verl import config, hub
+from tensorhub_plugins.verl import config, hub, null_worker
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
 
-TRAINER = "trainer"
+FIGURES_TIMEOUT_S = 1.0  # the trainer does not wait for what is only shown
 
 
 @CheckpointEngineRegistry.register(config.BACKEND)
@@ -35,11 +35,11 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         del bucket_size  # the store moves segments; verl's buckets come after receive_weights
         self.options = config.parse(engine_kwargs)
         config.check_verl(self.options)
-        self.is_trainer = is_master is not None
+        self.is_trainer, self.is_master = is_master is not None, bool(is_master)
         self._client: Client | None = None
         self._publisher: Publisher | None = None
         self._received = 0  # the version this rollout worker serves
-        if self.options.hub is not None:
+        if self.options.hub is not None and self.is_trainer:
             self._connect(self.options.hub)  # a wrong address is found here, before the first step
 
     # --- what verl's manager calls around every update ----------------------------------------------------------------
@@ -68,7 +68,15 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         assert self._publisher is not None, "init_process_group comes before send_weights"
-        return self._publisher.publish(version_of_step(global_steps or 0), weights)
+        return await self._told(self._publisher.publish(version_of_step(global_steps or 0), _whole(weights)))
+
+    async def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+        """For verl's log, which keeps one rank's of every name."""
+        if not self.is_master:
+            return {}
+        if metrics and self._publisher is not None:
+            metrics["tensorhub/publish/bytes"] = float(self._publisher.whole_size_bytes)
+        return {**metrics, **await _figures()}
 
     # --- rollout, drop-in ---------------------------------------------------------------------------------------------
 
@@ -103,7 +111,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         distributed = torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if distributed and self.is_trainer else 0
         ranks = torch.distributed.get_world_size() if distributed and self.is_trainer else 1
-        replica = TRAINER if self.is_trainer else replica_name(_actor_name())
+        replica = config.TRAINER if self.is_trainer else replica_name(_actor_name())
         self._worker = f"{replica}/{rank}"
         try:
             self._client = connect(
@@ -115,16 +123,36 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         except TensorHubError as error:
             raise config.refused(error, address) from error
         if self.is_trainer:
-            dtype = self.options.dtype
-            self._publisher = Publisher(
-                self._client,
-                rank=rank,
-                ranks=ranks,
-                worker=self._worker,
-                keep=self.options.keep,
-                timeout_s=self.options.timeout_s,
-                dtype=None if dtype is None else getattr(torch, dtype),
-            )
+            self._publisher = self._make_publisher(self._client, rank, ranks)
+
+    def _make_publisher(self, client: Client, rank: int, ranks: int) -> Publisher:
+        dtype = self.options.dtype
+        return Publisher(
+            client,
+            rank=rank,
+            ranks=ranks,
+            worker=self._worker,
+            keep=self.options.keep,
+            timeout_s=self.options.timeout_s,
+            dtype=None if dtype is None else getattr(torch, dtype),
+        )
+
+
+def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """These weights, or UsageError for those of a LoRA run that verl has not merged: they never change."""
+    for name, tensor in weights:
+        if ".base_layer." in name or ".lora_" in name:
+            raise UsageError(f"{config.LORA} (verl gives the weights as {name})")
+        yield name, tensor
+
+
+async def _figures() -> dict[str, float]:
+    """Of the replicas that pull; none where verl's manager moves the weights."""
+    try:
+        replicas = ray.get_actor(null_worker.NAME)
+        return dict(await asyncio.wait_for(replicas.figures.remote(), FIGURES_TIMEOUT_S))
+    except (ValueError, asyncio.TimeoutError, ray.exceptions.RayError):
+        return {}
 
 
 def replica_name(actor: str) -> str:

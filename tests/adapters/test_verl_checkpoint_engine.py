@@ -70,3 +70,57 @@ def test_verls_engine_from_trainer_to_rollouts(address, monkeypatch):
         trainer.finalize()
     for made in (trainer, *rollouts):
         made._client.close()
+
+
+def test_the_bytes_of_all_ranks_are_counted_once(address):
+    """verl keeps one rank's metrics of every name."""
+    import asyncio
+    import threading
+
+    from tensorhub_plugins.core import Client, Publisher
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+
+    ranks = []
+    for rank in range(2):
+        engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=rank == 0)
+        client = Client(address, run="r", model="actor", replica="trainer", shard=rank, shard_count=2)
+        engine._publisher = Publisher(client, rank=rank, ranks=2, worker=f"trainer/{rank}", keep=1, timeout_s=20)
+        ranks.append((engine, client))
+    told = {}
+
+    def send(rank):
+        told[rank] = asyncio.run(ranks[rank][0].send_weights(iter(weights(0).items()), global_steps=0))
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    merged = {**told[0], **told[1]}
+    assert merged["tensorhub/publish/bytes"] == sum(t.nbytes for t in weights(0).values())
+    for _, client in ranks:
+        client.close()
+
+
+@pytest.mark.parametrize("name", ["model.q_proj.base_layer.weight", "model.q_proj.lora_A.default.weight"])
+def test_a_lora_run_that_is_not_merged_is_refused(address, name):
+    import asyncio
+
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+
+    engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")
+    with pytest.raises(UsageError, match="model.lora.merge=true"):
+        asyncio.run(engine.send_weights(iter({name: torch.zeros(2)}.items()), global_steps=0))
+    engine._client.close()
+
+
+def test_rollout_workers_that_move_nothing_are_not_seen_at_the_hub(address):
+    """In pull mode verl makes them all the same."""
+    from tensorhub_plugins.core.cli import fetch_status
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+
+    checkpoint_engine.TensorHubCheckpointEngine(1 << 20, hub=address, run="r")
+    assert not [worker for model in fetch_status(address)["models"] for worker in model["workers"]]
+    trainer = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")
+    assert [worker for model in fetch_status(address)["models"] for worker in model["workers"]]  # the control
+    trainer._client.close()

@@ -227,6 +227,56 @@ def test_what_verl_takes_away_is_not_put_back():
     assert not watch.in_rotation("a")
 
 
+def test_one_that_joins_gets_requests_when_it_has_what_the_others_have():
+    watch = _watch()
+    watch.add("c", 2, joins=True)
+    watch.heard("c", 3, ready=False, version=0)
+    watch.heard("a", 4, ready=True, version=7)
+    assert not watch.heard("c", 5, ready=True, version=5)
+    assert not watch.in_rotation("c")
+    assert not watch.heard("c", 6, ready=True, version=7)  # it was never lost, so it does not come back
+    assert watch.in_rotation("c")
+    alone = health.Watch(timeout_s=10)
+    alone.add("a", 0, joins=True)
+    alone.heard("a", 1, ready=True, version=1)
+    assert alone.in_rotation("a")
+
+
+def test_one_that_is_drained_gets_no_requests_and_is_not_lost():
+    watch = _watch()
+    watch.drain("a")
+    watch.heard("a", 2, ready=True, version=9)
+    assert not watch.in_rotation("a") and watch.newest() == 5
+    assert watch.is_same_life("a", 0)  # its requests end there
+    watch.drain("a", False)
+    assert watch.in_rotation("a")
+
+
+def test_who_is_behind():
+    watch = _watch()
+    assert watch.behind(5) == [] and watch.behind(6) == ["a", "b"]
+    watch.add("new", 1)  # at the start: it will be asked as soon as it is ready
+    assert watch.behind(5) == ["new"]
+    watch.heard("b", 2, ready=True, version=5, stays=True)
+    assert watch.behind(6) == ["a", "new"]
+    watch.failed("a", 3)
+    assert watch.behind(6) == ["new"]
+
+
+def test_requests_are_counted_once():
+    load = health.Load()
+    for session in ("r", "r", "s"):
+        load.acquire("a", session)
+    load.release("a", "s")
+    load.release("a", "s")
+    load.release("b", "r")
+    assert (load.count("a"), load.count("b")) == (2, 0)
+    assert load.forget("a") == 2
+    load.acquire("a", "t")
+    load.release("a", "r")  # of a life that is over
+    assert load.count("a") == 1
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

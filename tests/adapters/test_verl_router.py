@@ -40,6 +40,7 @@ class Server(Actor):
     def __init__(self, name, *, version=1, spans=None):
         self.name, self.version, self.spans = name, version, spans
         self.asked, self.dead, self.frozen = 0, None, asyncio.Event()
+        self.broken, self.tells, self.given = False, {}, {}
         self.frozen.set()
 
     async def tensorhub_heartbeat(self):
@@ -48,14 +49,15 @@ class Server(Actor):
             raise self.dead
         return {
             "worker": f"{self.name}/0",
-            "ready": self.version > 0,
+            "ready": self.version > 0 and not self.broken,
             "version": self.version,
             "silent_s": 0.0,
             "timeout_s": 0.2,
+            **self.tells,
         }
 
     async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-        self.asked += 1
+        self.asked, self.given = self.asked + 1, kwargs
         if self.dead:
             raise self.dead
         await self.frozen.wait()
@@ -86,12 +88,12 @@ class Router(Actor):
     async def report_lost(self, *args):
         return await self.real.report_lost(*args)
 
-    async def release_server(self, server_id):
-        return await self.real.release_server(server_id)
+    async def release_server(self, *args):
+        return await self.real.release_server(*args)
 
-    async def handle(self, request_id):  # what acquire_server gives to verl's client
+    async def handle(self, request_id, priority=0):  # what acquire_server gives to verl's client
         server_id, actor, epoch = await self.real.acquire(request_id)
-        return Handle(server_id, actor, epoch, self, request_id)
+        return Handle(server_id, actor, epoch, self, request_id, priority)
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,119 @@ def test_many_requests_ask_one_question():
     run(story)
 
 
+def test_a_replica_on_a_lost_node_is_asked_no_more(caplog):
+    """Ray says so with an error that is no RayActorError, for ever; once it is enough, and not in a traceback."""
+
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        handle = await router.handle("r")
+        lost = a if handle._at[0] == "a" else b
+        lost.dead = ray.exceptions.ActorUnschedulableError("the node is dead")
+        assert (await ask(handle)).token_ids == [0, 1]  # by the other one
+        await until(lambda: router.real._beats[lost.name].done())
+        assert router.real._watch.replicas[lost.name].gone
+        assert lost.name not in router.real._inflight_requests
+
+    run(story)
+    told = [record for record in caplog.records if "tensorhub" in record.name]
+    assert [record.exc_info for record in told] == [None] * len(told)
+    assert sum("will not come back" in record.getMessage() for record in told) == 1
+
+
+def test_a_replica_that_is_started_again_is_asked_on():
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        a.dead = ray.exceptions.ActorDiedError()
+        await until(lambda: router.real._watch.replicas["a"].lost)
+        a.dead = ray.exceptions.ActorUnavailableError("it is being started", None)
+        for _ in range(10):
+            await asyncio.sleep(routing.HEARTBEAT_INTERVAL_S)
+        a.dead = None
+        await until(lambda: "a" in router.real._inflight_requests)
+
+    run(story)
+
+
+def test_what_cannot_be_explained_is_said_once(caplog):
+    async def story():
+        a = Server("a")
+        router = Router({"a": a})
+        await router.handle("warm up")
+        a.dead = ValueError("a bug")
+        for _ in range(10):
+            await asyncio.sleep(routing.HEARTBEAT_INTERVAL_S)
+
+    run(story)
+    assert sum("heartbeat of a failed" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_requests_under_way_are_counted_while_their_replica_gets_no_new_ones():
+    async def story():
+        a, b = Server("a"), Server("b")
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        for request in range(6):
+            await router.handle(f"r{request}")
+        before = await router.real.get_inflight_count("a")
+        a.broken = True
+        await until(lambda: "a" not in router.real._inflight_requests)
+        assert await router.real.get_inflight_count("a") == before > 1
+        mine = next(name for name, at in router.real._request_id_to_server.items() if at == "a")
+        await router.real.release_server("a", mine)
+        await router.real.release_server("a", mine)  # twice is once
+        a.broken = False
+        await until(lambda: "a" in router.real._inflight_requests)
+        assert router.real._inflight_requests["a"] == before - 1
+
+    run(story)
+
+
+def test_validation_waits_for_all_replicas_in_rotation(monkeypatch):
+    async def story():
+        a, b, c = Server("a", version=3), Server("b", version=3), Server("c", version=3)
+        router = Router({"a": a, "b": b, "c": c})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 3)
+        waiting = asyncio.ensure_future(router.real.wait_for_version(4, 20.0))
+        a.version = 4
+        await until(lambda: router.real._watch.replicas["a"].version == 4)
+        assert not waiting.done()
+        b.dead = ray.exceptions.ActorDiedError()  # a lost one delays nobody
+        c.version = 4
+        assert await waiting == []
+        assert await router.real.wait_for_version(5, 0.1) == ["a/0 has 4", "c/0 has 4"]
+        a.tells = c.tells = {"stays": True}  # pinned: it would be waited for in vain
+        assert await router.real.wait_for_version(5, 20.0) == []
+
+    run(story)
+
+
+def test_the_trainers_log_says_how_the_replicas_do():
+    async def story():
+        a, b = Server("a", version=4), Server("b", version=3)
+        a.tells = {"pull_s": 0.5, "pause_s": 0.1, "sources": {"trainer/0": 100}}
+        b.tells = {"pull_s": 0.2, "pause_s": 0.3, "sources": {"a/0": 100}}
+        router = Router({"a": a, "b": b, "c": Server("c", version=0)})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        assert await router.real.figures() == {
+            "tensorhub/replicas/ready": 2.0,
+            "tensorhub/replicas/lost": 0.0,
+            "tensorhub/version_lag/max": 1.0,
+            "tensorhub/pull/seconds_max": 0.5,
+            "tensorhub/pause/seconds_max": 0.3,
+            "tensorhub/pull/share_from_peers": 0.5,
+        }
+
+    run(story)
+
+
 def test_an_error_of_the_request_itself_is_not_retried():
     async def story():
         a = Server("a")
@@ -221,22 +336,23 @@ def test_a_split_sample_is_put_together_by_verls_own_client():
 
         class Balancer(Actor):
             async def require_acquire_fields(self):
-                return []
+                return await router.real.require_acquire_fields()
 
             async def require_release_fields(self):
-                return []
+                return await router.real.require_release_fields()
 
-            async def acquire_server(self, request_id):
-                handle = await router.handle(request_id)
+            async def acquire_server(self, request_id, priority=0):
+                handle = await router.handle(request_id, priority)
                 return handle._at[0], handle
 
-            async def release_server(self, server_id):
-                return await router.real.release_server(server_id)
+            async def release_server(self, server_id, request_id):
+                return await router.real.release_server(server_id, request_id)
 
         rollout = SimpleNamespace(name="vllm_tensorhub", response_length=16, full_determinism=False)
         config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
         client = FullyAsyncLLMServerClient(config=config, load_balancer_handle=Balancer())
-        output = await client.generate("r", prompt_ids=[7, 8], sampling_params={})
+        output = await client.generate("r", prompt_ids=[7, 8], sampling_params={}, priority=-3)
+        assert server.given["priority"] == -3  # verl's client itself drops it where rollout.name is not vllm
         assert output.token_ids == [0, 1, 2, 3, 4, 5]
         assert output.log_probs == [-0.5 * t for t in range(6)]
         assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 7)

@@ -256,3 +256,29 @@ def test_requests_in_flight_are_counted(monkeypatch):
     assert [event for event, _ in told] == ["pause", "resume"]
     assert told[0][1]["in_flight"] == 3
     assert (told[1][1]["in_flight"], told[1][1]["lost"]) == (2, 1)
+
+
+def test_an_installation_under_way_leaves_the_engine_as_whole_as_it_was():
+    """Who takes it for broken meanwhile takes it out of rotation with every version."""
+
+    class Observed(Engine):
+        def _install(self, worker, version, timeout_s):
+            seen.append(follower.is_whole)
+            answer = super()._install(worker, version, timeout_s)
+            return {**answer, "report": {"sources": {"trainer/0": 5}}}
+
+    seen = []
+    engine = Observed(fails={("broken", 1): "half way"})
+    follower = Follower(engine, lambda *a, **k: 0, worker="r/0", timeout_s=5)
+
+    async def story():
+        assert follower.is_whole
+        with pytest.raises(UpdateFailed):
+            await follower.update(1)
+        assert not follower.is_whole
+        engine.fails.clear()
+        await follower.update(1)
+
+    asyncio.run(story())
+    assert seen == [True, True, False, False]  # two workers each; the second time it was broken before
+    assert follower.is_whole and follower.last_update.sources == {"trainer/0": 10}

@@ -308,6 +308,11 @@ class Client:
         assert isinstance(reply, messages.Visible)
         return reply.version
 
+    @property
+    def pinned(self) -> int | None:
+        """The version at which operators keep all followers, as the hub last said; None: they run the newest."""
+        return self._hub.directive.pin or None
+
     def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Make all followers of this run and model go to this version and stay there, until `unpin`.
 

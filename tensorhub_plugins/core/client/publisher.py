@@ -95,6 +95,11 @@ class Publisher:
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
         self._retiring.start()
 
+    @property
+    def whole_size_bytes(self) -> int:
+        """Of the last version: the shares of all ranks together."""
+        return sum(spec.size_bytes for spec in self._whole)
+
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
         """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tensorhub_plugins.core import (
@@ -57,6 +59,15 @@ class EngineOwner(Protocol):
         """Tokens come from `version` from here on."""
 
 
+@dataclass
+class LastUpdate:
+    """What the last version cost."""
+
+    pull_s: float = 0.0  # beside generation
+    pause_s: float = 0.0  # no request was served
+    sources: dict[str, int] = field(default_factory=dict)  # "replica/shard" -> bytes, of all workers
+
+
 class UpdateFailed(TensorHubError):
     """This engine does not have the version, and goes on with the one it had."""
 
@@ -89,6 +100,14 @@ class Follower:
         self.is_broken = False  # an installation failed half way: nothing may be generated
         self.is_paused = False
         self.installing_since: float | None = None  # monotonic seconds
+        self.last_update = LastUpdate()
+        self._pull_s = 0.0  # of the version that is being taken
+        self._was_whole = True  # when the installation under way began
+
+    @property
+    def is_whole(self) -> bool:
+        """Its weights are of one version, or will be when the installation under way has ended."""
+        return not self.is_broken or (self.installing_since is not None and self._was_whole)
 
     async def follow(self) -> None:
         """Runs as long as the engine."""
@@ -142,8 +161,10 @@ class Follower:
 
     async def update(self, version: int) -> None:
         """Bring this engine to `version`. One at a time."""
+        started = time.monotonic()
         await self.fetch(version)
         await self.prepare(version)
+        self._pull_s = time.monotonic() - started
         await self.install(version)
 
     async def fetch(self, version: int) -> None:
@@ -191,7 +212,7 @@ class Follower:
     async def install(self, version: int) -> None:
         """The engine stands still from here to the end."""
         started = time.monotonic()
-        self.installing_since = started
+        self.installing_since, self._was_whole = started, not self.is_broken
         try:
             if not self.is_paused:
                 await self.engine.pause()
@@ -218,6 +239,7 @@ class Follower:
                 self.is_paused = False
             if failed:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
+            self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, _sources(results))
             record(
                 "resume",
                 worker=self.worker,
@@ -228,3 +250,10 @@ class Follower:
             )
         finally:
             self.installing_since = None
+
+
+def _sources(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update((result.get("report") or {}).get("sources", {}))
+    return dict(total)

@@ -1,0 +1,61 @@
+"""In the process of verl's command: what cannot work is refused in one sentence, before Ray starts.
+
+verl loads this package when it is imported (entry point group `verl.plugins`), and every command of verl calls
+`auto_set_device` with its whole configuration first. There the configuration is looked at, if it names the store. Where
+the package is not installed but only on the path, the same is refused a minute later, by replica.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError
+from tensorhub_plugins.verl import checks, config
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def look_at_configuration() -> None:
+    """Have verl's first step look at the configuration, too. Twice is fine."""
+    from verl.utils import device
+
+    original = device.auto_set_device
+    if hasattr(original, "tensorhub"):
+        return
+
+    @functools.wraps(original)
+    def auto_set_device(config: Any) -> None:
+        original(config)
+        refuse_or_tell(config)
+
+    auto_set_device.tensorhub = True  # type: ignore[attr-defined]
+    device.auto_set_device = auto_set_device
+
+
+def refuse_or_tell(root: Any) -> None:
+    """Print what will happen, or end this process with the sentence that says why it cannot."""
+    if not checks.concerns_store(root):
+        return
+    try:
+        said = check(root)
+    except TensorHubError as error:
+        sys.exit(f"tensorhub: {error.message}")
+    for sentence in said:
+        print(f"tensorhub: {sentence}", file=sys.stderr, flush=True)
+
+
+def check(root: Any) -> list[str]:
+    """All that can be known here: configuration, versions, whether the hub answers. Raises UsageError."""
+    options, said = checks.check(root)
+    config.check_verl(options)
+    config.check_vllm(options)
+    if options.hub is not None:
+        try:
+            Client(
+                options.hub, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S
+            ).close()
+        except HubUnreachable as error:
+            raise config.refused(error, options.hub) from error
+    return said

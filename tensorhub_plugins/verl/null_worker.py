@@ -1,0 +1,100 @@
+"""Stands where verl's manager expects the workers of the pull-mode replicas, which have nothing to do in an update.
+
+So an update is over when the trainer has published. Where validation comes next that is too early: verl starts it at
+once, and logs it as of this step. Then this worker is done when the replicas in rotation have the version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.verl.versions import version_of_step
+
+logger = get_logger(__name__)
+
+NAME = "tensorhub_null_worker"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """PURE: when verl validates, by its configuration."""
+
+    before_train: bool
+    every_steps: int  # 0: never
+    last_step: int | None  # None: not known
+
+    def follows(self, step: int, *, is_first: bool) -> bool:
+        """Whether validation comes right after the update of this step. is_first: of this run."""
+        if is_first and self.before_train:
+            return True
+        is_last = self.last_step is not None and step >= self.last_step
+        return self.every_steps > 0 and (is_last or step % self.every_steps == 0)
+
+
+def validation_of(root: Any) -> Validation:
+    """root: verl's whole configuration, once the trainer has read its data."""
+    trainer = root.get("trainer") or {}
+    last = trainer.get("total_training_steps")
+    if last is None:  # the trainer has counted the prompts, and told the optimizer
+        updates = _select(root, "actor_rollout_ref", "actor", "optim", "total_training_steps") or 0
+        per_step = 1
+        if trainer.get("use_v1", True):
+            mode = _select(trainer, "v1", "trainer_mode") or ""
+            per_step = _select(trainer, "v1", mode, "parameter_sync_step") or 1
+        last = updates // per_step if updates > 0 else None
+    return Validation(bool(trainer.get("val_before_train", True)), max(0, trainer.get("test_freq") or 0), last)
+
+
+def _select(config: Any, *names: str) -> Any:
+    for name in names:
+        config = None if config is None else config.get(name)
+    return config
+
+
+class NullWorker:
+    """An asyncio actor, one for all replicas of a run. verl calls the first two."""
+
+    def __init__(self, validation: Validation, timeout_s: float) -> None:
+        self._validation = validation
+        self._timeout_s = timeout_s
+        self._is_first = True
+        self._routers: dict[Any, Any] = {}
+
+    async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {}
+
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        """Runs beside the trainer's own part, `send_weights`."""
+        step = global_steps or 0
+        is_first, self._is_first = self._is_first, False
+        if not self._validation.follows(step, is_first=is_first):
+            return
+        for router in list(self._routers.values()):
+            behind = await router.wait_for_version.remote(version_of_step(step), self._timeout_s)
+            if behind:
+                logger.warning(
+                    "validation of step %d is answered in part by older weights: after %.0f s %s, and not version %d; "
+                    "raise tensorhub.timeout_s, or look in the logs of these replicas for what keeps them",
+                    *(step, self._timeout_s, ", ".join(behind), version_of_step(step)),
+                )
+
+    async def meet(self, router: Any) -> None:
+        """A router tells that it is there."""
+        self._routers[getattr(router, "_ray_actor_id", id(router))] = router
+
+    async def figures(self) -> dict[str, float]:
+        """How the replicas do, for the trainer's log."""
+        total: dict[str, float] = {}
+        for router in list(self._routers.values()):
+            total = {name: max(value, total.get(name, 0.0)) for name, value in (await router.figures.remote()).items()}
+        return total
+
+
+def start(root: Any, timeout_s: float) -> Any:
+    """The run's one, made by the first replica that needs it."""
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(NullWorker)
+    return actor.options(name=NAME, get_if_exists=True).remote(validation_of(root), timeout_s)

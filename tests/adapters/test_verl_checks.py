@@ -1,0 +1,188 @@
+"""What a command line of verl means for the store: told, or refused, before anything starts."""
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+pytest.importorskip("verl", reason="its configuration is read")
+
+from omegaconf import OmegaConf  # noqa: E402
+
+from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
+from tensorhub_plugins.core.cli import main as command  # noqa: E402
+from tensorhub_plugins.verl import checks, config, doctor, driver  # noqa: E402
+
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
+STORE = [BACKEND, "actor_rollout_ref.rollout.name=vllm"]
+PULL = [BACKEND, "actor_rollout_ref.rollout.name=vllm_tensorhub"]
+SEPARATE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.hybrid_engine=False",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=4",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+]
+ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo"]
+FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main"]
+OPTIONS = f"+{config.WHERE}"
+MERGED = "actor_rollout_ref.model.lora.merge=true"
+
+
+@functools.cache
+def default(*command):
+    return doctor.compose(command)
+
+
+def unlocked(root):
+    root = copy.deepcopy(root)
+    OmegaConf.set_struct(root, False)
+    return root
+
+
+def composed(arguments):
+    """What doctor.compose gives, without reading all of verl's files once more."""
+    command = [argument for argument in arguments if "=" not in argument]
+    given = [argument.removeprefix("+") for argument in arguments if "=" in argument]
+    return OmegaConf.unsafe_merge(unlocked(default(*command)), OmegaConf.from_dotlist(given))
+
+
+def test_what_will_happen_is_told():
+    told = "\n".join(checks.check(composed([*SEPARATE, *PULL]))[1])
+    assert "trainer: separate_async\n" in told
+    assert "each of 2 engines fetches every version by itself" in told
+    assert "hub: started on Ray's head node" in told
+    told = "\n".join(checks.check(composed([*SEPARATE, *STORE, f"{OPTIONS}.run=r1"]))[1])
+    assert "drop-in: verl stops all engines" in told and "run: r1" in told
+
+
+@pytest.mark.parametrize(("command", "name"), [(ONE_STEP_OFF, "one_step_off"), (FULLY_ASYNC, "fully_async")])
+def test_the_other_trainers_are_told_apart(command, name):
+    told = checks.check(composed([*command, *PULL]))[1]
+    assert f"trainer: {name}" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (PULL, "trainer 'sync' shares its GPUs"),
+        (STORE, "add trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"),
+        ([*PULL, "trainer.v1.trainer_mode=colocate_async"], "trainer 'colocate_async' shares its GPUs"),
+        ([*SEPARATE, *PULL, "trainer.use_v1=False"], "the legacy trainer (trainer.use_v1=False) shares"),
+        ([BACKEND], "rollout.name is not set"),
+        ([*SEPARATE, *PULL[1:]], "follows the store, but"),
+        ([*SEPARATE, BACKEND + "b", STORE[1]], "backend is 'tensorhubb': for the store set it to 'tensorhub'"),
+        ([*SEPARATE, *STORE, "actor_rollout_ref.model.lora_rank=8"], "model.lora.merge=true"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8"], "model.lora.merge=true"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"], "GPUs that nobody uses"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.data_parallel_size=2"], "set it to 1"),
+        ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
+        ([*SEPARATE, *PULL, SEPARATE[1].replace("=1", "=4")], "set trainer.v1.separate_async.parameter_sync_step=1"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.nnodes=0"], "needs GPUs of its own for the engines"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_to_change(arguments, says):
+    root = composed(arguments)
+    assert checks.concerns_store(root)
+    with pytest.raises(UsageError) as refusal:
+        checks.check(root)
+    assert says in str(refusal.value)
+
+
+def test_adapters_that_are_merged_are_fine():
+    checks.check(composed([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8", MERGED]))
+
+
+def test_a_run_without_the_store_is_none_of_ours():
+    root = composed([])
+    assert not checks.concerns_store(root)
+    driver.refuse_or_tell(root)  # and not even a sentence
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
+
+
+def test_the_doctor_says_what_will_happen_and_asks_the_hub(installed, capsys):
+    with start_server() as hub:
+        arguments = ["doctor", "verl", "python", "-m", "verl.trainer.main_ppo", *SEPARATE, *PULL]
+        assert command([*arguments, f"{OPTIONS}.hub={hub.address}"]) == 0
+    assert f"hub: at {hub.address}" in capsys.readouterr().out
+
+
+def test_the_doctor_names_a_hub_that_does_not_answer(installed, capsys, monkeypatch):
+    monkeypatch.setattr(driver, "CONNECT_TIMEOUT_S", 0.3)
+    assert command(["doctor", "verl", *SEPARATE, *PULL, f"{OPTIONS}.hub=tcp://127.0.0.1:9"]) == 1
+    assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "does not name the store: add"),
+        (["nonsense"], "'nonsense' is no override of verl"),
+        (["actor_rollout_ref.rollout.nam=vllm"], "verl does not take this command line"),
+        (PULL, "trainer 'sync' shares"),
+    ],
+)
+def test_the_doctor_says_what_is_wrong_in_one_line(installed, arguments, says, capsys):
+    assert command(["doctor", "verl", *arguments]) == 1
+    told = capsys.readouterr().err
+    assert says in told and told.count("\n") == 1
+
+
+def test_the_doctor_knows_whether_verl_finds_the_store(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **_: [])
+    monkeypatch.delenv(doctor.MODULES, raising=False)
+    module = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={doctor.PACKAGE}"
+    external = f"actor_rollout_ref.model.external_lib={doctor.PACKAGE}"
+    assert not doctor.is_found(composed([*SEPARATE, *STORE]))
+    assert doctor.is_found(composed([*SEPARATE, *STORE, module]))
+    assert not doctor.is_found(composed([*SEPARATE, *PULL, module]))
+    assert doctor.is_found(composed([*SEPARATE, *PULL, module, external]))
+    assert not doctor.is_found(composed([*FULLY_ASYNC, *PULL, module, external]))
+    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
+    assert doctor.is_found(composed([*FULLY_ASYNC, *PULL]))
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def test_verls_own_command_is_refused_before_ray_starts(tmp_path):
+    """By the entry point that pyproject.toml declares: no flag and no variable names our module."""
+    declared = tmp_path / "tensorhub_plugins-0.dist-info"
+    declared.mkdir()
+    (declared / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorhub-plugins\nVersion: 0\n")
+    (declared / "entry_points.txt").write_text(entry_points())
+    run = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *PULL, f"hydra.run.dir={tmp_path}"],
+        env={**environment(), "PYTHONPATH": f"{tmp_path}:{environment().get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
+    )
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("tensorhub: trainer 'sync' shares its GPUs")
+    assert "Traceback" not in run.stderr and "ray init" not in run.stdout
+
+
+def environment():
+    return {name: value for name, value in os.environ.items() if name != doctor.MODULES}
+
+
+def entry_points():
+    groups = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    return "[verl.plugins]\n" + "".join(f"{name} = {value}\n" for name, value in groups["verl.plugins"].items())
