@@ -60,3 +60,21 @@ def hub() -> Iterator[Server]:
     server = start_server()
     yield server
     server.close()
+
+
+@pytest.fixture
+def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What Ray's processes of this test record; they find the modules that tests share."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("TENSORHUB_EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests / 'support'}")
+    return tmp_path / "events"
+
+
+@pytest.fixture
+def one_node(events: Path) -> Iterator[Any]:
+    """Ray on this machine, with room for five engines without vLLM."""
+    from fleet_run import cluster
+
+    with cluster(5) as made:
+        yield made

@@ -193,6 +193,7 @@ class FleetState:
             slots=self.slots,
             waiting=self.waiting,
             policy=self.policy if self.by_policy else "",
+            now=now,
         )
 
     def _shown(self, member: _Member, now: float) -> Member:

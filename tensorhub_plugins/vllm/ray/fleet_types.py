@@ -81,6 +81,7 @@ class View:
     slots: int  # more replicas for which there is room now
     waiting: int  # requests that the dispatcher has, and has given to nobody yet
     policy: str  # that sets the target; "" if people do
+    now: float = 0.0  # seconds, on a clock that only goes forward
 
     @property
     def in_flight(self) -> int:

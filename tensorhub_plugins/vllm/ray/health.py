@@ -45,6 +45,7 @@ class Lifeline:
         self.engine, self.worker = engine, worker
         self.is_dying = False
         self._heard_at = time.monotonic()
+        self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """What every worker answers, in rank order. Raises UpdateFailed with what a worker raised, or EngineLost."""
@@ -63,6 +64,9 @@ class Lifeline:
 
     async def probe(self) -> None:
         """Runs until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
+        from tensorhub_plugins.vllm.ray import preemption  # not in vLLM's workers, which import this file, too
+
+        self._watching = asyncio.create_task(preemption.watch(self.worker))
         while True:
             if self.engine.errored:
                 self.die(self.engine.dead_error)

@@ -1,0 +1,270 @@
+"""The fleet's actor: it carries out what fleet_state.py decides. On Ray's head node; killed, it is back in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from tensorhub_plugins.core import Deadline, UsageError, record
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm.ray import policy as policies
+from tensorhub_plugins.vllm.ray.fleet_events import (
+    DRAIN_TIMEOUT_S,
+    Abort,
+    Add,
+    AddExternal,
+    Changed,
+    Cluster,
+    Drain,
+    DrainNodes,
+    Effect,
+    Event,
+    PolicySaid,
+    Reported,
+    Say,
+    SetTarget,
+    Start,
+    Started,
+    StartExternal,
+    StartFailed,
+    Stop,
+    StopFailed,
+    Stopped,
+    Targeted,
+    Tick,
+)
+from tensorhub_plugins.vllm.ray.fleet_state import FleetState
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
+
+logger = get_logger(__name__)
+
+TICK_INTERVAL_S = 1.0
+STOP_TIMEOUT_S = 120.0  # an engine that is asked politely takes seconds; what is given back is Ray's
+STARTER_TIMEOUT_S = 60.0  # for Ray to start that actor again, which may import a whole framework
+SLOTS_TIMEOUT_S = 10.0
+POLICY_TIMEOUT_S = 60.0
+URL = re.compile(r"https?://[^/\s]+(:\d+)?/?")
+
+
+class FleetActor:
+    """The shell of `FleetState`, one thread with asyncio. Ray starts it again without limit."""
+
+    def __init__(self, starter: str, options: TrainingOptions) -> None:
+        """starter: that actor's name. Ray keeps no handles for the arguments of an actor that it starts again."""
+        self._starter = ray.get_actor(starter)
+        self._state = FleetState(
+            minimum=options.fleet_min,
+            maximum=options.fleet_max,
+            target=options.fleet_target,
+            policy=options.fleet_policy or "",
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._begun: asyncio.Task[None] | None = None
+
+    # --- for dispatchers ----------------------------------------------------------------------------------------------
+
+    async def report(self, seen: Sequence[Seen], waiting: int = 0, unnamed: int = 0) -> list[Entry]:
+        """The roster. waiting: requests that were given to nobody yet; unnamed: members that cannot be named yet."""
+        await self._begin()
+        self._handle(Reported(tuple(seen), waiting, unnamed))
+        return self._state.roster()
+
+    # --- for people: a sentence on what has begun or what was wrong, and whether it was refused -----------------------
+
+    async def view(self) -> View:
+        """For `tensorhub fleet list`."""
+        await self._begin()
+        return self._state.view(time.monotonic())
+
+    async def add(self, count: int) -> tuple[str, bool]:
+        """So many more."""
+        return await self._command(Add(count))
+
+    async def add_external(self, url: str) -> tuple[str, bool]:
+        """A server that was started by hand."""
+        if not URL.fullmatch(url):
+            return f"{url!r} is no address: give one like http://10.0.0.7:8000", True
+        return await self._command(AddExternal(url.rstrip("/")))
+
+    async def target(self, count: int | None) -> tuple[str, bool]:
+        """So many; None: what the policy says."""
+        return await self._command(SetTarget(count))
+
+    async def drain(self, name: str, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, bool]:
+        """One member leaves."""
+        return await self._command(Drain(name, timeout_s))
+
+    async def drain_node(
+        self, node: str, timeout_s: float = DRAIN_TIMEOUT_S, why: str = "its node is drained"
+    ) -> tuple[str, bool]:
+        """node: its address, its host's name, or Ray's id of it."""
+        await self._begin()
+        nodes = await asyncio.to_thread(live_nodes)
+        ids = frozenset(one["NodeID"] for one in nodes if _is_called(one, node))
+        if not ids:
+            known = ", ".join(sorted({one["NodeManagerAddress"] for one in nodes}))
+            return f"there is no node {node!r}: there are {known}", True
+        self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
+        return await self._command(DrainNodes(ids, timeout_s, why))
+
+    async def _command(self, event: Event) -> tuple[str, bool]:
+        await self._begin()
+        try:
+            effects = self._handle(event)
+        except UsageError as error:
+            return error.message, True
+        said = "; ".join(effect.text for effect in effects if isinstance(effect, Say))
+        return said or f"the target is {self._state.wanted}, as it was", False
+
+    # --- the shell ----------------------------------------------------------------------------------------------------
+
+    async def _begin(self) -> None:
+        """At the first call: a constructor of a Ray actor has no event loop to work in."""
+        if self._begun is None or (self._begun.done() and self._begun.exception() is not None):
+            self._begun = asyncio.create_task(self._restore())
+        await asyncio.shield(self._begun)
+
+    async def _restore(self) -> None:
+        saved = await self._ask(lambda: self._starter.saved.remote())
+        if saved is not None:
+            logger.warning("fleet: started again, going on with %d members", len(saved.members))
+            self._state = saved
+            for effect in self._state.resume(time.monotonic()):
+                self._carry_out(effect)
+        await self._look()
+        self._keep(self._watch_cluster())
+        if self._state.policy:
+            self._keep(self._ask_policy())
+
+    def _handle(self, event: Event) -> list[Effect]:
+        effects = self._state.handle(event, time.monotonic())
+        if effects or not isinstance(event, (Reported, Cluster, Tick)):
+            # Calls of one actor to another arrive in their order: it is kept before anything of it is done.
+            self._starter.save.remote(self._state)
+        for effect in effects:
+            self._carry_out(effect)
+        return effects
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Start(name, rank, avoid):
+                self._keep(self._start(name, lambda: self._starter.start.remote(name, rank, avoid)))
+            case StartExternal(name, url):
+                self._keep(self._start(name, lambda: self._starter.start_external.remote(name, url)))
+            case Abort(name, handle):
+                self._keep(self._abort(name, handle))
+            case Stop(name, handle):
+                self._keep(self._stop(name, handle))
+            case Changed(member):
+                about = f" ({member.why})" if member.why else ""
+                logger.info("fleet: %s is %s, version %d%s", member.name, member.state, member.version, about)
+                record(
+                    "member",
+                    worker=f"{member.name}/0",
+                    state=member.state,
+                    kind=member.kind,
+                    version=member.version,
+                    node=member.node,
+                    why=member.why or None,
+                )
+            case Targeted(target, by):
+                record("target", worker="fleet", target=target, by=by)
+            case Say(text):
+                logger.warning("fleet: %s", text)
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("fleet: this should not happen", exc_info=task.exception())
+
+    async def _ask(self, call: Callable[[], Any]) -> Any:
+        """What the starter answers. It may be asked twice for the same thing: Ray may be starting it again."""
+        deadline = Deadline.after(STARTER_TIMEOUT_S)
+        while True:
+            try:
+                return await call()
+            except RayActorError as error:
+                # What a launcher has raised comes as a RayTaskError of the same class.
+                if isinstance(error, RayTaskError) or deadline.remaining() <= 0:
+                    raise
+                await asyncio.sleep(TICK_INTERVAL_S)
+
+    async def _start(self, name: str, call: Callable[[], Any]) -> None:
+        try:
+            handle = await self._ask(call)
+        except Exception as error:
+            self._handle(StartFailed(name, sentence(error)))
+        else:
+            self._handle(Started(name, handle))
+
+    async def _abort(self, name: str, handle: Any) -> None:
+        try:
+            await self._starter.abort.remote(name, handle)
+        except Exception as error:  # it is stopped soon
+            logger.warning("fleet: %s gives nothing back: %s", name, sentence(error))
+
+    async def _stop(self, name: str, handle: Any | None) -> None:
+        try:
+            await asyncio.wait_for(self._ask(lambda: self._starter.stop.remote(name, handle)), STOP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            self._handle(StopFailed(name, f"it takes more than {STOP_TIMEOUT_S:.0f} s"))
+        except Exception as error:
+            self._handle(StopFailed(name, sentence(error)))
+        else:
+            self._handle(Stopped(name))
+
+    async def _watch_cluster(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            await self._look()
+            self._handle(Tick())
+
+    async def _look(self) -> None:
+        try:
+            nodes = await asyncio.to_thread(live_nodes)
+            slots = await asyncio.wait_for(self._starter.slots.remote(frozenset(self._state.avoided)), SLOTS_TIMEOUT_S)
+            self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, slots))
+        except Exception as error:  # Ray's head or the starter is busy, or is being started again
+            logger.info("fleet: what there is room for is not known now: %s", sentence(error))
+
+    async def _ask_policy(self) -> None:
+        policy, complaint = policies.load(self._state.policy), ""
+        while True:
+            if self._state.by_policy and self._state.is_known:
+                view = self._state.view(time.monotonic())
+                try:
+                    said = await asyncio.wait_for(asyncio.to_thread(policy, view), POLICY_TIMEOUT_S)
+                    self._handle(PolicySaid(policies.checked(said)))
+                except Exception as error:
+                    if complaint != str(error):  # once
+                        complaint = str(error)
+                        logger.warning("fleet: policy %s is ignored: %s", self._state.policy, sentence(error))
+            await asyncio.sleep(policies.POLICY_INTERVAL_S)
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _is_called(node: dict[str, Any], name: str) -> bool:
+    names = (node["NodeManagerAddress"], node.get("NodeManagerHostname"), node.get("NodeName"), node["NodeID"])
+    return name in names
+
+
+def sentence(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    cause: Any = error.cause if isinstance(error, RayTaskError) else error
+    text = str(getattr(cause, "message", "") or cause).strip()
+    return text.splitlines()[0][:300] if text else type(cause).__name__

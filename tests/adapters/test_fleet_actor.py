@@ -1,0 +1,250 @@
+"""The shell of the fleet's state: the actor's own class with the starter's own class, without Ray or a framework."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
+from tensorhub_plugins.vllm.ray import fleet_actor, policy, preemption  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_types import Seen, View  # noqa: E402
+
+
+class Launcher:
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+        self.room, self.error, self.may_start = 9, "", asyncio.Event()
+        self.may_start.set()
+
+    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+        self.did.append(("start", name))
+        await self.may_start.wait()
+        if self.error:
+            raise RuntimeError(self.error)
+        return f"handle of {name}"
+
+    async def start_external(self, name: str, url: str) -> Any:
+        self.did.append(("external", name, url))
+        return f"handle of {name}"
+
+    async def abort(self, name: str, handle: Any) -> None:
+        self.did.append(("abort", name, handle))
+
+    async def stop(self, name: str, handle: Any | None) -> None:
+        self.did.append(("stop", name, handle))
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def slots(self, avoid: Collection[str]) -> int:
+        return self.room
+
+
+class Remote:
+    """Looks like a handle: every method has `.remote`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._actor, name)
+
+        class Method:
+            @staticmethod
+            def remote(*args: Any) -> Any:
+                return asyncio.ensure_future(method(*args))
+
+        return Method
+
+
+class Stage:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.launcher = Launcher()
+        starter = Starter(self.launcher)
+        monkeypatch.setattr(ray, "get_actor", lambda name: Remote(starter))
+        self.options = TrainingOptions(**options)
+        self.actor = self.new_actor()
+
+    def new_actor(self) -> FleetActor:
+        return FleetActor("starter", self.options)
+
+    async def report(self, *names: str, **more: Any) -> dict[str, bool]:
+        seen = [Seen(name, f"handle of {name}", "n1", **{"ready": True, "version": 1, **more}) for name in names]
+        return {entry.name: entry.draining for entry in await self.actor.report(seen)}
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def play(story: Callable[[Stage], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    async def whole() -> None:
+        nodes = [{"NodeID": "n1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "one"}]
+        monkeypatch.setattr(fleet_actor, "live_nodes", lambda: nodes)
+        monkeypatch.setattr(fleet_actor, "TICK_INTERVAL_S", 0.02)
+        monkeypatch.setattr(policy, "POLICY_INTERVAL_S", 0.02)
+        await story(Stage(monkeypatch, **options))
+
+    asyncio.run(asyncio.wait_for(whole(), 30))
+
+
+def test_commands_answer_at_once_and_what_they_begin_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(stage: Stage) -> None:
+        assert await stage.report("rollout-0") == {"rollout-0": False}
+        stage.launcher.may_start.clear()
+        assert await stage.actor.add(1) == ("the target is 2, it was 1; starting rollout-1", False)
+        assert await stage.actor.target(2) == ("the target is 2, as it was", False)
+        assert await stage.actor.add(5000) == (
+            "the target is 2, and 5000 more are above fleet_max, 1024",
+            True,
+        )
+        stage.launcher.may_start.set()
+        await stage.until(lambda: stage.actor._state.members["rollout-1"].handle)
+        assert await stage.report("rollout-0") == {"rollout-0": False, "rollout-1": False}
+        await stage.report("rollout-0", "rollout-1")
+        assert "2 requests" not in (await stage.actor.drain("rollout-1", 5.0))[0]
+        assert await stage.report("rollout-0", "rollout-1") == {"rollout-0": False, "rollout-1": True}
+        assert await stage.report("rollout-0", "rollout-1", draining=True) == {"rollout-0": False}
+        await stage.until(lambda: ("stop", "rollout-1", "handle of rollout-1") in stage.launcher.did)
+        await stage.until(lambda: stage.actor._state.gone)
+        view = await stage.actor.view()
+        assert [one.name for one in view.members] == ["rollout-0"] and view.members[0].node == "10.0.0.1"
+
+    play(story, monkeypatch)
+
+
+def test_a_start_nobody_wants_any_more_is_cancelled_and_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        stage.launcher.may_start.clear()
+        await stage.actor.add(1)
+        await stage.until(lambda: ("start", "rollout-1") in stage.launcher.did)
+        assert (await stage.actor.drain("rollout-1", 1.0))[0] == "the target is 1, it was 2; rollout-1 is stopped"
+        await stage.until(lambda: ("stop", "rollout-1", None) in stage.launcher.did)
+        await stage.until(lambda: stage.actor._state.gone)
+
+    play(story, monkeypatch)
+
+
+def test_what_cannot_be_stopped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub_plugins.vllm.ray.fleet_state.STOP_DELAY_S", 0.05)
+
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0", "rollout-1")
+        stage.launcher.error = "Ray does not answer\nand more"
+        await stage.actor.drain("rollout-1", 1.0)
+        await stage.report("rollout-1", draining=True)
+        await stage.until(lambda: stage.launcher.did.count(("stop", "rollout-1", "handle of rollout-1")) > 1)
+        stage.launcher.error = ""
+        await stage.until(lambda: stage.actor._state.gone)
+
+    play(story, monkeypatch)
+
+
+def test_an_actor_that_is_started_again_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        stage.launcher.may_start.clear()
+        await stage.actor.add(1)
+        await stage.until(lambda: stage.launcher.did)
+        stage.actor = stage.new_actor()
+        view = await stage.actor.view()
+        assert view.target == 2 and [one.state for one in view.members] == ["ready", "starting"]
+        stage.launcher.may_start.set()
+        await stage.until(lambda: stage.actor._state.members["rollout-1"].handle)
+        assert stage.launcher.did == [("start", "rollout-1")]  # once
+
+    play(story, monkeypatch)
+
+
+def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        assert await stage.actor.drain_node("10.0.0.7") == ("there is no node '10.0.0.7': there are 10.0.0.1", True)
+        said, is_refused = await stage.actor.drain_node("one", 5.0)
+        assert "rollout-0 drains" in said and not is_refused
+        assert await stage.actor.add_external("10.0.0.9:8000") == (
+            "'10.0.0.9:8000' is no address: give one like http://10.0.0.7:8000",
+            True,
+        )
+        await stage.actor.add_external("http://10.0.0.9:8000/")
+        await stage.until(lambda: ("external", "external-0", "http://10.0.0.9:8000") in stage.launcher.did)
+
+    play(story, monkeypatch)
+
+
+CALLS: list[View] = []
+
+
+def capricious(view: View) -> Any:
+    CALLS.append(view)
+    if len(CALLS) < 4:
+        raise RuntimeError("no idea")
+    return 3 if len(CALLS) > 8 else "many"
+
+
+def test_a_policy_that_fails_is_said_once_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(policy.SHIPPED, "capricious", capricious)
+
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        await stage.until(lambda: len(CALLS) > 7)
+        assert stage.actor._state.wanted == 1
+        await stage.until(lambda: len(stage.actor._state.members) == 3)
+
+    with caplog.at_level(logging.WARNING):
+        play(story, monkeypatch, fleet_policy="capricious")
+    said = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    assert said == [
+        "fleet: policy capricious is ignored: no idea",
+        "fleet: policy capricious is ignored: it returned 'many', which is no whole number",
+    ]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("20", 20.0), ("0\n", 0.0), ("-3", 0.0), ("", 25.0), ("soon", 25.0)])
+def test_a_notice_may_say_how_long_there_is(tmp_path: Path, text: str, seconds: float) -> None:
+    assert preemption.notice(tmp_path / "notice") is None
+    (tmp_path / "notice").write_text(text)
+    assert preemption.notice(tmp_path / "notice") == seconds
+
+
+def test_a_notice_is_told_once_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "notice"
+    monkeypatch.setenv(preemption.VARIABLE, str(path))
+    monkeypatch.setattr(preemption, "LOOK_INTERVAL_S", 0.01)
+    told: list[float] = []
+    answers = [False, True, True]  # the fleet does not answer at first
+
+    async def tell(worker: str, timeout_s: float) -> bool:
+        told.append(timeout_s)
+        return answers.pop(0)
+
+    monkeypatch.setattr(preemption, "_tell", tell)
+
+    async def story() -> None:
+        watching = asyncio.create_task(preemption.watch("rollout-0/0"))
+        await asyncio.sleep(0.05)
+        assert told == []
+        path.write_text("7")
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert told == [7.0, 7.0]
+        path.unlink()
+        await asyncio.sleep(0.05)
+        path.write_text("5")
+        while len(told) < 3:
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 30))

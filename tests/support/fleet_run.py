@@ -1,0 +1,254 @@
+"""A framework in small for tests of the fleet: engines without vLLM, a launcher and a dispatcher, all real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm.ray import fleet, preemption
+from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
+from tensorhub_plugins.vllm.ray.room import slots
+
+BUNDLE = {"engine": 1.0}
+BEAT_S = 0.2
+DEADLINE_S = 90.0
+
+
+class Engine:
+    """Answers a prompt after the time that it names. One that is aborted gives back what it has."""
+
+    def __init__(self) -> None:
+        self.version, self.is_aborted = 1, asyncio.Event()
+        self.watching: asyncio.Task[None] | None = None
+
+    async def tensorhub_heartbeat(self) -> dict[str, Any]:
+        if self.watching is None:
+            self.watching = asyncio.create_task(preemption.watch("engine"))
+        node = ray.get_runtime_context().get_node_id()
+        return {"node": node, "pid": os.getpid(), "version": self.version, "ready": True}
+
+    async def generate(self, prompt: int, seconds: float) -> int:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.is_aborted.wait(), seconds)
+            raise InterruptedError
+        return prompt * prompt
+
+    async def abort(self) -> None:
+        self.is_aborted.set()
+
+
+class Launcher:
+    """Fails to start as often as its file says."""
+
+    def __init__(self, failures: str) -> None:
+        self.failures = failures
+
+    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.failures)
+            raise RuntimeError("the engine cannot start\nfor a long reason")
+        if not await asyncio.to_thread(slots, [BUNDLE], avoid=avoid):
+            raise RuntimeError("no node has room")
+        group = ray.util.placement_group([BUNDLE], name=name)
+        await asyncio.wait_for(group.ready(), 20)
+        where = PlacementGroupSchedulingStrategy(group)
+        handle = engine(name, max_restarts=1, resources=BUNDLE, scheduling_strategy=where)
+        beat = await handle.tensorhub_heartbeat.remote()
+        if beat["node"] in avoid:
+            raise RuntimeError("Ray has placed it on a node that drains")
+        return handle
+
+    async def start_external(self, name: str, url: str) -> Any:
+        return engine(name)
+
+    async def abort(self, name: str, handle: Any) -> None:
+        await handle.abort.remote()
+
+    async def stop(self, name: str, handle: Any | None) -> None:
+        if handle is not None:
+            ray.kill(handle)
+        with contextlib.suppress(ValueError):
+            ray.util.remove_placement_group(ray.util.get_placement_group(name))
+
+    def slots(self, avoid: Collection[str]) -> int:
+        return slots([BUNDLE], avoid=avoid)
+
+
+def engine(name: str, **options: Any) -> Any:
+    return ray.remote(Engine).options(**{"name": f"engine-{name}", "num_cpus": 0, **options}).remote()
+
+
+class Dispatcher:
+    """What a framework's router does: heartbeats, reports, and requests that outlive their engine."""
+
+    def __init__(self, firsts: dict[str, Any]) -> None:
+        self.handles = dict(firsts)
+        self.beats: dict[str, dict[str, Any]] = {}
+        self.lost: dict[str, str] = dict.fromkeys(firsts, "")
+        self.in_flight = dict.fromkeys(firsts, 0)
+        self.draining: set[str] = set()
+        self.answered: dict[int, int] = {}
+        self.by: dict[str, int] = {}
+        self.asked_again = 0
+        self.waiting = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.gather(*(self._beat(name, handle) for name, handle in list(self.handles.items())))
+            with contextlib.suppress(RayError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._report(), 5.0)
+            await asyncio.sleep(BEAT_S)
+
+    async def _beat(self, name: str, handle: Any) -> None:
+        try:
+            self.beats[name] = await asyncio.wait_for(handle.tensorhub_heartbeat.remote(), 5.0)
+            self.lost[name] = ""
+        except (ActorUnavailableError, asyncio.TimeoutError):
+            self.lost[name] = "restarting"
+        except RayError:  # also ActorUnschedulableError, which is no RayActorError
+            self.lost[name] = "gone"
+
+    async def _report(self) -> None:
+        actor = fleet.of_this_job()
+        if actor is None:
+            return
+        seen = []
+        for name, handle in self.handles.items():
+            beat, lost = self.beats.get(name), self.lost[name]
+            seen.append(
+                Seen(
+                    name,
+                    handle,
+                    beat["node"] if beat else "",
+                    ready=bool(beat) and not lost,
+                    version=beat["version"] if beat else 0,
+                    in_flight=self.in_flight[name],
+                    draining=name in self.draining,
+                    lost=lost,  # type: ignore[arg-type]
+                )
+            )
+        roster = {entry.name: entry for entry in await actor.report.remote(seen, self.waiting)}
+        for name in self.handles.keys() - roster.keys():
+            for known in (self.handles, self.beats, self.lost, self.in_flight):
+                known.pop(name, None)
+        for name, entry in roster.items():
+            self.handles.setdefault(name, entry.handle)
+            self.lost.setdefault(name, "")
+            self.in_flight.setdefault(name, 0)
+        self.draining = {name for name, entry in roster.items() if entry.draining}
+
+    async def ask(self, prompt: int, seconds: float) -> str:
+        """Who has answered."""
+        self.waiting += 1
+        while True:
+            free = [
+                name
+                for name in self.handles
+                if name in self.beats and not self.lost[name] and name not in self.draining
+            ]
+            if not free:
+                await asyncio.sleep(0.05)
+                continue
+            name = min(free, key=lambda name: self.in_flight[name])
+            self.waiting -= 1
+            self.in_flight[name] += 1
+            try:
+                answer = await self.handles[name].generate.remote(prompt, seconds)
+                assert prompt not in self.answered, "answered twice"
+                self.answered[prompt] = answer
+                self.by[name] = self.by.get(name, 0) + 1
+                return name
+            except (RayActorError, InterruptedError):
+                self.asked_again += 1
+                self.waiting += 1
+                await asyncio.sleep(0.05)
+            finally:
+                if name in self.in_flight:
+                    self.in_flight[name] -= 1
+
+    async def report_of(self) -> dict[str, Any]:
+        return {"answered": self.answered, "by": self.by, "again": self.asked_again, "in_flight": self.in_flight}
+
+
+class Run:
+    """A run on the Ray cluster to which this process is connected."""
+
+    def __init__(self, firsts: int, failures: str, **options: Any) -> None:
+        self.actor = fleet.start(Launcher(failures), TrainingOptions(**options))
+        self.fleet = fleet.find(ray.get_runtime_context().get_job_id())
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        how = {"max_restarts": 2, "resources": BUNDLE, "scheduling_strategy": here}
+        handles = {f"rollout-{n}": engine(f"rollout-{n}", **how) for n in range(firsts)}
+        self.dispatcher = ray.remote(Dispatcher).options(num_cpus=0, max_concurrency=1000).remote(handles)
+        self.failures = failures
+        self.running = self.dispatcher.run.remote()
+
+    def member(self, name: str) -> Member:
+        view = self.fleet.list()
+        return next(one for one in (*view.members, *view.gone) if one.name == name)
+
+    def states(self) -> dict[str, str]:
+        with contextlib.suppress(Exception):
+            return {member.name: member.state for member in self.fleet.list().members}
+        return {}
+
+    def until(self, **wanted: str) -> None:
+        """Waits until the members are exactly these, in these states (names with _ for -)."""
+        expected = {name.replace("_", "-"): state for name, state in wanted.items()}
+        wait(lambda: self.states() == expected, lambda: f"{self.states()} instead of {expected}: {self.fleet.list()}")
+
+    def pid(self, name: str) -> int:
+        return int(ray.get(ray.get_actor(f"engine-{name}").tensorhub_heartbeat.remote())["pid"])
+
+    def numbers(self) -> dict[str, Any]:
+        return dict(ray.get(self.dispatcher.report_of.remote()))
+
+
+def wait(condition: Callable[[], bool], otherwise: Callable[[], str], timeout_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()
+        time.sleep(0.1)
+
+
+def pid_of(actor: Any) -> int:
+    return int(ray.get(actor.__ray_call__.remote(lambda self: __import__("os").getpid())))
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    """`tensorhub fleet ...` in a process of its own."""
+    call = [sys.executable, "-m", "tensorhub_plugins.core.cli", "fleet", *arguments]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=DEADLINE_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def cluster(*engines: int) -> Iterator[Any]:
+    """Ray with one raylet for each number: so many engines fit there. The first is the head, and ours."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster()
+    before = os.environ.get("RAY_ADDRESS")
+    try:
+        for number in engines:
+            made.add_node(num_cpus=2, resources={"engine": number}, include_dashboard=False)
+        os.environ["RAY_ADDRESS"] = made.address  # also for commands: there may be other clusters on this machine
+        ray.init(address=made.address, log_to_driver=False, configure_logging=False)
+        yield made
+    finally:
+        ray.shutdown()
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.update({} if before is None else {"RAY_ADDRESS": before})
+        fleet._owned.clear()
+        made.shutdown()
