@@ -90,7 +90,7 @@ def play(workload, path, number, pause_s, *, join=None, equal=True):
         "join": {
             "asked": asked,
             "token": asked + join[0],
-            "load_s": join[0] / 4,
+            "weights_s": join[0] / 4,
             "trainer_s": join[1],
             "imports_s": 10.0,
         }
@@ -103,14 +103,15 @@ def play(workload, path, number, pause_s, *, join=None, equal=True):
 
 
 STALLS = {"store": 0.02, "star": 0.04, "stock": 0.8}  # of every engine for every version
-JOINS = {"store": (2.0, 0.0), "star": (3.0, 0.0), "stock": (20.0, 1.5)}
+JOINS = {"store": (2.0, 0.0), "star": (3.0, 0.0), "stock": (20.0, 1.5), "restart": (30.0, 28.0)}
 
 
 def plays(workload, rounds=(0.5, 1.0, 9.0), **changed):
     """Three rounds, of which one is an outlier."""
     made = []
     for number, factor in enumerate(rounds, 1):
-        for path, seconds in {**STALLS, **changed}.items():
+        for path in reports.PATHS[workload]:
+            seconds = {**STALLS, "restart": 0.8, **changed}[path]
             pause_s = {"east": seconds * factor, "west": 2 * seconds * factor}
             made.append(play(workload, path, number, pause_s, join=JOINS[path] if workload == "elastic" else None))
     return made
@@ -137,6 +138,16 @@ def test_standalone_sums_over_engines_and_takes_the_median_round():
     assert (report.memcpy_s, report.stream_s) == (MEMCPY_S, STREAM_S)
 
 
+def test_what_happens_once_is_in_the_sum_and_not_in_the_median_version():
+    made = plays("standalone")
+    for each in made:
+        if each["path"] == "store":
+            each["engines"][1]["pauses"][-2]["ended"] += 0.6  # one of three versions
+    report = reports.make_report("standalone", made)
+    assert line(report, "all rollouts' stall").values["store"] == pytest.approx(0.04 + 0.6 / VERSIONS)
+    assert line(report, "  for the median").values["store"] == pytest.approx(0.04)
+
+
 def test_two_sites_count_the_remote_rollouts_alone():
     report = reports.make_report("cross", plays("cross"))
     assert line(report, "remote").values == pytest.approx({"store": 0.04, "star": 0.08, "stock": 1.6})
@@ -146,11 +157,17 @@ def test_two_sites_count_the_remote_rollouts_alone():
 
 def test_a_join_counts_the_newcomer_and_what_the_others_lose():
     report = reports.make_report("elastic", plays("elastic"))
-    assert line(report, "from asking").values == pytest.approx({"store": 2.0, "star": 3.0, "stock": 20.0})
+    assert line(report, "from asking").values == pytest.approx(
+        {"store": 2.0, "star": 3.0, "stock": 20.0, "restart": 30.0}
+    )
     assert line(report, "the same first token with").ratio("stock") == pytest.approx(30 / 12)
-    assert line(report, "of the first").values == pytest.approx({"store": 0.5, "star": 0.75, "stock": 6.5})
+    assert line(report, "of the first").values == pytest.approx(
+        {"store": 0.5, "star": 0.75, "stock": 5.0, "restart": 7.5}
+    )
     stall = line(report, "the others' stall")
-    assert stall.values == pytest.approx({"store": 0.0, "star": 0.0, "stock": 3.0})  # the newcomer's own is none
+    assert stall.values == pytest.approx(
+        {"store": 0.0, "star": 0.0, "stock": 3.0, "restart": 56.0}
+    )  # the newcomer's own is none
     assert math.isinf(stall.ratio("stock")) and stall.ratio("star") == 1.0
     assert report.worst_ratio == pytest.approx(10) and report.reached
     assert "none here" in reports.table(report)
@@ -208,7 +225,11 @@ def test_the_report_is_json_and_the_picture_is_drawn(tmp_path):
     made = [reports.make_report(name, own) for name, own in measured.items()]
     read = json.loads(json.dumps([report.to_dict() for report in made], allow_nan=False))
     assert [each["workload"] for each in read] == list(reports.GOALS)
-    assert read[1]["lines"][1]["times_better_than"] == {"star": 1.0, "stock": None}  # None: no stall at all
+    assert read[1]["lines"][1]["times_better_than"] == {
+        "star": 1.0,
+        "stock": None,
+        "restart": None,
+    }  # None: no stall at all
     picture.draw(made, measured, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -228,8 +249,8 @@ def test_it_runs_with_real_engines(tmp_path):
     assert ended.returncode in (0, 1), ended.stderr  # 1: a tiny model leaves stock little to do
     (report,) = json.loads((tmp_path / "report.json").read_text())
     assert report["wrong"] == [] and (tmp_path / "stalls.png").exists()
-    stall, waits, *_ = report["lines"]
-    assert all(seconds > 0 for each in (stall, waits) for seconds in each["medians"].values())
+    stall, usual, *_ = report["lines"]
+    assert all(seconds > 0 for each in (stall, usual) for seconds in each["medians"].values())
     played = json.loads((tmp_path / "standalone.json").read_text())["plays"]
-    assert sorted(play["path"] for play in played) == sorted(reports.PATHS)
+    assert sorted(play["path"] for play in played) == sorted(reports.PATHS["standalone"])
     assert all(engine["equal"] and len(engine["tokens"]) > 10 for play in played for engine in play["engines"])

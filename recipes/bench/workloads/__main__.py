@@ -42,7 +42,7 @@ def main() -> int:
         "workloads", nargs="*", metavar="workload", help=f"of {', '.join(reports.GOALS)} (default: all)"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--versions", type=int, default=5, help="of a run that count")
+    parser.add_argument("--versions", type=int, default=10, help="of a run that count")
     parser.add_argument("--sequences", type=int, default=2, help="that an engine generates at a time")
     parser.add_argument("--size", choices=("tiny", "small", "deep"), default="small", help="of the model")
     parser.add_argument("--mbit", type=float, default=1000.0, help="of every host's link, each way")
@@ -83,14 +83,15 @@ def measure(workload: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     plays = []
     for number in range(options.rounds):
         imports_s = None  # once a round: they take long
-        order = reports.PATHS[number % 3 :] + reports.PATHS[: number % 3]  # none always runs first
-        for path in order:
+        paths = reports.PATHS[workload]
+        first = number % len(paths)  # none always runs first
+        for path in paths[first:] + paths[:first]:
             began = time.monotonic()
             play = {"round": number + 1, **stage.play(workload, path, setting, imports_s)}
             imports_s = play["join"] and play["join"]["imports_s"]
             plays.append(play)
             print(
-                f"{workload} round {number + 1} {path:5} {summary(workload, play)} ({time.monotonic() - began:.0f} s)",
+                f"{workload} round {number + 1} {path:7} {summary(workload, play)} ({time.monotonic() - began:.0f} s)",
                 flush=True,
             )
     return plays

@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from recipes.bench.workloads.report import GOALS, JOINER, PATHS, TITLES, Report, window  # noqa: E402
 
-COLOURS = {"store": "#2ca02c", "star": "#ff9f1c", "stock": "#d62728"}
+COLOURS = {"store": "#2ca02c", "star": "#ff9f1c", "stock": "#d62728", "restart": "#7f1d1d"}
 STARTING = "#c6b8dc"
 NOTHING_S = 1e-3  # where a bar ends that stands for no stall at all: the axis is logarithmic
 # Seconds a mark is wide at least, as a part of the lane: a pause of 50 ms must be seen.
@@ -25,16 +25,17 @@ def draw(reports: Sequence[Report], plays: Mapping[str, Sequence[Mapping[str, An
     for column, report in enumerate(reports):
         _draw_bars(axes[0][column], report)
         _draw_lanes(axes[1][column], plays[report.workload])
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
 def _draw_bars(axes: Any, report: Report) -> None:
     lines = [line for line in report.lines if line.counts]
     for number, line in enumerate(lines):
-        for place, path in enumerate(PATHS):
-            value, at = line.values[path], number + 0.27 * (place - 1)
-            axes.bar(at, max(value, NOTHING_S), 0.25, color=COLOURS[path], label=path if number == 0 else None)
+        width = 0.8 / len(line.values)
+        for place, (path, value) in enumerate(line.values.items()):
+            at = number + width * (place - (len(line.values) - 1) / 2)
+            axes.bar(at, max(value, NOTHING_S), 0.9 * width, color=COLOURS[path], label=path if number == 0 else None)
             text = f"{1000 * value:.0f} ms" if 0 < value < 1 else f"{value:.1f} s" if value else "none"
             axes.annotate(text, (at, max(value, NOTHING_S)), ha="center", va="bottom", fontsize=8)
     axes.axhline(report.memcpy_s, color="grey", linestyle=":", label="one memcpy of the model")
@@ -51,7 +52,7 @@ def _draw_bars(axes: Any, report: Report) -> None:
 def _draw_lanes(axes: Any, plays: Sequence[Mapping[str, Any]]) -> None:
     names, row = [], 0
     longest = max(play["ended"] - window(play)[0] for play in plays if play["round"] == 1)
-    for path in PATHS:
+    for path in PATHS[plays[0]["workload"]]:
         play = next(play for play in plays if play["path"] == path and play["round"] == 1)
         start = window(play)[0]
         for engine in sorted(play["engines"], key=lambda engine: engine["name"]):

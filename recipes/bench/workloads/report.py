@@ -9,8 +9,13 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-PATHS = ("store", "star", "stock")
+PATHS = {  # stock cannot take in an engine: its users make a larger group with everybody stopped, or restart the job
+    "standalone": ("store", "star", "stock"),
+    "elastic": ("store", "star", "stock", "restart"),
+    "cross": ("store", "star", "stock"),
+}
 JOINER = "joiner"
+RATIO_SHOWN_MAX = 1000  # beyond it a ratio only says how little the smaller number is
 WARM_UP = 2  # versions of each run that do not count: connections, first allocations
 # How many times better than stock; the paper's figures on GPUs, and what is aimed at.
 GOALS = {"standalone": (6.7, 15.0), "elastic": (4.8, 10.0), "cross": (19.0, 40.0)}
@@ -66,8 +71,8 @@ def window(play: Play) -> tuple[float, float]:
     return counted(play)[0]["began"], play["ended"]
 
 
-def stalls(play: Play, place: str | None = None) -> list[Pause]:
-    """Of all engines (or those of one site) that were there before, within the window.
+def stalls(play: Play, place: str | None = None) -> list[list[Pause]]:
+    """Of each engine (or each of one site) that was there before, within the window.
 
     Raises ValueError when an engine did not stand still once for every version, as then another thing was measured."""
     began, _ = window(play)
@@ -81,7 +86,7 @@ def stalls(play: Play, place: str | None = None) -> list[Pause]:
                 f"{play['workload']}, {play['path']}: {engine['name']} stood still {len(own)} times for "
                 f"{len(counted(play))} versions"
             )
-        found += own
+        found.append(own)
     return found
 
 
@@ -90,12 +95,26 @@ def _versions(play: Play) -> int:
 
 
 def stall_s(place: str | None = None) -> Callable[[Play], float]:
-    """For one version, summed over the engines."""
-    return lambda play: sum(pause.ended - pause.began for pause in stalls(play, place)) / _versions(play)
+    """For one version, summed over the engines; the mean of the versions."""
+
+    def mean(play: Play) -> float:
+        return sum(pause.ended - pause.began for own in stalls(play, place) for pause in own) / _versions(play)
+
+    return mean
+
+
+def usual_stall_s(place: str | None = None) -> Callable[[Play], float]:
+    """The same for the median version: an engine's first conversion, for one, comes once in its life."""
+
+    def middle(play: Play) -> float:
+        versions = zip(*stalls(play, place), strict=True)
+        return median(sum(pause.ended - pause.began for pause in together) for together in versions)
+
+    return middle
 
 
 def silent_s(play: Play) -> float:
-    return sum(pause.silent_s for pause in stalls(play)) / _versions(play)
+    return sum(pause.silent_s for own in stalls(play) for pause in own) / _versions(play)
 
 
 def trainer_s(play: Play) -> float:
@@ -115,7 +134,7 @@ def first_token_s(play: Play) -> float:
 
 def weights_s(play: Play) -> float:
     """Of that, to make the model and get its weights: of a store all at once, else a start without and a broadcast."""
-    return float(play["join"]["load_s"] + play["join"]["trainer_s"])
+    return float(play["join"]["weights_s"])
 
 
 def whole_start_s(play: Play) -> float:
@@ -148,6 +167,7 @@ class Measure:
 MEASURES: dict[str, tuple[Measure, ...]] = {
     "standalone": (
         Measure("all rollouts' stall for a version", stall_s(), counts=True),
+        Measure("  for the median version", usual_stall_s()),
         Measure("the trainer waits for a version", trainer_s),
         Measure("all rollouts, until their next token", silent_s),
         Measure("until all rollouts run it", everywhere_s),
@@ -165,6 +185,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
     ),
     "cross": (
         Measure("remote rollouts' stall for a version", stall_s("west"), counts=True),
+        Measure("  for the median version", usual_stall_s("west")),
         Measure("local rollouts' stall for a version", stall_s("east")),
         Measure("the trainer waits for a version", trainer_s),
         Measure("until all rollouts run it", everywhere_s),
@@ -225,7 +246,7 @@ class Report:
                 "counts": line.counts,
                 "medians": line.values,
                 "rounds": line.rounds,
-                "times_better_than": {path: _finite(line.ratio(path)) for path in PATHS[1:]},
+                "times_better_than": {path: _finite(line.ratio(path)) for path in PATHS[self.workload][1:]},
             }
             for line in self.lines
         ]
@@ -248,7 +269,7 @@ class Report:
 
 def make_report(workload: str, plays: Sequence[Play]) -> Report:
     """plays: of this workload, on all paths, of all rounds. Raises ValueError where one path was never run."""
-    by_path = {path: [play for play in plays if play["path"] == path] for path in PATHS}
+    by_path = {path: [play for play in plays if play["path"] == path] for path in PATHS[workload]}
     lacking = [path for path, own in by_path.items() if not own]
     if lacking:
         raise ValueError(f"{workload}: nothing measured for {', '.join(lacking)}")
@@ -292,14 +313,14 @@ def _finite(ratio: float) -> float | None:
 
 def table(report: Report) -> str:
     least, aim = GOALS[report.workload]
-    rows = [
-        f"{TITLES[report.workload]:46} {'store':>9} {'star':>9} {'stock':>9} {'star/store':>11} {'stock/store':>12}"
-    ]
+    paths = PATHS[report.workload]
+    heads = [*paths, *(f"{path}/store" for path in paths[1:])]
+    rows = [f"{TITLES[report.workload]:51}" + "".join(f"{head:>14}" for head in heads)]
     for line in report.lines:
-        values = " ".join(f"{_value(line.values[path], line.unit):>9}" for path in PATHS)
-        star, stock = (_times(line.ratio(path)) for path in PATHS[1:])
+        cells = [_value(line.values[path], line.unit) for path in paths]
+        cells += [_times(line.ratio(path)) for path in paths[1:]]
         goal = f"  goal {least:g}, aim {aim:g}" if line.counts else ""
-        rows.append(f"{line.what:46} {values} {star:>11} {stock:>12}{goal}")
+        rows.append(f"{line.what:51}" + "".join(f"{cell:>14}" for cell in cells) + goal)
     rows.append(
         f"limits: memcpy of {report.size_bytes / 1e6:.1f} MB {1000 * report.memcpy_s:.1f} ms; one bare stream "
         f"{report.stream_s:.2f} s, so no collective stops these engines for less than {report.best_collective_s:.2f} s"
@@ -318,4 +339,6 @@ def _value(value: float, unit: str) -> str:
 
 
 def _times(ratio: float) -> str:
-    return "none here" if math.isinf(ratio) else f"{ratio:.1f}x"
+    if math.isinf(ratio):
+        return "none here"
+    return f"{ratio:.1f}x" if ratio < RATIO_SHOWN_MAX else f"over {RATIO_SHOWN_MAX}x"

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from recipes.bench.network import Host, Network, now
 from recipes.bench.workers import HubWorker, bare_stream
 from recipes.bench.workloads.engine import PORTS, Engine
-from recipes.bench.workloads.report import JOINER, WARM_UP, pauses
+from recipes.bench.workloads.report import JOINER, WARM_UP, Pause, pauses
 from recipes.bench.workloads.trainer import Receiver, Trainer
 
 # What an engine needs; vLLM imports some of it only when an engine is made.
@@ -63,8 +63,7 @@ def import_all() -> None:
 def play(workload: str, path: str, setting: Setting, imports_s: float | None = None) -> dict[str, Any]:
     """What happened, for report.py. imports_s: what another path of this round has measured."""
     with stage(workload, setting) as (wires, hub, trainer, engines):
-        stock = path == "stock"
-        fleet = Stock(trainer, setting) if stock else Store(trainer, setting, hub, star=path == "star")
+        fleet = make_fleet(path, trainer, setting, hub)
         limits = _limits(trainer, engines[-1])
         joiner = engines.pop() if workload == "elastic" else None
         fleet.begin(engines)
@@ -95,7 +94,7 @@ def play(workload: str, path: str, setting: Setting, imports_s: float | None = N
             "updates": updates,
             "join": join,
             "ended": ended,
-            "engines": [_told(engine, *digests) for engine in engines],
+            "engines": [_told(engine, *digests, join) for engine in engines],
             "load": os.getloadavg()[0],
         }
 
@@ -149,11 +148,15 @@ def _limits(trainer: Host, engine: Host) -> dict[str, float]:
     return {"size_bytes": size_bytes, "memcpy_s": trainer.call("memcpy_s"), "stream_s": stream_s}
 
 
-def _told(engine: Host, newest: dict[str, str], before: dict[str, str]) -> dict[str, Any]:
+def _told(engine: Host, newest: dict[str, str], before: dict[str, str], join: dict[str, Any] | None) -> dict[str, Any]:
     notes, digests = engine.call("notes"), engine.call("digests")
+    found = pauses(notes)
+    if join and join["restarted"]:  # the engine that stood still is gone
+        went_on = next(note["at"] for note in notes if note["what"] == "tokens")
+        found.append(Pause(join["asked"], join["restarted"], went_on - join["asked"]))
     return {
         **engine.call("who"),
-        "pauses": [pause.__dict__ for pause in pauses(notes)],
+        "pauses": [asdict(pause) for pause in found],
         "tokens": [(note["at"], note["count"]) for note in notes if note["what"] == "tokens"],
         "equal": digests == newest and not set(digests.items()) & set(before.items()),
     }
@@ -209,7 +212,7 @@ class Store:
         made = joiner.answer()
         token = joiner.call("wait_token", asked)
         joiner.call("follow", self.hub)
-        return {"asked": asked, "token": token, "load_s": made["load_s"], "trainer_s": 0.0}
+        return {"asked": asked, "token": token, "weights_s": made["load_s"], "trainer_s": 0.0, "restarted": None}
 
 
 class Stock:
@@ -249,4 +252,47 @@ class Stock:
         made = joiner.call("start", self.setting.bare, "dummy", {}, False)
         update = self.update(1 + WARM_UP, [*engines, joiner])
         token = joiner.call("wait_token", update["done"])
-        return {"asked": asked, "token": token, "load_s": made["load_s"], "trainer_s": update["trainer_s"]}
+        return {
+            "asked": asked,
+            "token": token,
+            "weights_s": made["load_s"] + update["trainer_s"],
+            "trainer_s": update["trainer_s"],
+            "restarted": None,
+        }
+
+
+class Restart(Stock):
+    """As Stock; and for another engine the whole job starts again, from a checkpoint. At its best: new processes wait
+    with everything imported, and there is neither Ray nor an optimizer."""
+
+    def join(self, joiner: Host, engines: Sequence[Host]) -> dict[str, Any]:
+        asked = now()
+        saved = self.trainer.call("save")
+        whose = [engine.call("who") for engine in engines]
+        for host in (self.trainer, *engines):
+            host.stop()
+        self.trainer.start(partial(Trainer, saved, self.trainer.address, "east"))
+        for engine, who in zip(engines, whose, strict=True):
+            make = partial(Engine, who["name"], engine.address, who["data_center"], self.setting.sequences)
+            engine.start(make)
+        made = all_at_once([joiner, *engines], "start", self.setting.bare, "dummy", {}, False)
+        self.master = self.trainer.call("lead")
+        update = self.update(1 + WARM_UP, [*engines, joiner])
+        token = joiner.call("wait_token", update["done"])
+        return {
+            "asked": asked,
+            "token": token,
+            "weights_s": made[0]["load_s"] + update["trainer_s"],
+            "trainer_s": update["done"] - asked,
+            "restarted": update["done"],
+        }
+
+
+def make_fleet(path: str, trainer: Host, setting: Setting, hub: Host) -> Store | Stock:
+    match path:
+        case "stock":
+            return Stock(trainer, setting)
+        case "restart":
+            return Restart(trainer, setting)
+        case _:
+            return Store(trainer, setting, hub, star=path == "star")

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from recipes.bench.network import now
 from recipes.bench.workers import Stream
@@ -25,7 +25,7 @@ class Trainer(Stream):
     def __init__(self, model: Path, address: str, data_center: str) -> None:
         torch.set_num_threads(1)
         self.tensors = load_file(model / "model.safetensors")
-        self._address, self._data_center = address, data_center
+        self._model, self._address, self._data_center = model, address, data_center
 
     def train(self, step: int) -> None:
         """Other weights; the same on every path."""
@@ -46,6 +46,13 @@ class Trainer(Stream):
                 target.copy_(tensor)
             times.append(now() - began)
         return statistics.median(times)
+
+    def save(self) -> Path:
+        """As a checkpoint in a folder beside the model's."""
+        folder = self._model.with_name(f"{self._model.name}-saved")
+        folder.mkdir(exist_ok=True)
+        save_file(self.tensors, folder / "model.safetensors")
+        return folder
 
     def digests(self) -> dict[str, str]:
         return {name: weights.digest(tensor) for name, tensor in self.tensors.items()}
