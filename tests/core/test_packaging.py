@@ -7,6 +7,7 @@ import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,6 +15,7 @@ import tensorhub_plugins
 from tensorhub_plugins import core
 
 ROOT = Path(__file__).resolve().parents[2]
+IMPORTED = ("verl.plugins",)  # groups whose owner loads the entry points and calls nothing
 FRAMEWORKS = {"verl", "openrlhf", "vllm", "ray", "transformers"}
 
 
@@ -57,7 +59,8 @@ def test_entry_points_lead_somewhere() -> None:
     declared = metadata.distribution("tensorhub-plugins").entry_points
     assert ("console_scripts", "tensorhub") in {(point.group, point.name) for point in declared}
     for point in declared:
-        assert callable(point.load()), point
+        loaded = point.load()
+        assert isinstance(loaded, ModuleType) if point.group in IMPORTED else callable(loaded), point
 
 
 @pytest.mark.parametrize("extra", ["verl", "vllm", "test"])
