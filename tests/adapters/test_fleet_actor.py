@@ -67,6 +67,7 @@ class Remote:
 
 class Stage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.actors: list[FleetActor] = []
         self.launcher = Launcher()
         starter = Starter(self.launcher)
         monkeypatch.setattr(ray, "get_actor", lambda name: Remote(starter))
@@ -74,7 +75,15 @@ class Stage:
         self.actor = self.new_actor()
 
     def new_actor(self) -> FleetActor:
-        return FleetActor("starter", self.options)
+        self.actors.append(FleetActor("starter", self.options))
+        return self.actors[-1]
+
+    async def end(self) -> None:
+        # Again and again: `asyncio.wait_for` of Python 3.11 swallows a cancellation that meets the answer.
+        while tasks := [task for actor in self.actors for task in actor._tasks]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0.01)
 
     async def report(self, *names: str, **more: Any) -> dict[str, bool]:
         seen = [Seen(name, f"handle of {name}", "n1", **{"ready": True, "version": 1, **more}) for name in names]
@@ -91,7 +100,11 @@ def play(story: Callable[[Stage], Coroutine[Any, Any, None]], monkeypatch: pytes
         monkeypatch.setattr(fleet_actor, "live_nodes", lambda: nodes)
         monkeypatch.setattr(fleet_actor, "TICK_INTERVAL_S", 0.02)
         monkeypatch.setattr(policy, "POLICY_INTERVAL_S", 0.02)
-        await story(Stage(monkeypatch, **options))
+        stage = Stage(monkeypatch, **options)
+        try:
+            await story(stage)
+        finally:
+            await stage.end()
 
     asyncio.run(asyncio.wait_for(whole(), 30))
 

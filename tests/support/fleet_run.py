@@ -60,7 +60,8 @@ class Launcher:
             raise RuntimeError("the engine cannot start\nfor a long reason")
         if not await asyncio.to_thread(slots, [BUNDLE], avoid=avoid):
             raise RuntimeError("no node has room")
-        group = ray.util.placement_group([BUNDLE], name=name)
+        elsewhere = [{"ray.io/node-id": f"!in({','.join(sorted(avoid))})"}] if avoid else None
+        group = ray.util.placement_group([BUNDLE], name=name, bundle_label_selector=elsewhere)
         await asyncio.wait_for(group.ready(), 20)
         where = PlacementGroupSchedulingStrategy(group)
         handle = engine(name, max_restarts=1, resources=BUNDLE, scheduling_strategy=where)
@@ -188,9 +189,10 @@ class Run:
         self.actor = fleet.start(Launcher(failures), TrainingOptions(**options))
         self.fleet = fleet.find(ray.get_runtime_context().get_job_id())
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        how = {"max_restarts": 2, "resources": BUNDLE, "scheduling_strategy": here}
-        handles = {f"rollout-{n}": engine(f"rollout-{n}", **how) for n in range(firsts)}
-        self.dispatcher = ray.remote(Dispatcher).options(num_cpus=0, max_concurrency=1000).remote(handles)
+        restarted = {"max_restarts": 2, "resources": BUNDLE, "scheduling_strategy": here}
+        handles = {f"rollout-{n}": engine(f"rollout-{n}", **restarted) for n in range(firsts)}
+        how = {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": here}
+        self.dispatcher = ray.remote(Dispatcher).options(**how).remote(handles)
         self.failures = failures
         self.running = self.dispatcher.run.remote()
 

@@ -18,6 +18,7 @@ it (fleet_types.py). fleet_state.py decides, fleet_actor.py carries out, fleet_s
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Collection
 from typing import Any
 
@@ -35,6 +36,7 @@ from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 
 FLEET, STARTER = "tensorhub_fleet_", "tensorhub_starter_"  # and the job's id
 ANSWER_TIMEOUT_S = 15.0  # of a command, on a busy machine
+CONNECT_TIMEOUT_S = 5.0
 CALLS_MAX = 10_000  # of one actor at a time; every member has one start or stop under way
 
 
@@ -167,6 +169,7 @@ def _listed(jobs: Collection[str]) -> str:
 
 def _connect(address: str | None) -> None:
     try:
+        _check_answers(address)
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RayError, RuntimeError, ValueError, OSError) as error:
         where = f"no Ray cluster answers at {address}" if address else "this machine belongs to no Ray cluster"
@@ -174,3 +177,10 @@ def _connect(address: str | None) -> None:
             f"{where}: run this on one of its nodes, or give the head's address, e.g. --address 10.0.0.1:6379 "
             f"({sentence(error)})"
         ) from error
+
+
+def _check_answers(address: str | None) -> None:
+    """Ray itself waits for minutes for an address at which nobody is."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()

@@ -127,8 +127,8 @@ class TensorHubWorkerExtension:
         return _updater(self).digests()
 
     def tensorhub_close(self) -> None:
-        """Leave the store; the engine goes on with the weights it has."""
-        leave(_model(self))
+        """Leave the store; the engine goes on with the weights it has. Takes seconds if nobody else has its version."""
+        leave(_model(self), hands_over=True)
 
 
 # --- how a model gets its updater ---
@@ -154,11 +154,11 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
     return updater
 
 
-def leave(model: torch.nn.Module | None) -> None:
+def leave(model: torch.nn.Module | None, *, hands_over: bool = False) -> None:
     """Leave the store, if this model is in it."""
     updater = None if model is None else vars(model).pop("tensorhub_updater", None)
     if updater is not None:
-        updater.close()
+        updater.close(hands_over=hands_over)
 
 
 def attached(worker: Any) -> Updater | None:

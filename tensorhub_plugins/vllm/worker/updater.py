@@ -34,6 +34,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion
+from tensorhub_plugins.vllm.worker.hand_over import hand_over
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
 
@@ -224,9 +225,11 @@ class Updater:
         of_tensors = digests.of_live(self._model, self._vllm_config)
         return {"layout": self.position.layout, "version": self._state.version, **of_tensors}
 
-    def close(self) -> None:
-        """Leave the store; twice is fine."""
+    def close(self, *, hands_over: bool = False) -> None:
+        """Leave the store; twice is fine. hands_over: see hand_over.py."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if hands_over:
+            hand_over(self._client)
         self._client.close()
 
     # --- fetching, in the background thread ---
