@@ -64,20 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         _add_hub(directive, timeout_s=10.0)
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
-    doctor = commands.add_parser("doctor", help="try whether this machine, engine and model work with the store")
-    checks = doctor.add_subparsers(dest="check", required=True)
-    sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
-    which = sync.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, help="folder of a Hugging Face model with *.safetensors")
-    which.add_argument("--all-families", action="store_true", help="a tiny random model of every architecture of vLLM")
-    sync.add_argument(
-        "--only", type=lambda names: names.split(","), default=[], metavar="NAME,...", help="of all families, these"
-    )
-    sync.add_argument("--json", type=Path, metavar="FILE", help="write the table of all families there")
-    sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
-    sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
-    for name in DOCTORS:  # their arguments are the framework's own
-        checks.add_parser(name, help=f"what a command line of {name} will do with the store, or what is wrong with it")
+    _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
         return _framework_doctor(arguments[1], arguments[2:])
@@ -105,6 +92,22 @@ def main(arguments: list[str] | None = None) -> int:
     except TensorHubError as error:
         print(f"tensorhub: {error}", file=sys.stderr)
         return 1
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    checks = doctor.add_subparsers(dest="check", required=True)
+    sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
+    which = sync.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, help="folder of a Hugging Face model with *.safetensors")
+    which.add_argument("--all-families", action="store_true", help="a tiny random model of every architecture of vLLM")
+    sync.add_argument(
+        "--only", type=lambda names: names.split(","), default=[], metavar="NAME,...", help="of all families, these"
+    )
+    sync.add_argument("--json", type=Path, metavar="FILE", help="write the table of all families there")
+    sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
+    sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    for name in DOCTORS:  # their arguments are the framework's own
+        checks.add_parser(name, help=f"what a command line of {name} will do with the store, or what is wrong with it")
 
 
 def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:

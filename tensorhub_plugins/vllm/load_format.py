@@ -29,6 +29,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tensorhub_plugins.core import (
     CHECKPOINT,
     LATEST,
+    Deadline,
     NotPublished,
     TensorHubError,
     UsageError,
@@ -91,7 +92,7 @@ class TensorHubModelLoader(BaseModelLoader):
         made = time.monotonic()
         if joining is not None:
             updater = join(joining, model, vllm_config)
-            if not on_disk and not _read(start, joining, updater, began + start.start_timeout_s):
+            if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
                 reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
                 updater.mark_unversioned(mended=True)
                 on_disk = True
@@ -132,7 +133,7 @@ def _fill_with_zeros(model: torch.nn.Module) -> None:
         list(threads.map(fill, (parameter for parameter in model.parameters() if not parameter.is_meta)))
 
 
-def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: float) -> bool:
+def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: Deadline) -> bool:
     """Get the first version; False: the store has lost all it had, and the weights are to come from disk.
 
     A version that is lost or superseded while it is read, or not this model's, is no reason not to start: there may be
@@ -141,12 +142,11 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
     lost = ""
     refused: list[int] = []  # not this model's
     while True:
-        left = max(0.0, deadline - time.monotonic())
         try:
-            version = updater.resolve(left, refused) if start.version == LATEST else int(start.version)
+            version = updater.resolve(deadline.remaining(), refused) if start.version == LATEST else int(start.version)
         except NotPublished as error:
             raise NotPublished(f"{error.message}{lost}", timeout_s=start.start_timeout_s) from error
-        result = updater.update(version, max(0.0, deadline - time.monotonic()), in_place=True)
+        result = updater.update(version, deadline.remaining(), in_place=True)
         if result["installed"]:
             break
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
@@ -157,7 +157,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
             other = bool(held - set(refused)) if version in refused else version not in held
             if not held and start.disk == "fallback":
                 verdict = _Verdict.DISK
-            elif other and start.version == LATEST and time.monotonic() < deadline:
+            elif other and start.version == LATEST and not deadline.expired:
                 verdict = _Verdict.AGAIN
         verdict = _Verdict(first_says(updater.gather, verdict))
         if verdict == _Verdict.FAIL:

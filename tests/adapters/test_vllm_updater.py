@@ -240,7 +240,7 @@ def test_nothing_is_installed_that_is_not_ready(engines: Engines) -> None:
 
 def test_a_fetch_that_fails_changes_nothing(engines: Engines) -> None:
     updater = engines("first")
-    with pytest.raises(TypeError):
+    with pytest.raises(UsageError, match="timeout_s=None: pass a number"):
         updater.start_fetch(1, None)  # type: ignore[arg-type]
     assert updater.poll()["state"] == "idle"
     updater.start_fetch(1, 0.3)  # nobody publishes it

@@ -103,10 +103,7 @@ class Client:
         limits: TransferLimits | None = None,
         transport_limits: TransportLimits = DEFAULT_LIMITS,
     ) -> None:
-        for what, name in (("run", run), ("model", model), ("replica", replica)):
-            check_name(what, name)
-        if not 0 <= shard < shard_count <= SHARDS_MAX:
-            raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
+        _check_identity(shard, shard_count, run=run, model=model, replica=replica)
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._worker = f"{replica}/{shard}"
         self._verify = verify
@@ -116,8 +113,7 @@ class Client:
         self._transfers: set[Transfer] = set()
         self._seen = 0  # the newest version that was read or published here
         self._closed = False
-        self._pool = SlabPool()
-        self._serving = Serving(self._worker, self._pool)
+        self._serving = Serving(self._worker, SlabPool())
         self._transports = _usable(transports, advertise_host or address_towards(address), transport_limits)
         try:
             endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
@@ -183,7 +179,7 @@ class Client:
             self._serving.publish(key, manifest, slab, Deadline.after(timeout_s))
         except BaseException:
             if slab is not tensors:
-                self._pool.discard(slab)
+                self._serving.pool.discard(slab)
             raise
         with self._lock:
             self._seen = max(self._seen, version)
@@ -430,7 +426,7 @@ class Client:
         """What is to be published, as a slab."""
         if isinstance(tensors, Slab):
             _check_written(tensors, version)
-            self._pool.reclaim(tensors)
+            self._serving.pool.reclaim(tensors)
             return tensors
         if not copy:
             return Slab.adopt(tensors)
@@ -465,7 +461,7 @@ class Client:
 
     def _releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
         """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""
-        handed_out = [(slab, self._pool.hand_out(slab)) for slab in slabs]
+        handed_out = [(slab, self._serving.pool.hand_out(slab)) for slab in slabs]
 
         def release() -> None:
             for slab, hand_out in handed_out:
@@ -499,6 +495,13 @@ class Client:
 
 
 # --- small things ---
+
+
+def _check_identity(shard: int, shard_count: int, **names: str) -> None:
+    for what, name in names.items():
+        check_name(what, name)
+    if not 0 <= shard < shard_count <= SHARDS_MAX:
+        raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
 
 
 def here() -> Location:

@@ -35,6 +35,20 @@ RECONNECT_MAX_MS = 1000
 BYE_LINGER_MS = 200  # for the last word to leave this process; without it the hub would miss us for a session timeout
 
 
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX),
+        (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine sends again what matters
+        (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+    ):
+        socket.setsockopt(option, value)
+    socket.setsockopt(zmq.IDENTITY, session)
+    return socket
+
+
 class HubLink:
     """A session with the hub at `address`.
 
@@ -66,16 +80,7 @@ class HubLink:
         self._closing = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX),
-            (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine sends again what matters
-            (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
-            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-        ):
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IDENTITY, self.session)
+        self._socket = _dealer(self._context, self.session)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:

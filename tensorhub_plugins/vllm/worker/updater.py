@@ -21,6 +21,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
+    Deadline,
     DeadlineExceeded,
     NotPublished,
     ShardKey,
@@ -95,11 +96,11 @@ class Updater:
         """
         if in_place is None:
             in_place = self.config.install == "direct"
-        self._handle(update_state.StartFetch(version, time.monotonic() + timeout_s, in_place))
+        self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
 
     def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
         """Fetch and install at once, while the engine stands still. Never raises; returns what `install` does."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline.after(timeout_s)
         try:
             self.start_fetch(version, timeout_s, in_place=in_place)
             assert self._fetching is not None
@@ -108,7 +109,7 @@ class Updater:
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
         # Whatever happened here: the other workers of this engine wait for this one's vote.
-        return self.install(version, _left(deadline))
+        return self.install(version, deadline.remaining())
 
     def resolve(self, timeout_s: float, refused: Sequence[int] = ()) -> int:
         """The version to run, none of `refused`, the same for every worker; NotPublished if there is none in time."""
@@ -149,7 +150,7 @@ class Updater:
         A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
         live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline.after(timeout_s)
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
             staged = self._state.staged
@@ -162,8 +163,7 @@ class Updater:
 
         Never raises: "installed" says whether the model now is this version, "broken" why it must not be used.
         """
-        began = time.monotonic()
-        deadline = began + timeout_s
+        began, deadline = time.monotonic(), Deadline.after(timeout_s)
         refusal: Exception | None = None
         try:
             self._prepare(version, deadline, timeout_s)
@@ -213,7 +213,7 @@ class Updater:
     def before_external_change(self, what: str) -> None:
         """Something else is about to change the weights or move them away: wait until no peer reads them."""
         timeout_s = self.config.serve_timeout_s
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline.after(timeout_s)
         self._wait_until_served(deadline, timeout_s)
         served = self._state.to_withdraw()
         if served is not None:
@@ -237,9 +237,9 @@ class Updater:
     def _fetch(self, fetch: update_state.Fetch) -> None:
         version, staged = fetch.version, None
         try:
-            staged = self._acquire(version, fetch.deadline, fetch.in_place)
+            staged = self._acquire(version, Deadline(fetch.deadline), fetch.in_place)
             # Here rather than in the install: it may take as long as the slowest reader, and the engine generates.
-            self._withdraw_live(time.monotonic() + self.config.drain_timeout_s)
+            self._withdraw_live(Deadline.after(self.config.drain_timeout_s))
         except Exception as failure:
             error = failure if isinstance(failure, TensorHubError) else None
             if error is None:  # whatever it is, the weights are untouched and the owner must hear of it
@@ -251,9 +251,9 @@ class Updater:
         else:
             self._handle(update_state.Fetched(staged))
 
-    def _acquire(self, version: int, deadline: float, in_place: bool) -> Staged:
+    def _acquire(self, version: int, deadline: Deadline, in_place: bool) -> Staged:
         if in_place:
-            self._client.wait(version, timeout_s=_left(deadline))
+            self._client.wait(version, timeout_s=deadline.remaining())
             held = {info.version: info.layouts for info in self._client.versions()}
             if held.get(version, {}).get(self.position.layout) and not self._conversion.hidden:
                 return Staged(version)
@@ -279,10 +279,10 @@ class Updater:
         """What may be fetched. What kernels derive and keep for themselves no raw copy would bring along."""
         return (CHECKPOINT,) if self._conversion.hidden else (self.position.layout, CHECKPOINT)
 
-    def _get(self, version: int, layouts: tuple[str, ...], deadline: float, **how: Any) -> Staged:
+    def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """how: serve and into, see Client.fetch."""
         began = time.monotonic()
-        fetched = self._client.fetch(version, layouts, timeout_s=_left(deadline), **how)
+        fetched = self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how)
         self._handle(update_state.BytesRead(fetched.report))
         run_log.record_fetch(fetched.report, worker=self._name, seconds=time.monotonic() - began)
         return Staged(version, fetched if fetched.slabs else None, fetched.report)
@@ -305,7 +305,7 @@ class Updater:
 
     # --- installing, in vLLM's own thread ---
 
-    def _prepare(self, version: int, deadline: float, timeout_s: float) -> None:
+    def _prepare(self, version: int, deadline: Deadline, timeout_s: float) -> None:
         """No peer reads what will change; raises, with nothing changed, why this version cannot be installed."""
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
@@ -324,7 +324,7 @@ class Updater:
             self._handle(update_state.Refused(refused))
             raise refused from error
 
-    def _change(self, version: int, deadline: float) -> str | None:
+    def _change(self, version: int, deadline: Deadline) -> str | None:
         """Write the model. Returns how a checkpoint was converted, None for a copy of our own layout."""
         staged = self._state.staged
         assert staged is not None
@@ -341,12 +341,12 @@ class Updater:
         self._contract.rehearse(tensors)  # again only for what has been read in place of something else
         return self._conversion.install(tensors)
 
-    def _read_in_place(self, version: int, deadline: float) -> Staged:
+    def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
         """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""
         live, in_host_memory = weights.tensors(self._model), self.config.source == "host"
         try:
             # Half of the time: it may be over before the hub has noticed that a peer is dead.
-            first = time.monotonic() + _left(deadline) / 2
+            first = Deadline.after(deadline.remaining() / 2)
             layouts = (self.position.layout, CHECKPOINT)
             staged = self._get(version, layouts, first, serve=not in_host_memory, into=live)
         except TensorHubError as error:
@@ -421,11 +421,11 @@ class Updater:
         if fetched.layout != layout or self.config.source == "live":
             fetched.release()
 
-    def _wait_until_served(self, deadline: float, timeout_s: float) -> None:
+    def _wait_until_served(self, deadline: Deadline, timeout_s: float) -> None:
         serving = self._serving
         if serving is not None:
             try:
-                serving.result(timeout=_left(deadline))
+                serving.result(timeout=deadline.remaining())
             except FutureTimeout:
                 raise DeadlineExceeded(
                     "the weights are still being copied for peers: raise the deadline",
@@ -434,14 +434,10 @@ class Updater:
                     timeout_s=timeout_s,
                 ) from None
 
-    def _withdraw_live(self, deadline: float) -> None:
+    def _withdraw_live(self, deadline: Deadline) -> None:
         """No peer reads the live weights afterwards."""
         with self._lock:
             served = self._state.to_withdraw()
         if served is not None:
-            self._client.unpublish(served, self.position.layout, timeout_s=_left(deadline))
+            self._client.unpublish(served, self.position.layout, timeout_s=deadline.remaining())
             self._handle(update_state.Withdrawn())
-
-
-def _left(deadline: float) -> float:
-    return max(0.0, deadline - time.monotonic())

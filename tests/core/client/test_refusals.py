@@ -79,7 +79,7 @@ def test_other_tensors_than_in_the_version_before(stage, caplog, change, copy):
     with pytest.raises(UsageError, match=f"{words}.* Nothing was published.* new run or model name.* strict=False"):
         client.publish(3, other, copy=copy, strict=True)
     assert what_is_there() == before and [key.version for key in client.serving()] == [1, 2]
-    assert caplog.text == "" and all(slab.specs == spec_table(tensors_of(1)) for slab in client._pool._free)
+    assert caplog.text == "" and all(slab.specs == spec_table(tensors_of(1)) for slab in client._serving.pool._free)
     client.publish(3, other, "other layout", copy=copy, strict=True)  # the first of it
 
     client.publish(3, other, copy=copy)
@@ -216,7 +216,7 @@ def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy
     with pytest.raises(UsageError, match=words):
         trainer.publish(2, tensors, copy=copy, **options)
     assert trainer.serving() == [ShardKey(1, CHECKPOINT)] and rollout.wait() == 1
-    assert what_is_there() == before or len(trainer._pool._free) == 1  # which the next version is written into
+    assert what_is_there() == before or len(trainer._serving.pool._free) == 1  # which the next version is written into
     with pytest.raises(UsageError, match=words):
         rollout.replicate(tensors, 1, **options)
     trainer.publish(2, {"a": ONE}, copy=copy)  # the control
