@@ -27,6 +27,8 @@ digests        what a worker's weights are. version, layout, digests {"root": he
                installed). Digests of different workers must be equal where version, layout and key are
 request        one request ended at a replica. seconds, outcome ("stop", "length", "abort", "error"),
                versions [first, last] that its tokens came from, tokens
+prompt         OpenRLHF: all samples of one prompt are there. number: of the prompt in this run, samples
+request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goes on elsewhere. tokens: that are kept
 update_failed  an update of a replica ended in an error. version, error
 """
 

@@ -70,6 +70,10 @@ def check(command: str, given: list[str]) -> list[str]:
             f"{config.COLOCATED}; leave out --train.colocate_all, or add --train.async_enable, for engines of their own"
         )
     config.check_arguments(args)
+    if options.fleet_policy is not None:
+        from tensorhub_plugins.vllm.ray import policy
+
+        policy.load(options.fleet_policy)
     if command == STOCK:
         _check_hook()
     if options.hub is not None:
@@ -111,6 +115,13 @@ def outlook(options: Options, args: Any) -> list[str]:
         else "engines: stand still while bytes arrive in their live weights (install=direct)",
         f"losses: Ray starts an engine again up to {options.restarts} times, its prompts are asked elsewhere",
     ]
+    if options.fleet_policy is not None:
+        target = f"as many as {options.fleet_policy} says"
+    else:
+        target = _count(options.fleet_target or engines, "engine")
+    said.append(
+        f"fleet: {target}, at least {options.fleet_min}, at most {options.fleet_max}; `tensorhub fleet` adds and drains"
+    )
     if args.eval.dataset:
         said.append("evaluation: every engine stays with one version until the end of it")
     if args.vllm.sync_with_ray:

@@ -1,7 +1,8 @@
 """OpenRLHF's vLLM actor that follows the store by itself.
 
-One that was started again fetches the version to run, and only then answers. Prompts it was working on are asked
-elsewhere meanwhile (routing.py).
+One that was started again fetches the version to run, and only then answers; one that joins a run starts from a peer's
+weights. Prompts it was working on are asked elsewhere meanwhile (routing.py). One that has to leave gives them back, in
+partial rollout with all tokens there are (journal.py).
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import asyncio
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
+from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
@@ -26,6 +31,8 @@ from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
 logger = get_logger(__name__)
+
+LEAVING_TIMEOUT_S = 5.0  # for samples that are in their environment and not in vLLM when the engine has to leave
 
 EXTENSION = "tensorhub_plugins.vllm.ray.health.OwnedWorkerExtension"
 
@@ -35,22 +42,29 @@ _Stock: Any = vllm_engine.RolloutRayActor.__ray_metadata__.modified_class.__ray_
 
 class TensorHubEngine(_Stock):
     """`tensorhub`: {"backend": the flag's value, "engine": number, "partial": requests outlive an update, "sync": the
-    trainer waits for the samples of its newest version}."""
+    trainer waits for the samples of its newest version, "joins": it starts from a peer's weights if one has any}."""
 
     executor: Any
 
     async def __init__(self, *args: Any, tensorhub: dict[str, Any], **kwargs: Any) -> None:  # type: ignore[misc]
+        self.options, name = config.parse(tensorhub["backend"]), f"rollout-{tensorhub['engine']}"
         kwargs["worker_extension_cls"] = EXTENSION
+        worker = worker_config(self.options, replica=name)
+        if tensorhub["joins"]:
+            kwargs["load_format"] = config.NAME
+            kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
         own_engines()
         await _Stock.__init__(self, *args, **kwargs)
-        self.options = config.parse(tensorhub["backend"])
-        self.worker = f"rollout-{tensorhub['engine']}/0"
+        self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
         self.gate = None if tensorhub["partial"] else Gate()
+        self.is_leaving = False
         # It only waits; the vLLM workers are the replica's shards.
         client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
-        await self.rpc("tensorhub_connect", worker_config(self.options, replica=f"rollout-{tensorhub['engine']}"))
+        self.client = client
+        if not tensorhub["joins"]:
+            await self.rpc("tensorhub_connect", worker)
         self.follower = Follower(
             self,
             client.target,
@@ -60,6 +74,7 @@ class TensorHubEngine(_Stock):
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
         )
+        self.follower.version = (await self.rpc("tensorhub_poll"))[0]["version"] or 0
         await self._catch_up(client)
         self._tasks = []
         for work in (self.follower.follow(), self.lifeline.probe()):
@@ -69,33 +84,80 @@ class TensorHubEngine(_Stock):
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
-    async def generate_responses(self, *args: Any, min_version: int = 0, **kwargs: Any) -> list[dict[str, Any]]:
-        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version."""
+    async def generate_responses(
+        self, *, num_samples: int = 1, min_version: int = 0, journals: list[Journal] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]] | GivenBack:
+        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version.
+
+        journals: what another engine has given back of these samples.
+        """
+        if self.is_leaving:
+            return GivenBack(journals)
         await self.follower.need(min_version)
         if self.gate is None:
-            return list(await _Stock.generate_responses(self, *args, **kwargs))
+            return await self._samples(Journals(journals, num_samples), num_samples, **kwargs)
         async with self.gate:
-            return list(await _Stock.generate_responses(self, *args, **kwargs))
+            return await self._samples(None, num_samples, **kwargs)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        started, first = time.monotonic(), self.follower.version
+    async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
+        """kept: where what the samples get is noted, for whom they may be given back to."""
+        journal.of_prompt.set(kept)
+        tasks = [asyncio.ensure_future(self.executor.execute(llm_engine=self, **kwargs)) for _ in range(count)]
         try:
-            output = await _Stock.generate(self, *args, **kwargs)
+            return list(await asyncio.gather(*tasks))
+        except Leaving:
+            _, late = await asyncio.wait(tasks, timeout=LEAVING_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            return GivenBack(None if kept is None else kept.all)
+
+    async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
+        own = journal.of_sample()
+        before = None if own is None else own.find(prompt_token_ids)
+        rest = None if before is None or before.is_whole else journal.rest_of(sampling_params, before)
+        if before is not None and rest is None:
+            assert own is not None
+            came_from(*before.versions)
+            if not before.is_whole:
+                own.note(replace(before, is_whole=True))
+            return SimpleNamespace(outputs=[before.output])
+        if before is None:
+            call, is_whole = await self._ask(prompt_token_ids, sampling_params, multi_modal_data)
+        else:
+            came_from(*before.versions)
+            asked = [*prompt_token_ids, *before.output.token_ids]
+            call, is_whole = await self._ask(asked, rest, multi_modal_data)
+            versions = (before.versions[0], call.versions[1])
+            call = Call(before.prompt, journal.joined(before, call.output), versions, is_whole)
+        if own is not None:
+            own.note(call)
+        if not is_whole:
+            raise Leaving(f"{self.worker} has to leave")
+        return SimpleNamespace(outputs=[call.output])
+
+    async def _ask(self, prompt: Any, params: Any, multi_modal_data: Any) -> tuple[Call, bool]:
+        """One answer of vLLM, and whether it is whole: one that was broken off has the tokens up to then."""
+        started, first = time.monotonic(), self.follower.version
+        if self.is_leaving:
+            raise Leaving(f"{self.worker} has to leave")
+        try:
+            answer = await _Stock.generate(self, prompt, params, multi_modal_data)
         except EngineDeadError as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             self.lifeline.die(error)
             raise EngineLost(f"{self.worker}: {error}") from error
-        last = self.follower.version
+        last, (output,) = self.follower.version, answer.outputs
+        is_whole = not (self.is_leaving and output.finish_reason == "abort")
         came_from(first, last)
         record(
             "request",
             worker=self.worker,
             seconds=time.monotonic() - started,
-            outcome=str(output.outputs[0].finish_reason),
+            outcome=str(output.finish_reason) if is_whole else "given back",
             versions=[first, last],
-            tokens=len(output.outputs[0].token_ids),
+            tokens=len(output.token_ids),
         )
-        return output
+        return Call(tuple(prompt), output, (first, last), is_whole), is_whole
 
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
@@ -109,6 +171,7 @@ class TensorHubEngine(_Stock):
             "version": self.follower.version,
             "silent_s": silent_s,
             "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
             "requests_max": self.llm.vllm_config.scheduler_config.max_num_seqs,
         }
 
@@ -118,6 +181,22 @@ class TensorHubEngine(_Stock):
     async def tensorhub_release(self) -> None:
         await self.follower.release()
 
+    # --- what the fleet asks for --------------------------------------------------------------------------------------
+
+    async def tensorhub_abort(self) -> None:
+        """It has to leave: give back what is under way."""
+        self.is_leaving = True
+        await self.llm.abort(list(self.llm.output_processor.request_states), internal=True)
+
+    async def close(self) -> None:
+        """Leave the store, so that the hub forgets this engine at once. It answers nothing afterwards."""
+        self.is_leaving = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        await self.rpc("tensorhub_close")
+        await asyncio.to_thread(self.client.close)
+
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _catch_up(self, client: Client) -> None:
@@ -125,7 +204,7 @@ class TensorHubEngine(_Stock):
         while True:
             try:
                 version = await asyncio.to_thread(client.target, pins=self.follower.pins, timeout_s=0.0)
-                if version <= (self.options.pull_until or version):
+                if version != self.follower.version and version <= (self.options.pull_until or version):
                     await self.follower.update(version)
                 return
             except NotPublished:

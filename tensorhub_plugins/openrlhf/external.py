@@ -102,8 +102,12 @@ class ExternalEngine:
         num_samples: int = 1,
         images: Any = None,
         min_version: int = 0,
+        journals: Any = None,
     ) -> list[dict[str, Any]]:
-        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version."""
+        """As OpenRLHF's, from this version or a later one. Without partial rollout all samples are of one version.
+
+        journals: what an engine that had to leave has got of these samples; they are made anew here.
+        """
         if images:
             raise UsageError(f"{self._url} cannot be given images: add engines instead of a server")
         await self._need(min_version)

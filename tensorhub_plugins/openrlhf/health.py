@@ -1,17 +1,22 @@
-"""Which engines answer. A silent one is ended, and Ray starts it again."""
+"""Which engines answer, and which of them get prompts. A silent one is ended, and Ray starts it again.
+
+Engines come and go with the fleet's roster (fleet.py), which another thread takes in: all access holds the lock.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
 from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, record
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Lost, Seen
 
 logger = get_logger(__name__)
 
@@ -21,7 +26,8 @@ CHECK_INTERVAL_S = 2.0  # between two looks at all engines while answers come
 REQUESTS_MAX = 256  # vLLM's own default of max_num_seqs
 DEATHS_MAX = 3  # an engine that Ray still calls dead after so many heartbeats will not be started again
 
-LOST = (RayActorError, TensorHubError)
+LOST = (RayActorError, ActorUnschedulableError, TensorHubError)
+DEAD = (ActorDiedError, ActorUnschedulableError)  # the second: Ray never starts it again, its node is lost
 
 
 @dataclass
@@ -30,6 +36,10 @@ class Member:
 
     name: str
     handle: Any
+    kind: Kind = "first"
+    node: str = ""  # Ray's id of it
+    version: int = 0
+    is_draining: bool = False  # it gets no prompts any more
     is_live: bool = False
     probe: Any = None
     sent_at: float = 0.0
@@ -38,7 +48,18 @@ class Member:
     losses: int = 0  # times that it was lost
     requests_max: int = REQUESTS_MAX  # sequences that its vLLM runs at once
     deaths: int = 0  # heartbeats in a row that Ray has answered with "it died"
-    error: Exception | None = None  # the last one
+    error: Exception | None = None  # of the last heartbeat
+
+    @property
+    def gets_prompts(self) -> bool:
+        return self.is_live and not self.is_draining
+
+    @property
+    def lost(self) -> Lost:
+        """For the fleet."""
+        if self.deaths >= DEATHS_MAX:
+            return "gone"
+        return "restarting" if isinstance(self.error, RayError) else ""
 
 
 @dataclass
@@ -49,6 +70,11 @@ class Engines:
     timeout_s: float
     members: list[Member] = field(init=False)
     has_begun: bool = False
+    has_fleet: bool = False
+    in_flight: Mapping[str, int] = field(default_factory=dict)  # prompts at each; the generator says so
+    waiting: int = 0  # prompts at none
+    forgotten: set[str] = field(default_factory=set)  # gone for good; what they have goes on elsewhere
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _checked_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,13 +85,14 @@ class Engines:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             self.check()
-            live = [member for member in self.members if member.is_live]
+            live = [member for member in self.members if member.gets_prompts]
             is_late = time.monotonic() > deadline
-            self.has_begun = self.has_begun or is_late or len(live) == len(self.members)
+            self.has_begun = self.has_begun or is_late or all(member.is_live for member in self.members)
             if live and self.has_begun:
                 return live
             dead = [member for member in self.members if member.deaths >= DEATHS_MAX]
-            if dead and (len(dead) == len(self.members) or not self.has_begun):
+            is_last = len(dead) == len(self.members) and not self.has_fleet  # which would start others
+            if dead and (is_last or not self.has_begun):
                 assert dead[0].error is not None
                 raise dead[0].error  # it could not start, for a reason that another start does not change
             if is_late:
@@ -78,17 +105,22 @@ class Engines:
         """Those that have answered last; waits as `live` does if there is none."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check(wait_s=0.0)  # what is not answered by now is looked at next time
-        return [member for member in self.members if member.is_live and self.has_begun] or self.live()
+        return [member for member in self.members if member.gets_prompts and self.has_begun] or self.live()
 
     def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
         """One round of heartbeats, with that long for the answers."""
         self._checked_at = now = time.monotonic()
-        for member in self.members:
-            if member.probe is None:
-                member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
-        ray.wait([member.probe for member in self.members], num_returns=len(self.members), timeout=wait_s)
-        for member in self.members:
-            self._look(member)
+        with self.lock:
+            for member in self.members:
+                if member.probe is None:
+                    member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
+            probes = [member.probe for member in self.members]
+        if probes:
+            ray.wait(probes, num_returns=len(probes), timeout=wait_s)
+        with self.lock:
+            for member in self.members:
+                if member.probe is not None:
+                    self._look(member)
 
     def _look(self, member: Member) -> None:
         silent_s = time.monotonic() - member.sent_at
@@ -101,10 +133,10 @@ class Engines:
         except LOST as error:
             self.lost(member, error)
             member.was_live = False  # Ray is starting it again
-            member.error = error
-            member.deaths = member.deaths + 1 if isinstance(error, ActorDiedError) else 0
+            member.deaths = member.deaths + 1 if isinstance(error, DEAD) else 0
             return
-        member.probe, member.deaths = None, 0
+        member.probe, member.deaths, member.error = None, 0, None
+        member.version, member.node = heartbeat["version"], heartbeat.get("node", "")
         member.requests_max = heartbeat.get("requests_max", REQUESTS_MAX)
         if heartbeat["silent_s"] > self.timeout_s:
             self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
@@ -121,11 +153,48 @@ class Engines:
 
     def lost_by_name(self, name: str, error: Exception) -> None:
         """A prompt that this engine had has ended so."""
-        for member in self.members:
-            if member.name == name:
-                self.lost(member, error)
+        with self.lock:
+            for member in self.members:
+                if member.name == name:
+                    self.lost(member, error)
+
+    # --- the fleet ----------------------------------------------------------------------------------------------------
+
+    def seen(self) -> list[Seen]:
+        """What the fleet is told."""
+        with self.lock:
+            return [
+                Seen(
+                    name=member.name,
+                    handle=member.handle,
+                    node=member.node,
+                    ready=member.is_live,
+                    version=member.version,
+                    in_flight=self.in_flight.get(member.name, 0),
+                    draining=member.is_draining,
+                    lost=member.lost,
+                )
+                for member in self.members
+            ]
+
+    def take(self, roster: Sequence[Entry]) -> None:
+        """Use these from now on, and no others."""
+        with self.lock:
+            self.has_fleet = True
+            known = {member.name: member for member in self.members}
+            for entry in roster:
+                if entry.name not in known:
+                    self.members.append(Member(entry.name, entry.handle, entry.kind))
+                    logger.info("%s joins", entry.name)
+                else:
+                    known.pop(entry.name).is_draining = entry.draining
+            for name, member in known.items():
+                self.members.remove(member)
+                self.forgotten.add(name)
+                logger.info("%s has left", name)
 
     def lost(self, member: Member, error: Exception) -> None:
+        member.error = error
         member.probe = None  # whatever is still answered was said before
         if member.is_live:
             logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.config import FLAG
+
+if TYPE_CHECKING:
+    from tensorhub_plugins.openrlhf.launcher import EngineLauncher, Place
 
 # Of one engine at a time; Ray's own limit is 1,000. Prompts wait in vLLM, and heartbeats must not wait behind prompts.
 CALLS_MAX = 100_000
@@ -68,6 +71,41 @@ def options_from_argv(arguments: list[str]) -> config.Options | None:
     return options
 
 
+class EngineFactory:
+    """What create_vllm_engines makes its engines from. What they were made with is how the fleet makes more."""
+
+    def __init__(
+        self, remote_engine: Any, options: config.Options, chosen: Any, start_fleet: Callable[[EngineLauncher], None]
+    ) -> None:
+        """chosen: backend, partial, sync and engines, known by the time that an engine is made."""
+        self._remote_engine, self._options, self._chosen, self._start_fleet = (
+            remote_engine,
+            options,
+            chosen,
+            start_fleet,
+        )
+        self._places: dict[str, Place] = {}
+
+    def options(self, *, scheduling_strategy: Any, **given: Any) -> Any:
+        """As an actor's class has it."""
+        how = {**given, "max_restarts": self._options.restarts, "max_task_retries": 0, "max_concurrency": CALLS_MAX}
+        made = self._remote_engine.options(**how, scheduling_strategy=scheduling_strategy)
+
+        def remote(**kwargs: Any) -> Any:
+            number, chosen = len(self._places), self._chosen
+            extra = {"backend": chosen.backend, "partial": chosen.partial, "sync": chosen.sync}
+            engine = made.remote(**kwargs, tensorhub={**extra, "engine": number, "joins": False})
+            self._places[f"rollout-{number}"] = scheduling_strategy, kwargs["bundle_indices"]
+            if len(self._places) == chosen.engines:
+                from tensorhub_plugins.openrlhf.launcher import EngineLauncher
+
+                first = {**kwargs, "seed": kwargs["seed"] - number}
+                self._start_fleet(EngineLauncher(how, first, extra, self._places))
+            return engine
+
+        return SimpleNamespace(remote=remote)
+
+
 def install(options: config.Options) -> None:
     """Replace the classes. Imports OpenRLHF, vLLM and DeepSpeed."""
     import openrlhf.utils
@@ -76,42 +114,31 @@ def install(options: config.Options) -> None:
     from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
     from tensorhub_plugins.openrlhf import engine, hub, trainer
+    from tensorhub_plugins.vllm.ray import fleet, policy
 
-    chosen = SimpleNamespace(backend="", partial=False, sync=False)  # known when OpenRLHF has read its command line
+    chosen = SimpleNamespace(
+        backend="", partial=False, sync=False, engines=0
+    )  # known when OpenRLHF has read its command line
     get_strategy = openrlhf.utils.get_strategy
 
     def get_strategy_and_check(args: Any) -> Any:
         """OpenRLHF calls it first, with its parsed arguments, when Ray is there."""
         try:
             config.check_arguments(args)
+            if options.fleet_policy is not None:
+                policy.load(options.fleet_policy)
             chosen.backend = config.to_flag(hub.resolve(options))
         except TensorHubError as error:
             refuse(error)
         chosen.partial = bool(args.train.partial_rollout_enable)
+        chosen.engines = args.vllm.num_engines
         chosen.sync = not args.train.async_enable
         args.vllm.sync_backend = chosen.backend  # it reaches every actor with the arguments
         print(f"tensorhub: hub {config.parse(chosen.backend).hub}, run {config.parse(chosen.backend).run}", flush=True)
         return get_strategy(args)
 
-    remote_engine = ray.remote(engine.TensorHubEngine)
-    started: list[Any] = []
-
-    class EngineFactory:
-        """What create_vllm_engines makes its engines from."""
-
-        @staticmethod
-        def options(**given: Any) -> Any:
-            made = remote_engine.options(
-                max_restarts=options.restarts, max_task_retries=0, max_concurrency=CALLS_MAX, **given
-            )
-
-            def remote(**kwargs: Any) -> Any:
-                how = {"partial": chosen.partial, "sync": chosen.sync}
-                extra = {"backend": chosen.backend, "engine": len(started), **how}
-                started.append(made.remote(**kwargs, tensorhub=extra))
-                return started[-1]
-
-            return SimpleNamespace(remote=remote)
+    def start_fleet(launcher: EngineLauncher) -> None:
+        fleet.start(launcher, options)
 
     excepthook = sys.excepthook
 
@@ -123,7 +150,7 @@ def install(options: config.Options) -> None:
 
     sys.excepthook = print_root_cause
     openrlhf.utils.get_strategy = get_strategy_and_check
-    vllm_engine.RolloutRayActor = EngineFactory
+    vllm_engine.RolloutRayActor = EngineFactory(ray.remote(engine.TensorHubEngine), options, chosen, start_fleet)
     ppo_actor.PolicyModelActor = ray.remote(num_gpus=1)(trainer.PolicyModelActor)
     ppo_trainer.PPOTrainer = ray.remote(trainer.PPOTrainer)
     # PPOTrainerAsync is sent by value, together with what these names mean here.

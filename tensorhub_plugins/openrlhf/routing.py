@@ -19,7 +19,9 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
+from tensorhub_plugins.openrlhf.fleet import Reporter
 from tensorhub_plugins.openrlhf.health import LOST, Engines, Member
+from tensorhub_plugins.openrlhf.journal import GivenBack
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -40,9 +42,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here
         self.work = Work()
+        self._dispatched = 0  # prompts since the run began
         self._evaluating: dict[str, int] = {}  # engines, and how often each had been lost when it began
         self._nothing = ray.put(0)
         self._client = connect(options, replica="generator")
+        Reporter(self.engines).start()
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------
 
@@ -85,7 +89,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         version = 0 if self.is_partial or self._evaluating else self.newest
 
         def collect(**arguments: Any) -> None:
-            self.work.waiting.append(Prompt(arguments, version))
+            self.work.waiting.append(Prompt(arguments, version, number=self._dispatched))
+            self._dispatched += 1
 
         idle = SimpleNamespace(
             get_num_unfinished_requests=SimpleNamespace(remote=lambda: self._nothing),
@@ -95,16 +100,29 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         super()._dispatch_prompts_to_vllm(prompts, labels, **kwargs)
 
     def _hand_out(self) -> None:
+        for name in self._forgotten():
+            self.work.abandon(name)
         if not self.work.waiting:
             return
-        live = self.engines.ready()
-        evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
-        members = {member.name: member for member in evaluating or live}
-        for name, prompt in self.work.hand_out([Place(m.name, m.requests_max) for m in members.values()]):
-            if prompt.lost:
-                record("request_retried", worker=f"{name}/0", reason=f"{prompt.lost[-1]} was lost")
-            ask = members[name].handle.generate_responses.remote
-            self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
+        self.engines.ready()  # waits until there is one
+        with self.engines.lock:  # the fleet hears of an engine as it is after this
+            live = [member for member in self.engines.members if member.gets_prompts]
+            evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
+            members = {member.name: member for member in evaluating or live}
+            for name, prompt in self.work.hand_out([Place(m.name, m.requests_max) for m in members.values()]):
+                if prompt.lost:
+                    record("request_retried", worker=f"{name}/0", reason=f"{prompt.lost[-1]} was lost")
+                ask = members[name].handle.generate_responses.remote
+                self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
+            self._tell()
+
+    def _forgotten(self) -> set[str]:
+        with self.engines.lock:
+            forgotten, self.engines.forgotten = self.engines.forgotten, set()
+        return forgotten
+
+    def _tell(self) -> None:
+        self.engines.in_flight, self.engines.waiting = dict(self.work.in_flight), len(self.work.waiting)
 
     def _answers(self) -> list[Any]:
         """What has been answered since, the samples of each prompt; those of lost engines wait again."""
@@ -114,14 +132,21 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         answers = []
         for ref in ready:
             try:
-                answers.append(ray.get(ref))
+                answer = ray.get(ref)
             except LOST as error:
                 prompt = self.work.lost(ref)
                 self.engines.lost_by_name(prompt.lost[-1], error)
                 if len(prompt.lost) > LOSSES_MAX:
                     raise
+                continue
+            if isinstance(answer, GivenBack):
+                record("request_given_back", worker=f"{self.work.asked[ref][0]}/0", tokens=answer.tokens)
+                self.work.given_back(ref, journals=answer.journals)
             else:
-                self.work.answered(ref)
+                name, prompt = self.work.answered(ref)
+                record("prompt", worker=f"{name}/0", number=prompt.number, samples=len(answer))
+                answers.append(answer)
+        self._tell()
         return answers
 
     def _look_for_newest(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextvars
 from typing import Any
 
+from tensorhub_plugins.openrlhf import journal
+
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
 _of_sample: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
@@ -21,6 +23,9 @@ class Versioned:
 
     async def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         versions: list[int] = []
+        journals = journal.of_prompt.get()
+        if journals is not None:
+            journals.begin()
         _of_sample.set(versions)  # every sample is made in a task of its own, and a task has its own context
         response: dict[str, Any] = await self._executor.execute(*args, **kwargs)
         if versions:

@@ -2,15 +2,15 @@
 rest waits here.
 
 So an engine that joins, or comes back, gets work at once and not with the next batch, and a slow one does not hold up
-what others could answer. A prompt is in exactly one place: waiting, or at one engine. One whose engine is lost waits
-again, before the others.
+what others could answer. A prompt is in exactly one place: waiting, or at one engine. One whose engine is lost, or
+gives it back, waits again, before the others.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # Prompts at an engine, times what its vLLM runs at once: the samples of a prompt end one by one, and the next prompt
@@ -21,11 +21,13 @@ QUEUE_FACTOR = 2
 @dataclass(frozen=True)
 class Prompt:
     """arguments: of the engine's `generate_responses`. version: the oldest it may be answered from. lost: the engines
-    that it was asked and that were gone before they had answered."""
+    that it was asked and that were gone before they had answered. number: of this prompt in the run, for the event log.
+    """
 
     arguments: dict[str, Any]
     version: int = 0
     lost: tuple[str, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ class Work:
     per_engine: int | None = None
     waiting: deque[Prompt] = field(default_factory=deque)
     asked: dict[Hashable, tuple[str, Prompt]] = field(default_factory=dict)  # what an answer will come by
+    in_flight: Counter[str] = field(default_factory=Counter)  # prompts at each engine
 
     def __bool__(self) -> bool:
         return bool(self.waiting or self.asked)
 
     def hand_out(self, places: Sequence[Place]) -> list[tuple[str, Prompt]]:
         """What to ask now, each of the least busy engine that has room. Every one must be `note`d."""
-        counts = self.in_flight()
+        counts = Counter(self.in_flight)
         given = []
         while self.waiting:
             samples = int(self.waiting[0].arguments.get("num_samples", 1))
@@ -70,17 +73,26 @@ class Work:
         """This engine has been asked; its answer comes by `ticket`."""
         assert ticket not in self.asked
         self.asked[ticket] = (name, prompt)
+        self.in_flight[name] += 1
 
-    def answered(self, ticket: Hashable) -> None:
-        del self.asked[ticket]
+    def answered(self, ticket: Hashable) -> tuple[str, Prompt]:
+        name, prompt = self.asked.pop(ticket)
+        self.in_flight[name] -= 1
+        return name, prompt
 
     def lost(self, ticket: Hashable) -> Prompt:
         """The engine is gone, and its answer with it: the prompt waits again."""
-        name, prompt = self.asked.pop(ticket)
-        again = Prompt(prompt.arguments, prompt.version, (*prompt.lost, name))
+        name, prompt = self.answered(ticket)
+        again = replace(prompt, lost=(*prompt.lost, name))
         self.waiting.appendleft(again)
         return again
 
-    def in_flight(self) -> Counter[str]:
-        """Prompts at each engine."""
-        return Counter(name for name, _ in self.asked.values())
+    def given_back(self, ticket: Hashable, **more: Any) -> None:
+        """The engine has to leave: the prompt waits again. more: arguments for the next engine."""
+        _, prompt = self.answered(ticket)
+        self.waiting.appendleft(replace(prompt, arguments={**prompt.arguments, **more}))
+
+    def abandon(self, name: str) -> None:
+        """Nothing is expected of this engine any more: what it has goes on elsewhere."""
+        for ticket in [ticket for ticket, (where, _) in self.asked.items() if where == name]:
+            self.lost(ticket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
+from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
@@ -30,7 +32,9 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.asked: list[tuple[list[int], Any]] = []
         self.answers = asyncio.Event()
+        self.aborted: dict[str, list[int]] = {}  # request: its tokens up to then
         self.errored = False
         self.output_processor = SimpleNamespace(request_states={})
 
@@ -47,18 +51,33 @@ class FakeLLM:
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.output_processor.request_states[request_id] = None
+        self.asked.append((list(prompt["prompt_token_ids"]), params))
         await self.answers.wait()
-        del self.output_processor.request_states[request_id]
-        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop", token_ids=[7, 8])])
+        self.output_processor.request_states.pop(request_id, None)
+        if request_id in self.aborted:
+            yield SimpleNamespace(outputs=[completion("abort", self.aborted[request_id])])
+        else:
+            yield SimpleNamespace(outputs=[completion("stop", [7, 8])])
+
+    async def abort(self, requests: list[str], internal: bool) -> None:
+        assert internal, "the keys of request_states are vLLM's own names"
+        self.aborted = {request: [5] for request in requests}
+        self.answers.set()
+
+
+def completion(reason: str, tokens: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(finish_reason=reason, token_ids=tokens, text="", logprobs=None, cumulative_logprob=None)
 
 
 class TwoTurns:
     """An agent that asks vLLM twice for every sample."""
 
     async def execute(self, prompt: str, llm_engine: Any, **_: Any) -> dict[str, Any]:
+        tokens = [1, 2]
         for _turn in range(2):
-            await llm_engine.generate([1, 2], None)
-        return {"prompt": prompt, "extra_logs": {"mine": 1.0}}
+            params = SimpleNamespace(max_tokens=6, min_tokens=0)
+            tokens += (await llm_engine.generate(tokens, params)).outputs[0].token_ids
+        return {"prompt": prompt, "tokens": tokens, "extra_logs": {"mine": 1.0}}
 
 
 def make_engine(*, is_partial: bool) -> Any:
@@ -69,6 +88,7 @@ def make_engine(*, is_partial: bool) -> Any:
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()
+    one.is_leaving = False
     one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
     return one
 
@@ -112,6 +132,87 @@ def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
         assert [sample["extra_logs"][LAST] for sample in await answer] == [0, 0]
         await update
         assert [sample["extra_logs"][FIRST] for sample in await later] == [3, 3]
+
+    asyncio.run(story())
+
+
+def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
+    """Two samples of two turns: one has answered its first turn, the other has not."""
+
+    async def story() -> None:
+        leaver, other = make_engine(is_partial=True), make_engine(is_partial=True)
+        leaver.follower.version, other.follower.version = 3, 5
+        answer = ask(leaver)
+        await settle()
+        leaver.llm.answers.set()  # both first turns
+        leaver.llm.answers = asyncio.Event()
+        await settle()
+        await leaver.tensorhub_abort()
+        given_back = await answer
+        assert isinstance(given_back, GivenBack) and given_back.tokens == 2 * (2 + 1)
+        assert isinstance(await ask(leaver), GivenBack), "it takes nothing more"
+        moved = pickle.loads(pickle.dumps(given_back)).journals
+        other.llm.answers.set()
+        samples = await ask(other, journals=moved)
+        # [1, 2] -> 7 8, then 5 and what the other engine has come to.
+        assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 5, 7, 8]]
+        assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 3, LAST: 5}]
+        assert [(asked, params.max_tokens) for asked, params in other.llm.asked] == 2 * [([1, 2, 7, 8, 5], 5)]
+
+    asyncio.run(story())
+
+
+def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginning() -> None:
+    async def story() -> None:
+        leaver, other = make_engine(is_partial=False), make_engine(is_partial=False)
+        answer = ask(leaver)
+        await settle()
+        await leaver.tensorhub_abort()
+        given_back = await answer
+        assert isinstance(given_back, GivenBack) and given_back.journals is None
+        other.llm.answers.set()
+        samples = await ask(other, journals=given_back.journals)
+        assert [sample["tokens"] for sample in samples] == 2 * [[1, 2, 7, 8, 7, 8]]
+
+    asyncio.run(story())
+
+
+def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_back_too() -> None:
+    class Slow(TwoTurns):
+        """Its first sample asks vLLM, its second one waits for something else."""
+
+        begun = 0
+
+        async def execute(self, prompt: str, llm_engine: Any, **given: Any) -> dict[str, Any]:
+            self.begun += 1
+            if self.begun == 2:
+                await asyncio.Event().wait()
+            return await super().execute(prompt, llm_engine, **given)
+
+    async def story(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(engine, "LEAVING_TIMEOUT_S", 0.01)
+        leaver = make_engine(is_partial=True)
+        leaver.executor = Versioned(Slow())
+        answer = ask(leaver)
+        await settle()
+        await leaver.tensorhub_abort()
+        given_back = await answer
+        assert isinstance(given_back, GivenBack) and given_back.journals is not None
+        assert [len(journal.calls) for journal in given_back.journals] == [1, 0]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        asyncio.run(story(monkeypatch))
+
+
+def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
+    async def story() -> None:
+        one = make_engine(is_partial=True)
+        said: list[str] = []
+        one.client = SimpleNamespace(close=lambda: said.append("bye"))
+        one._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
+        await one.close()
+        assert one.llm.calls == ["tensorhub_close"] and said == ["bye"]
+        assert all(task.cancelled() for task in one._tasks)
 
     asyncio.run(story())
 

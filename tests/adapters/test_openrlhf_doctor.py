@@ -56,6 +56,8 @@ def test_another_program_is_refused() -> None:
         (["--vllm.sync_backend", "tensorhub:?install=stagd"], "choose one of staged, direct"),
         (["--vllm.sync_backend", "tensorhub://127.0.0.1:9"], "no hub answers at tcp://127.0.0.1:9"),
         ([*FLAG, "--train.colocate_all", "--actor.num_gpus_per_node", "2"], "the store is not used"),
+        (["--vllm.sync_backend", "tensorhub:?fleet_policy=nowhere.at_all"], "nowhere"),
+        (["--vllm.sync_backend", "tensorhub:?fleet_min=3&fleet_max=2"], "option fleet_max is 2"),
         ([*FLAG, "--ds.lora.rank", "8"], "so set --ds.lora.rank 0"),
         ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
         ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
@@ -92,6 +94,7 @@ def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         "every engine stays with one version",
         "--vllm.sync_with_ray has no effect",
         "no version after 9",
+        "fleet: 2 engines, at least 1",
         "nothing is wrong",
     ):
         assert words in said

@@ -5,92 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 
-from recipes.demo.report import read_events, replica_of  # noqa: E402
+from openrlhf_run import RUN_TIMEOUT_S, Run  # noqa: E402
+
+from recipes.demo.report import replica_of  # noqa: E402
 from recipes.openrlhf_grpo import make_data  # noqa: E402
-from recipes.openrlhf_grpo.metrics import read_metrics  # noqa: E402
 from tensorhub_plugins.core import start_server  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-RUN_TIMEOUT_S = 900
 STEPS = 4
 KL_MAX = 1e-2  # token log-probabilities of vLLM and of the trainer, both in bfloat16
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(RUN_TIMEOUT_S + 60)]
-
-
-class Run:
-    """One recipe run. `recipe` is a folder of recipes/."""
-
-    def __init__(
-        self,
-        folder: Path,
-        shared: Path,
-        recipe: str,
-        mode: str,
-        store: str,
-        *arguments: str,
-        hub: str = "tensorhub:?verify=1",
-    ) -> None:
-        self.folder = folder
-        environment = {
-            **os.environ,
-            "PYTHON": sys.executable,
-            "OUT": str(shared),
-            "RUN": str(folder),
-            "SIZE": "tiny",
-            "HUB": hub,
-            "TENSORHUB_EVENTS": str(folder / "events"),
-        }
-        command = [str(ROOT / f"recipes/{recipe}/run.sh"), mode, store, *arguments]
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "openrlhf.log"
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)  # Ray's daemons leave when their driver does
-            self.process.wait(90)  # it sweeps up after itself, half a minute at most
-
-    def end(self) -> None:
-        """Wait for the end, which must be a good one."""
-        code = self.process.wait(RUN_TIMEOUT_S)
-        assert code == 0, f"{self.tail()}\nOpenRLHF ended with {code}"
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        folder = self.folder / "events"
-        return [event for event in read_events(folder) if event["event"] == name] if folder.exists() else []
-
-    def wait_for(self, condition: Any) -> Any:
-        """What `condition` says as soon as it says something."""
-        deadline = time.monotonic() + RUN_TIMEOUT_S
-        while time.monotonic() < deadline:
-            found = condition()
-            if found:
-                return found
-            assert self.process.poll() is None, f"{self.tail()}\nthe run ended before what the test waits for"
-            time.sleep(0.2)  # reading the logs takes time from what we wait for
-        raise AssertionError(f"{self.tail()}\nnothing happened")
-
-    def rows(self) -> list[dict[str, float]]:
-        return [row["data"] for row in read_metrics(self.folder / "tensorboard")]
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ def test_every_prompt_is_answered_once_whatever_happens(seed: int) -> None:
             tickets += 1
             work.note(tickets, name, prompt)
         limit = work.per_engine or QUEUE_FACTOR * 2
-        assert all(count <= limit for count in work.in_flight().values())
+        assert all(count <= limit for count in work.in_flight.values())
         if work.asked:
             ticket = chance.choice(list(work.asked))
             name, prompt = work.asked[ticket]

@@ -57,6 +57,7 @@ PURE_IN_ADAPTERS = {
     "vllm.ray.fleet_state",
     "vllm.ray.fleet_types",
     "vllm.worker.update_state",
+    "openrlhf.work",
     "verl.checks",
     "verl.health",
     "verl.versions",

@@ -1,0 +1,131 @@
+"""How the fleet makes and ends OpenRLHF's engines (../vllm/ray/fleet_types.py `Launcher`).
+
+The first engines stand in one placement group of OpenRLHF's; each further one has its own. Ray cannot give back a part
+of a group, so the place of a first engine that has left is kept for the next one that joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, UsageError
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.vllm.model_facts import facts_of
+from tensorhub_plugins.vllm.ray import room
+
+logger = get_logger(__name__)
+
+PLACE_TIMEOUT_S = 30.0  # for Ray to reserve what was free a moment ago
+CLOSE_TIMEOUT_S = 10.0  # for an engine to leave the store; the hub finds out by itself if it does not
+NODE_LABEL = "ray.io/node-id"
+
+
+Place: TypeAlias = tuple[PlacementGroupSchedulingStrategy, list[int] | None]  # and the bundles of several workers
+
+
+class EngineLauncher:
+    """Sent by value. actor_options, arguments, tensorhub: what OpenRLHF's first engine was made with; places: where
+    each of the first engines is, by name."""
+
+    def __init__(
+        self,
+        actor_options: dict[str, Any],
+        arguments: dict[str, Any],
+        tensorhub: dict[str, Any],
+        places: dict[str, Place],
+    ) -> None:
+        self.actor_options, self.arguments, self.tensorhub = actor_options, arguments, tensorhub
+        self.places = dict(places)
+        self.vacant: list[Place] = []
+        self.groups: dict[str, Any] = {}  # of engines that were started here
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """One for each GPU of an engine, as OpenRLHF has it."""
+        return [{"GPU": 1, "CPU": 1} for _ in range(int(self.arguments["tensor_parallel_size"]))]
+
+    def slots(self, avoid: Collection[str]) -> int:
+        return len(self.vacant) + room.slots(self.bundles, avoid=avoid, same_node=False)
+
+    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+        engine = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.engine")  # imports vLLM: seconds
+        self.places[name] = strategy, indices = await self._place(name, avoid)
+        arguments = {**self.arguments, "seed": self.arguments["seed"] + rank, "bundle_indices": indices}
+        made = ray.remote(engine.TensorHubEngine).options(**self.actor_options, scheduling_strategy=strategy)
+        return made.remote(**arguments, tensorhub={**self.tensorhub, "engine": rank, "joins": True})
+
+    async def start_external(self, name: str, url: str) -> Any:
+        external = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.external")
+        given, options = self.arguments, config.parse(self.tensorhub["backend"])
+        expected = await asyncio.to_thread(self._expected)
+        return await external.start(
+            name,
+            url,
+            options,
+            expected,
+            partial=self.tensorhub["partial"],
+            agent_func_path=given["agent_func_path"],
+            remote_rm_url=given["remote_rm_url"],
+        )
+
+    def _expected(self) -> Any:
+        """What a server must be to answer in the place of an engine. The store's names are filled in later."""
+        from transformers import AutoConfig
+
+        from tensorhub_plugins.vllm.ray.external import Expected
+
+        model = AutoConfig.from_pretrained(self.arguments["model"], trust_remote_code=True)
+        return Expected(
+            "", "", facts_of(model), int(self.arguments["max_model_len"]), self.arguments.get("logprobs_mode")
+        )
+
+    async def abort(self, name: str, handle: Any) -> None:
+        await handle.tensorhub_abort.remote()
+
+    async def stop(self, name: str, handle: Any | None) -> None:
+        if handle is not None:
+            with suppress(RayError, TensorHubError, asyncio.TimeoutError):  # it may be dead, or busy for ever
+                await asyncio.wait_for(asyncio.wrap_future(handle.close.remote().future()), CLOSE_TIMEOUT_S)
+            ray.kill(handle, no_restart=True)
+        place, group = self.places.pop(name, None), self.groups.pop(name, None)
+        if group is not None:
+            await asyncio.to_thread(remove_placement_group, group)
+        elif place is not None:
+            self.vacant.append(place)
+
+    async def _place(self, name: str, avoid: Collection[str]) -> Place:
+        if self.vacant and not avoid:
+            return self.vacant.pop(0)
+        if not await asyncio.to_thread(room.slots, self.bundles, avoid=avoid, same_node=False):
+            raise UsageError(f"there is no room: an engine needs {len(self.bundles)} free GPUs, and as many CPUs")
+        selector = [{NODE_LABEL: f"!in({', '.join(sorted(avoid))})"} for _ in self.bundles] if avoid else None
+        group = await asyncio.to_thread(placement_group, self.bundles, strategy="PACK", bundle_label_selector=selector)
+        self.groups[name] = group
+        try:
+            await asyncio.to_thread(ray.get, group.ready(), timeout=PLACE_TIMEOUT_S)
+        except GetTimeoutError as error:
+            raise DeadlineExceeded(
+                f"Ray has not reserved {len(self.bundles)} GPUs for {name}, somebody else took them: look at `ray "
+                "status`",
+                timeout_s=PLACE_TIMEOUT_S,
+            ) from error
+        indices = None
+        if len(self.bundles) > 1:
+            utils = await asyncio.to_thread(import_module, "openrlhf.trainer.ray.utils")
+            indices = await asyncio.to_thread(utils.get_bundle_indices, group, 0, len(self.bundles))
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=group,
+            placement_group_capture_child_tasks=True,
+            placement_group_bundle_index=indices[0] if indices else 0,
+        )
+        return strategy, indices

@@ -1,0 +1,173 @@
+"""A real OpenRLHF run whose engines come and go: one, then two, one of them drained, another one, one killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
+import ray  # noqa: E402
+from openrlhf_run import RUN_TIMEOUT_S, Run  # noqa: E402
+
+from recipes.demo.openrlhf import DIFFERENCE_MAX  # noqa: E402
+from recipes.demo.report import replica_of  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet import Fleet, find  # noqa: E402
+
+STEPS = 30  # of the run with a fixed fleet, and so many of the other are compared with it
+PROMPTS_A_STEP = 8
+SAMPLES = 4
+KL_MAX = 1e-2
+# Long answers: something is under way at every moment.
+JOB = ["--data.max_len", "256", "--rollout.max_new_tokens", "192"]
+
+pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(2 * RUN_TIMEOUT_S + 120)]
+
+
+@pytest.fixture
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model, prompts and compiled extensions."""
+    return Path(os.environ.get("OUT") or tmp_path_factory.mktemp("openrlhf"))
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Where the recipe has Ray put its files: a short path, for its sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="fleet"))
+    yield folder
+    if ray.is_initialized():
+        ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def fleet_of(run: Run, ray_folder: Path) -> Fleet:
+    run.wait_for(lambda: run.events("prompt"))  # engines and fleet are there
+    return find(address=address_of(ray_folder))
+
+
+def address_of(ray_folder: Path) -> str:
+    """Of the cluster whose files are there: its raylet was told."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            line = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            given = [argument for argument in line if argument.startswith("--gcs-address=")]
+            if given and any(str(ray_folder) in argument for argument in line):
+                return given[0].partition("=")[2]
+    raise AssertionError(f"no raylet has its files in {ray_folder}")
+
+
+def states(fleet: Fleet) -> dict[str, str]:
+    return {member.name: member.state for member in fleet.list().members}
+
+
+def wait_until(run: Run, fleet: Fleet, expected: dict[str, str]) -> None:
+    """Until the fleet is this, and every engine in it has answered since."""
+    run.wait_for(lambda: states(fleet) == expected)
+
+
+def test_a_fleet_that_changes_learns_as_a_fixed_one(tmp_path: Path, shared: Path, ray_folder: Path) -> None:
+    more = {"ENGINES": "1", "TMPDIR": str(ray_folder)}
+    with Run(
+        tmp_path / "elastic",
+        shared,
+        "openrlhf_grpo",
+        "partial",
+        "tensorhub",
+        *JOB,
+        "--data.max_samples",
+        "4000",
+        **more,
+    ) as run:
+        fleet = fleet_of(run, ray_folder)
+        assert states(fleet) == {"rollout-0": "ready"}
+        fleet.add(1)
+        wait_until(run, fleet, {"rollout-0": "ready", "rollout-1": "ready"})
+        joined = run.wait_for(lambda: of(run, "prompt", "rollout-1"))
+        assert first_version(run, "rollout-1") >= 1, "it answered from the model before training"
+
+        # Drained in the middle of long answers: what it has goes on elsewhere.
+        run.wait_for(lambda: any(one.in_flight for one in fleet.list().members if one.name == "rollout-0"))
+        fleet.drain("rollout-0", timeout_s=0.0)
+        wait_until(run, fleet, {"rollout-1": "ready"})
+        given_back = of(run, "request_given_back", "rollout-0")
+        assert sum(event["tokens"] for event in given_back) > 0, "it had nothing under way"
+
+        fleet.add(1)
+        wait_until(run, fleet, {"rollout-1": "ready", "rollout-2": "ready"})
+        run.wait_for(lambda: of(run, "prompt", "rollout-2"))
+        os.kill(pid_of(run, "rollout-2"), signal.SIGKILL)
+        run.wait_for(lambda: of(run, "replica_lost", "rollout-2"))
+        (back,) = run.wait_for(lambda: of(run, "replica_back", "rollout-2"))
+        assert back["version"] > 0
+        last = max(event["version"] for event in run.events("publish"))
+        run.wait_for(lambda: max(event["version"] for event in run.events("publish")) >= max(last + 2, STEPS))
+        ray.shutdown()
+    assert joined
+    check(run)
+    # A joiner reads the weights of a peer or of the trainer, and MODEL's only if nobody has any.
+    log = run.log.read_text(errors="replace")
+    assert log.count("weights from the store") >= 2, "a joiner has read its weights from disk"
+
+    with Run(
+        tmp_path / "fixed",
+        shared,
+        "openrlhf_grpo",
+        "partial",
+        "tensorhub",
+        *JOB,
+        "--data.max_samples",
+        str(PROMPTS_A_STEP * STEPS),
+    ) as fixed:
+        fixed.end()
+    check(fixed)
+    rewards = [[row["reward"] for row in one.rows()][:STEPS] for one in (run, fixed)]
+    assert [len(curve) for curve in rewards] == [STEPS, STEPS]
+    ends = [mean(curve[-STEPS // 3 :]) for curve in rewards]
+    assert abs(ends[0] - ends[1]) <= DIFFERENCE_MAX, rewards
+    assert all(end > mean(curve[: STEPS // 3]) for end, curve in zip(ends, rewards, strict=True)), rewards
+
+
+def of(run: Run, name: str, replica: str) -> list[dict[str, Any]]:
+    return [event for event in run.events(name) if replica_of(event["worker"]) == replica]
+
+
+def first_version(run: Run, replica: str) -> int:
+    return min(event["versions"][0] for event in of(run, "request", replica))
+
+
+def pid_of(run: Run, replica: str) -> int:
+    """The actor's process, which is the one that reports requests: its event log is named after it."""
+    for path in (run.folder / "events").glob("*.jsonl"):
+        if f'"event": "request", "worker": "{replica}/0"' in path.read_text():
+            return int(path.stem.rpartition("-")[2])
+    raise AssertionError(f"{replica} has answered nothing")
+
+
+def check(run: Run) -> None:
+    """Digests are equal at every version, every prompt of every batch is answered once, trainer and engines agree."""
+    digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
+    for event in run.events("digests"):
+        for key, value in event["digests"].items():
+            name = key if "of shard" not in key else f"root.{key.split()[3].partition('/')[0]}"
+            digests[event["version"], event["layout"], name][event["worker"]] = value
+    for where, workers in digests.items():
+        assert len(set(workers.values())) == 1, f"{where}: {workers}"
+    compared = {v for (v, _, _), workers in digests.items() if len(set(map(replica_of, workers))) > 1}
+    installed = {event["version"] for event in run.events("resume")}
+    assert installed <= compared, f"versions {installed - compared} were compared with nobody"
+    assert not run.events("update_failed")
+    answered = Counter(event["number"] for event in run.events("prompt"))
+    assert set(answered.values()) == {1} and {event["samples"] for event in run.events("prompt")} == {SAMPLES}
+    batches = max(answered) // PROMPTS_A_STEP  # the last one may have been broken off with the run
+    assert set(range(PROMPTS_A_STEP * batches)) <= set(answered), "a prompt is lost"
+    rows = run.rows()
+    assert rows and all(row["vllm_kl"] < KL_MAX for row in rows), [row["vllm_kl"] for row in rows]

@@ -1,0 +1,178 @@
+"""The fleet's roster under OpenRLHF's generator: engines join, drain and leave. OpenRLHF is the real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
+torch = pytest.importorskip("torch")
+
+from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError  # noqa: E402
+
+from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
+from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
+from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    return play_ray(monkeypatch)
+
+
+def test_a_joiner_gets_work_in_the_batch_and_one_that_drains_gets_none(ray: FakeRay) -> None:
+    here, joiner = FakeEngine(), FakeEngine()
+    generator = make([here], per_engine=1)
+    engines = generator.engines
+    engines.live()
+    first = Entry("rollout-0", here, "first")
+    answer = FakeEngine.do_generate_responses
+    reports: list[list[Seen]] = []
+
+    def roster(*entries: Entry) -> None:
+        """One round of the reporter."""
+        engines.check(wait_s=0.0)
+        reports.append(engines.seen())
+        engines.take(entries)
+        engines.check(wait_s=0.0)
+
+    def join(**kwargs: Any) -> Any:
+        if len(here.asked) == 2:
+            roster(first, Entry("rollout-1", joiner, "joined"))
+        return answer(here, **kwargs)
+
+    def drain(**kwargs: Any) -> Any:
+        if len(joiner.asked) == 2:
+            roster(first, Entry("rollout-1", joiner, "joined", draining=True))
+        return answer(joiner, **kwargs)
+
+    here.do_generate_responses, joiner.do_generate_responses = join, drain  # type: ignore[method-assign]
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT
+    assert (len(here.asked), len(joiner.asked)) == (4, 2)
+    roster(first, Entry("rollout-1", joiner, "joined", draining=True))
+    assert [(one.name, one.ready, one.draining, one.in_flight) for one in reports[-1]] == [
+        ("rollout-0", True, False, 0),
+        ("rollout-1", True, True, 0),
+    ]
+    roster(first)
+    assert [member.name for member in engines.members] == ["rollout-0"]
+
+
+def test_what_an_engine_has_that_is_no_longer_in_the_fleet_goes_on_elsewhere(ray: FakeRay) -> None:
+    here, leaver = FakeEngine(), FakeEngine()
+    generator = make([here, leaver], per_engine=3)
+    generator.engines.live()
+    late: list[Ref] = []
+    call = leaver._call
+
+    def never(name: str, *args: Any, **kwargs: Any) -> Ref:
+        if name != "generate_responses":
+            return call(name, *args, **kwargs)
+        late.append(Ref())
+        if len(late) == 3:
+            generator.engines.take([Entry("rollout-0", here, "first")])
+        return late[-1]
+
+    leaver._call = never  # type: ignore[method-assign]
+    samples, *_ = generator.generate_samples()
+    assert len(late) == 3 and len(here.asked) == 6
+    assert prompts_of(samples) == EVERY_PROMPT
+    assert not ray.killed and generator.work.in_flight.total() == 0
+
+
+def test_what_is_given_back_goes_on_elsewhere_with_what_it_has(ray: FakeRay) -> None:
+    here, leaver = FakeEngine(), FakeEngine()
+    generator = make([here, leaver], is_partial=True)
+    generator.engines.live()
+    journals = [Journal(), Journal()]
+
+    def give_back(**_: Any) -> GivenBack:
+        generator.engines.members[1].is_draining = True
+        return GivenBack(journals)
+
+    leaver.do_generate_responses = give_back  # type: ignore[method-assign,assignment]
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT
+    assert [asked.get("journals") for asked in here.asked] == 3 * [None] + 3 * [journals]
+    assert generator.engines.members[1].is_live, "it is not lost"
+
+
+def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
+    engines = make([FakeEngine(), FakeEngine(), FakeEngine()]).engines
+    engines.live()
+    restarting, unplaceable, ours = (member.handle for member in engines.members)
+    restarting.do_tensorhub_heartbeat = lambda: ActorUnavailableError("away", None)
+    unplaceable.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("its node is gone")
+    ours.do_tensorhub_heartbeat = lambda: EngineLost("its vLLM is dead")
+    for _ in range(health.DEATHS_MAX):
+        engines.check()
+    assert [(one.lost, one.ready) for one in engines.seen()] == [("restarting", False), ("gone", False), ("", False)]
+
+
+def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, joiner = FakeEngine(version=2), FakeEngine(version=3)
+    generator = make([here], evaluation=PROMPTS, per_engine=1)
+    monkeypatch.setattr(FakeHub, "visible", 2)
+    answer = FakeEngine.do_generate_responses
+
+    def join(**kwargs: Any) -> Any:
+        generator.engines.take([Entry("rollout-0", here, "first"), Entry("rollout-1", joiner, "joined")])
+        generator.engines.check()
+        return answer(here, **kwargs)
+
+    here.do_generate_responses = join  # type: ignore[method-assign]
+    samples = generator.generate_eval_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and not joiner.asked
+    assert generator.engines.members[1].gets_prompts
+    generator.generate_samples()
+    assert joiner.asked  # the control: it gets prompts of the next batch
+
+
+def test_without_a_fleet_the_generator_goes_on(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine()
+    reporter = routing.Reporter(make([engine]).engines)
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.ray", ray)
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.of_this_job", lambda: None)
+    reporter.report()
+    fleet = SimpleNamespace(report=SimpleNamespace(remote=lambda seen, waiting: Ref(ActorDiedError())))
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.fleet.of_this_job", lambda: fleet)
+    with pytest.raises(ActorDiedError):
+        reporter.report()  # its thread says so once, and goes on
+    assert [member.name for member in reporter.engines.members] == ["rollout-0"]
+    told: list[Any] = []
+
+    def answer(seen: list[Seen], waiting: int) -> Ref:
+        told.append((seen, waiting))
+        return Ref([Entry("rollout-0", engine, "first", draining=True)])
+
+    reporter.fleet = SimpleNamespace(report=SimpleNamespace(remote=answer))
+    reporter.report()
+    assert told[0][0][0].name == "rollout-0" and reporter.engines.members[0].is_draining
+
+
+def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, other = FakeEngine(), FakeEngine()
+    engines = make([dead]).engines
+    engines.live()
+    engines.take([Entry("rollout-0", dead, "first")])
+    dead.do_tensorhub_heartbeat = lambda: ActorDiedError()  # type: ignore[method-assign]
+    sleep = ray.sleep
+
+    def replace(seconds: float) -> None:
+        sleep(seconds)
+        if engines.seen()[0].lost == "gone" and ray.now > 5:
+            engines.take([Entry("rollout-1", other, "joined")])
+
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: ray.now, sleep=replace))
+    assert [member.name for member in engines.live()] == ["rollout-1"]
+    engines.has_fleet = False  # the control: there is nobody else to wait for
+    other.do_tensorhub_heartbeat = dead.do_tensorhub_heartbeat  # type: ignore[method-assign]
+    with pytest.raises(ActorDiedError):
+        engines.live()

@@ -1,0 +1,87 @@
+"""What a sample has got so far: no framework is needed."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+
+from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, joined, rest_of
+
+
+def output(*tokens: int, text: str = "", logprobs: bool = True) -> SimpleNamespace:
+    found = [{token: SimpleNamespace(logprob=-float(token))} for token in tokens]
+    return SimpleNamespace(
+        token_ids=list(tokens),
+        text=text,
+        logprobs=found if logprobs else None,
+        cumulative_logprob=-float(sum(tokens)) if logprobs else None,
+        finish_reason="length",
+    )
+
+
+def moved(journal: Journal) -> Journal:
+    """To another process."""
+    return pickle.loads(pickle.dumps(journal))  # type: ignore[no-any-return]
+
+
+def test_the_next_engine_gets_the_same_answers_and_goes_on_with_the_last() -> None:
+    journal = Journal()
+    assert journal.find([1]) is None
+    journal.note(Call((1,), output(2, 3), (4, 4), is_whole=True))
+    assert journal.find([1, 2, 3, 9]) is None
+    journal.note(Call((1, 2, 3, 9), output(5), (4, 5), is_whole=False))
+    there = moved(journal)
+    first = there.find([1])
+    assert first is not None and first.is_whole and first.output.token_ids == [2, 3] and first.versions == (4, 4)
+    last = there.find([1, 2, 3, 9])
+    assert last is not None and not last.is_whole and last.output.token_ids == [5]
+    there.note(Call(last.prompt, output(5, 6), (4, 7), is_whole=True))
+    # Once more, in the middle of nothing: all is there.
+    again = moved(there)
+    assert [again.find(prompt).output.token_ids for prompt in ([1], [1, 2, 3, 9])] == [[2, 3], [5, 6]]  # type: ignore[union-attr]
+    assert again.find([7]) is None
+
+
+def test_an_agent_that_asks_something_else_is_answered_anew() -> None:
+    journal = Journal([Call((1,), output(2), (0, 0), True), Call((1, 2, 9), output(3), (0, 0), True)])
+    assert journal.find([1]) is not None
+    assert journal.find([1, 2, 8]) is None  # its environment said 8 this time
+    assert journal.find([1, 2, 9]) is None and len(journal.calls) == 1
+    journal.note(Call((1, 2, 8), output(4), (0, 0), True))
+    assert [call.prompt for call in moved(journal).calls] == [(1,), (1, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("maximum", "minimum", "expected"), [(5, 1, (3, 0)), (5, 4, (3, 2)), (None, 0, (None, 0)), (2, 0, None)]
+)
+def test_what_is_missing_is_asked_for(
+    maximum: int | None, minimum: int, expected: tuple[int | None, int] | None
+) -> None:
+    params = SimpleNamespace(max_tokens=maximum, min_tokens=minimum, temperature=0.5)
+    rest = rest_of(params, Call((1,), output(2, 3), (0, 0), False))
+    assert (None if rest is None else (rest.max_tokens, rest.min_tokens)) == expected
+    assert (params.max_tokens, params.min_tokens) == (maximum, minimum)
+
+
+def test_both_parts_are_one_output() -> None:
+    whole = joined(Call((1,), output(2, 3, text="ab"), (0, 0), False), output(4, text="c"))
+    assert (whole.token_ids, whole.text, whole.cumulative_logprob, whole.finish_reason) == (
+        [2, 3, 4],
+        "abc",
+        -9.0,
+        "length",
+    )
+    assert [next(iter(found)) for found in whole.logprobs] == [2, 3, 4]
+    plain = joined(Call((1,), output(2, logprobs=False), (0, 0), False), output(4, logprobs=False))
+    assert plain.token_ids == [2, 4] and plain.logprobs is None
+
+
+def test_what_is_given_back_says_how_many_tokens_are_kept() -> None:
+    journals = [
+        Journal([Call((1,), output(2, 3), (0, 0), True)]),
+        Journal(),
+        Journal([Call((1,), output(4), (0, 0), False)]),
+    ]
+    assert GivenBack(journals).tokens == 3 and GivenBack(None).tokens == 0
