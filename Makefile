@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-openrlhf check test test-verl test-vllm test-vllm-next test-openrlhf test-rdma lint bench-vllm-start \
-	bench-verl-stall bench-openrlhf-stall clean distclean python
+.PHONY: help env demo demo-openrlhf check test test-verl test-vllm test-vllm-next test-openrlhf test-fleet test-rdma lint \
+	bench-vllm-start bench-verl-stall bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -65,6 +65,10 @@ test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	@$(IN_ENV); export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu PYTHONPATH="$$PWD/recipes/cpu/openrlhf"
 	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
 	python -m pytest -x -v tests/adapters/test_openrlhf_*.py
+
+test-fleet: ## replicas without vLLM join, leave and are killed on Ray clusters of one and two nodes (about 5 minutes)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v tests/adapters/test_fleet_*.py
 
 test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]

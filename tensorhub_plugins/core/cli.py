@@ -1,4 +1,4 @@
-"""`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine.
+"""`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine, `fleet` changes a run.
 
 `tensorhub pin`, `unpin` and `withdraw` say which version of a model the followers run, see `Client.pin`.
 """
@@ -65,11 +65,15 @@ def main(arguments: list[str] | None = None) -> int:
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
     _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
+    fleet = commands.add_parser("fleet", help="rollouts of a running verl or OpenRLHF job: add some, drain some")
+    _add_fleet(fleet.add_subparsers(dest="action", required=True))
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
         return _framework_doctor(arguments[1], arguments[2:])
     options = parser.parse_args(arguments)
     try:
+        if options.command == "fleet":
+            return change_fleet(options)
         if options.command == "doctor":
             settings = {"tensor_parallel_size": options.tp, **options.engine}
             if options.all_families:
@@ -114,6 +118,34 @@ def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     hub = os.environ.get(HUB_ENVIRONMENT)
     command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
     command.add_argument("--deadline", type=float, default=timeout_s, help="seconds to wait for the hub")
+
+
+def _add_fleet(actions: Any) -> None:
+    list_ = actions.add_parser("list", help="every member: kind, state, version, requests, node")
+    add = actions.add_parser(
+        "add", help="start more replicas as soon as there is room, or take in a server by its address"
+    )
+    what = add.add_mutually_exclusive_group(required=True)
+    what.add_argument("count", nargs="?", type=int, help="so many of the job's own kind")
+    what.add_argument("--url", metavar="http://host:port", help="of a `vllm serve` that you have started")
+    drain = actions.add_parser("drain", help="give no more requests to it, and end it when it has none left")
+    whom = drain.add_mutually_exclusive_group(required=True)
+    whom.add_argument("name", nargs="?", help="as `fleet list` shows it, e.g. rollout-3")
+    whom.add_argument("--node", metavar="ADDRESS", help="all on this node; what ran there comes back elsewhere")
+    target = actions.add_parser("target", help="keep so many replicas of the job's own kind")
+    target.add_argument("count", metavar="N|policy", help="policy: let option fleet_policy say how many")
+    guard = actions.add_parser("guard", help="runs on a node: drains it at SIGTERM or SIGUSR1")
+    for leaving, timeout_s in ((drain, 120.0), (guard, 25.0)):
+        leaving.add_argument(
+            "--timeout",
+            type=float,
+            default=timeout_s,
+            metavar="S",
+            help="for requests under way (default: %(default)s)",
+        )
+    for action in (list_, add, drain, target, guard):
+        action.add_argument("--address", metavar="host:port", help="of the Ray cluster (default: this machine's)")
+        action.add_argument("--job", metavar="ID", help="Ray's id of the job, where several have a fleet")
 
 
 def _add_limits(command: argparse.ArgumentParser) -> None:
@@ -161,12 +193,21 @@ def check_families(only: list[str], report: Path | None, settings: dict[str, Any
     return int(_doctor("table").run(only, settings, report=report))
 
 
+def change_fleet(options: argparse.Namespace) -> int:
+    """See vllm/ray/fleet_cli.py."""
+    return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
+
+
 def _doctor(module: str) -> Any:
+    return _adapter(f"vllm.doctor.{module}", "check-sync starts vLLM engines: install vLLM")
+
+
+def _adapter(module: str, lacking: str) -> Any:
     """The only place where the core names an adapter, and only when asked to."""
     try:
-        return import_module(f"tensorhub_plugins.vllm.doctor.{module}")
+        return import_module(f"tensorhub_plugins.{module}")
     except ImportError as error:
-        raise UsageError(f"check-sync starts vLLM engines: install vLLM ({error})") from error
+        raise UsageError(f"{lacking} ({error})") from error
 
 
 def _framework_doctor(name: str, arguments: list[str]) -> int:

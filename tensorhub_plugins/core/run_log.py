@@ -30,6 +30,9 @@ request        one request ended at a replica. seconds, outcome ("stop", "length
 prompt         OpenRLHF: all samples of one prompt are there. number: of the prompt in this run, samples
 request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goes on elsewhere. tokens: that are kept
 update_failed  an update of a replica ended in an error. version, error
+member         a member of the fleet is in another state, or at another version (vllm/ray/fleet_types.py).
+               state, kind, version, node, why
+target         the fleet shall have another number of replicas. target, by ("people", or the policy's name)
 """
 
 from __future__ import annotations

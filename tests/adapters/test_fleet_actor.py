@@ -13,10 +13,10 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
-from tensorhub_plugins.vllm.ray import fleet_actor, policy, preemption  # noqa: E402
+from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_types import Seen, View  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
 
 
 class Launcher:
@@ -192,6 +192,22 @@ def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch
         await stage.until(lambda: ("external", "external-0", "http://10.0.0.9:8000") in stage.launcher.did)
 
     play(story, monkeypatch)
+
+
+def test_the_list_is_a_table() -> None:
+    members = (
+        Member("rollout-0", "first", "ready", 12, 3, "10.0.0.1", 42.4, ""),
+        Member("external-0", "external", "starting", 0, 0, "http://10.0.0.9:8000", 900.0, ""),
+    )
+    gone = (Member("rollout-1", "joined", "gone", 9, 0, "10.0.0.2", 5.0, "its node 10.0.0.2 is lost"),)
+    view = View(members, gone, target=2, minimum=1, maximum=4, slots=1, waiting=7, policy="queue_length:16")
+    assert fleet_cli.text(view).splitlines() == [
+        "NAME        KIND      STATE     VERSION  IN FLIGHT  NODE                  SINCE   WHY",
+        "rollout-0   first     ready     12       3          10.0.0.1              42 s",
+        "external-0  external  starting  -        0          http://10.0.0.9:8000  15 min",
+        "rollout-1   joined    gone      9        0          10.0.0.2              5 s     its node 10.0.0.2 is lost",
+        "target 2, set by queue_length:16, 1 ready; fleet_min 1, fleet_max 4; room for 1 more; 7 requests wait",
+    ]
 
 
 CALLS: list[View] = []

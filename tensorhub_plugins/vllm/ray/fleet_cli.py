@@ -1,0 +1,97 @@
+"""`tensorhub fleet`: what core/cli.py has parsed, said to the fleet of a running job."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+import time
+
+import ray
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.ray.config import node_address
+from tensorhub_plugins.vllm.ray.fleet import Fleet, find
+from tensorhub_plugins.vllm.ray.fleet_types import Member, View
+from tensorhub_plugins.vllm.ray.preemption import LOOK_INTERVAL_S
+
+GONE_POLL_S = 0.5
+
+
+def run(options: argparse.Namespace) -> int:
+    """One command; its exit status."""
+    if options.action == "guard":
+        return guard(options)
+    fleet = find(options.job, options.address)
+    match options.action:
+        case "list":
+            print(text(fleet.list()))
+        case "add" if options.url is not None:
+            print(fleet.add_external(options.url))
+        case "add":
+            print(fleet.add(options.count))
+        case "drain" if options.node is not None:
+            print(fleet.drain(node=options.node, timeout_s=options.timeout))
+        case "drain":
+            print(fleet.drain(options.name, timeout_s=options.timeout))
+        case "target":
+            print(fleet.target(_target(options.count)))
+    return 0
+
+
+def _target(given: str) -> int | None:
+    if given == "policy":
+        return None
+    try:
+        return int(given)
+    except ValueError as error:
+        raise UsageError(f"target {given!r}: give a number, or `policy` to let the run's policy say it") from error
+
+
+def guard(options: argparse.Namespace) -> int:
+    """Wait for SIGTERM or SIGUSR1, then drain this node and wait until nothing of the fleet is left on it."""
+    told = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: told.set())
+    print(
+        f"tensorhub: SIGTERM or SIGUSR1 drains this node, with {options.timeout:.0f} s for what is under way",
+        flush=True,
+    )
+    while not told.wait(LOOK_INTERVAL_S):
+        pass
+    fleet = find(options.job, options.address)
+    node = ray.get_runtime_context().get_node_id()
+    print(fleet.drain(node=node, timeout_s=options.timeout), flush=True)
+    return 0 if _wait_until_empty(fleet, node_address(), options.timeout) else 1
+
+
+def _wait_until_empty(fleet: Fleet, address: str, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not [one for one in fleet.list().members if one.node == address and one.state in ("draining", "stopping")]:
+            return True
+        time.sleep(GONE_POLL_S)
+    print(f"tensorhub: not all have left after {timeout_s:.0f} s", file=sys.stderr)
+    return False
+
+
+def text(view: View) -> str:
+    """For people."""
+    names = ("NAME", "KIND", "STATE", "VERSION", "IN FLIGHT", "NODE", "SINCE", "WHY")
+    rows = [names, *(_row(member) for member in view.members), *(_row(member) for member in view.gone)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    by = f", set by {view.policy}" if view.policy else ""
+    limits = f"fleet_min {view.minimum}, fleet_max {view.maximum}"
+    ready = view.count("ready")
+    lines.append(
+        f"target {view.target}{by}, {ready} ready; {limits}; room for {view.slots} more; {view.waiting} requests wait"
+    )
+    return "\n".join(lines)
+
+
+def _row(member: Member) -> tuple[str, ...]:
+    version = str(member.version) if member.version else "-"
+    since = f"{member.since_s:.0f} s" if member.since_s < 600 else f"{member.since_s / 60:.0f} min"
+    return (member.name, member.kind, member.state, version, str(member.in_flight), member.node, since, member.why)
