@@ -34,6 +34,8 @@ class Launcher:
 
     async def start_external(self, name: str, url: str) -> Any:
         self.did.append(("external", name, url))
+        if self.error:
+            raise RuntimeError(self.error)
         return f"handle of {name}"
 
     async def abort(self, name: str, handle: Any) -> None:
@@ -188,8 +190,12 @@ def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch
             "'10.0.0.9:8000' is no address: give one like http://10.0.0.7:8000",
             True,
         )
-        await stage.actor.add_external("http://10.0.0.9:8000/")
-        await stage.until(lambda: ("external", "external-0", "http://10.0.0.9:8000") in stage.launcher.did)
+        url = "http://10.0.0.9:8000"
+        assert await stage.actor.add_external(f"{url}/") == (f"{url} joins as external-0", False)
+        assert ("external", "external-0", url) in stage.launcher.did
+        assert await stage.actor.add_external(url) == (f"{url} is in this fleet already, as external-0", True)
+        stage.launcher.error = "nobody answers there"
+        assert await stage.actor.add_external("http://10.0.0.8:8000") == ("nobody answers there", True)
 
     play(story, monkeypatch)
 

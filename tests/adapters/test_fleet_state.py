@@ -195,8 +195,28 @@ def test_a_start_that_does_not_end_is_given_up() -> None:
     assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S - 1)) == []
     assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S)) == [Stop("rollout-2", None)]
     state = fleet(Add(1), Started("rollout-2", "actor"))
+    state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), fleet_state.START_TIMEOUT_S)
     effects = deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S))
     assert effects == [Stop("rollout-2", "actor")]
+
+
+def test_those_that_run_are_left_alone_while_nobody_reports() -> None:
+    restarting = Reported((seen("rollout-0"), seen("rollout-1", ready=False, lost="restarting")))
+    state = fleet(restarting, Add(1), Started("rollout-2", "actor"))
+    for hour in range(1, 10):
+        assert deeds(state.handle(Tick(), 3600.0 * hour)) == []
+        assert states(state) == {"rollout-0": "ready", "rollout-1": "lost", "rollout-2": "starting"}
+    state.handle(restarting, 36_000.0)  # it was lost all the time
+    assert deeds(state.handle(Tick(), 36_000.0))[0] == Stop("rollout-1", "handle of rollout-1")
+
+
+def test_one_that_is_not_named_is_not_in_use() -> None:
+    state = fleet()
+    for second in range(1, 12):
+        state.handle(Reported((seen("rollout-0"),)), float(second))
+        state.handle(Tick(), float(second))
+    assert states(state) == {"rollout-0": "ready", "rollout-1": "lost"}
+    assert state.view(12.0).members[1].why == "the dispatcher does not report it"
 
 
 def test_what_could_not_be_given_back_stays_in_the_list_and_is_tried_again() -> None:

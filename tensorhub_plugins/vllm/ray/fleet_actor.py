@@ -50,6 +50,7 @@ STOP_TIMEOUT_S = 120.0  # an engine that is asked politely takes seconds; what i
 STARTER_TIMEOUT_S = 60.0  # for Ray to start that actor again, which may import a whole framework
 SLOTS_TIMEOUT_S = 10.0
 POLICY_TIMEOUT_S = 60.0
+EXTERNAL_TIMEOUT_S, EXTERNAL_POLL_S = 3.0, 0.05  # what is wrong with an address mostly shows at once
 URL = re.compile(r"https?://[^/\s]+(:\d+)?/?")
 
 
@@ -91,7 +92,14 @@ class FleetActor:
         """A server that was started by hand."""
         if not URL.fullmatch(url):
             return f"{url!r} is no address: give one like http://10.0.0.7:8000", True
-        return await self._command(AddExternal(url.rstrip("/")))
+        text, is_refused = await self._command(AddExternal(url.rstrip("/")))
+        joining = [one for one in self._state.members.values() if one.url == url.rstrip("/")]
+        deadline = Deadline.after(0.0 if is_refused else EXTERNAL_TIMEOUT_S)
+        while joining[0].is_launching and deadline.remaining() > 0:
+            await asyncio.sleep(EXTERNAL_POLL_S)
+        if joining[0].state in ("stopping", "gone"):
+            return joining[0].why, True
+        return text, is_refused
 
     async def target(self, count: int | None) -> tuple[str, bool]:
         """So many; None: what the policy says."""

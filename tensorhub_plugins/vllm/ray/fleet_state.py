@@ -108,6 +108,7 @@ class FleetState:
     next_external: int = 0
     firsts: int = 0  # members that were there from the start, also those that are gone
     is_known: bool = False  # all of those have been reported
+    reported_at: float = -math.inf
     failures: int = 0  # of starts, since one was ready
     start_again_at: float = 0.0
     last_failure: str = ""
@@ -216,7 +217,7 @@ class FleetState:
     # --- what is heard ------------------------------------------------------------------------------------------------
 
     def _report(self, report: Reported, now: float) -> None:
-        self.waiting = report.waiting
+        self.waiting, self.reported_at = report.waiting, now
         for seen in report.seen:
             if seen.name in self.gone:
                 continue
@@ -294,18 +295,20 @@ class FleetState:
         return f"its node {self.addresses[member.node]} is lost" if self._is_node_lost(member) else otherwise
 
     def _time_out(self, now: float) -> None:
+        # While nobody reports, nothing is known of those that run: they are left alone, however long that is.
+        is_told = now - self.reported_at <= MISSING_TIMEOUT_S
         for member in list(self.members.values()):
             is_late = now >= member.deadline
-            if member.state == "starting" and is_late:
-                self._fail(member, f"it was not ready after {START_TIMEOUT_S:.0f} s", now)
-            elif member.state == "lost" and member.kind != "external" and is_late:
-                self._stop(member, f"it was lost for {START_TIMEOUT_S:.0f} s: {member.why}", now)
-            elif member.state == "draining" and is_late:
+            if member.state == "draining" and is_late:
                 self._give_back(member, now)
             elif member.state == "stopping" and member.stops and is_late:
                 member.deadline = math.inf
                 self._effects.append(Stop(member.name, member.handle))
-            elif member.state == "ready" and self.is_known and now - member.seen_at > MISSING_TIMEOUT_S:
+            elif member.state == "starting" and is_late and (is_told or member.handle is None):
+                self._fail(member, f"it was not ready after {START_TIMEOUT_S:.0f} s", now)
+            elif member.state == "lost" and member.kind != "external" and is_late and is_told:
+                self._stop(member, f"it was lost for {START_TIMEOUT_S:.0f} s: {member.why}", now)
+            elif member.state == "ready" and is_told and now - member.seen_at > MISSING_TIMEOUT_S:
                 self._lose(member, "the dispatcher does not report it", now)
 
     # --- starting -----------------------------------------------------------------------------------------------------
