@@ -85,6 +85,8 @@ class Network:
         for forwarder in self._forwarders:
             forwarder.kill()
             forwarder.wait()
+            if forwarder.stdout is not None:
+                forwarder.stdout.close()
         for name in reversed(self._made):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
@@ -113,6 +115,14 @@ class Network:
         for end, site in ((near, one), (far, other)):
             self._ip(self._switch, "link", "set", end, "master", site, "up")
             self._shape(self._switch, end, mbit)
+
+    def cut(self, site: str) -> None:
+        """Nothing crosses the link that joins this site any more, and no host is told."""
+        self._ip(self._switch, "link", "set", f"w{site}", "down")
+
+    def mend(self, site: str) -> None:
+        """It crosses again."""
+        self._ip(self._switch, "link", "set", f"w{site}", "up")
 
     def _veth(self, one: str, other: str, *bridges: str) -> None:
         self._ip(self._switch, "link", "add", one, "type", "veth", "peer", "name", other)
@@ -186,7 +196,7 @@ class _Sys:
 
     def close(self) -> None:
         self._shell.kill()
-        self._shell.wait()
+        self._shell.communicate()
 
 
 class Host:

@@ -45,6 +45,9 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
     restarts: int = 10  # of one engine before it is given up
+    staleness_s: float | None = (
+        None  # an engine that has not heard of the hub for longer takes no new work; None: it does
+    )
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
     # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
@@ -118,6 +121,8 @@ def check_training(
             f"{where}: option fleet_policy is {given.fleet_policy!r}: give a function's name, with numbers if it takes "
             "any, e.g. queue_length:16 or mypackage.mymodule.policy"
         )
+    if given.staleness_s is not None:
+        check_limits(given, {"staleness_s": (1, 86_400)}, where=where)
     if "host" in given.location:
         raise UsageError(f"{where}: option location.host is the same on every node: set TENSORHUB_HOST on each instead")
 

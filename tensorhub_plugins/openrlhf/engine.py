@@ -27,6 +27,7 @@ from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journal
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
@@ -75,9 +76,10 @@ class TensorHubEngine(_Stock):
             pins=not tensorhub["sync"],
         )
         self.follower.version = (await self.rpc("tensorhub_poll"))[0]["version"] or 0
+        self.staleness = Staleness(lambda: client.hub_silent_s, self.options.staleness_s, worker=self.worker)
         await self._catch_up(client)
         self._tasks = []
-        for work in (self.follower.follow(), self.lifeline.probe()):
+        for work in (self.follower.follow(), self.lifeline.probe(), self.staleness.watch()):
             task = asyncio.create_task(work)
             task.add_done_callback(exit_on_error)
             self._tasks.append(task)
@@ -93,6 +95,7 @@ class TensorHubEngine(_Stock):
         """
         if self.is_leaving:
             return GivenBack(journals)
+        self._refuse_when_stale()
         await self.follower.need(min_version)
         if self.gate is None:
             return await self._samples(Journals(journals, num_samples), num_samples, **kwargs)
@@ -166,6 +169,7 @@ class TensorHubEngine(_Stock):
         this actor is about to end."""
         if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
+        self._refuse_when_stale()
         silent_s = self.lifeline.silent_s(self.follower)
         return {
             "version": self.follower.version,
@@ -174,6 +178,10 @@ class TensorHubEngine(_Stock):
             "node": ray.get_runtime_context().get_node_id(),
             "requests_max": self.llm.vllm_config.scheduler_config.max_num_seqs,
         }
+
+    def _refuse_when_stale(self) -> None:
+        if self.staleness.is_cut_off:
+            raise EngineLost(self.staleness.why_not())
 
     async def tensorhub_hold(self, version: int) -> int:
         return await self.follower.hold(version)

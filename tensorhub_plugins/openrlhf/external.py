@@ -73,7 +73,9 @@ class ExternalEngine:
         assert options.run is not None
         self.worker, self.options, self.partial = f"{name}/0", options, partial
         self._name, self._url = name, url
-        self._expected = msgspec.structs.replace(expected, run=options.run, model=options.model)
+        self._expected = msgspec.structs.replace(
+            expected, run=options.run, model=options.model, staleness_s=options.staleness_s
+        )
         self._external: External | None = None
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor

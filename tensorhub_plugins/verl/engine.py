@@ -24,6 +24,7 @@ from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
 from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
 
@@ -42,6 +43,7 @@ class TensorHubServer(vLLMHttpServer):
         self.worker = f"rollout-{self.replica_rank}/0"
         self.follower: Follower | None = None
         self._client: Client | None = None
+        self._staleness: Staleness | None = None  # once there is a client
         self._ledger = Ledger()
         self._lifeline: Lifeline | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
@@ -80,6 +82,9 @@ class TensorHubServer(vLLMHttpServer):
             except TensorHubError as error:
                 logger.warning("%s: no hub yet: %s", self.worker, error)
                 await asyncio.sleep(1.0)
+        client = self._client
+        self._staleness = Staleness(lambda: client.hub_silent_s, options.staleness_s, worker=self.worker)
+        self._tasks.append(asyncio.create_task(self._staleness.watch()))
         await self.rpc("tensorhub_connect", worker_config(options, replica=f"rollout-{self.replica_rank}"))
         until = self.options.pull_until
         self.follower = Follower(
@@ -119,6 +124,8 @@ class TensorHubServer(vLLMHttpServer):
             return await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if self.global_steps is None:
             raise ReplicaLost(f"{self.worker} has no weights yet")  # the router asks another one
+        if self._why_not():
+            raise ReplicaLost(self._why_not())
         started = time.monotonic()
         first = self.global_steps
         try:
@@ -162,6 +169,7 @@ class TensorHubServer(vLLMHttpServer):
         if lifeline is None:
             return self._heartbeat(ready=False, silent_s=0.0)
         ready = follower is not None and follower.version > 0 and follower.is_whole and not lifeline.is_dying
+        ready = ready and not self._why_not()
         return self._heartbeat(ready=ready, silent_s=lifeline.silent_s(follower))
 
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
@@ -176,6 +184,7 @@ class TensorHubServer(vLLMHttpServer):
             "pull_s": last.pull_s,
             "pause_s": last.pause_s,
             "sources": last.sources,
+            "why": self._why_not(),
         }
 
     def _stays(self) -> bool:
@@ -185,6 +194,10 @@ class TensorHubServer(vLLMHttpServer):
         done = self.follower.until is not None and self.follower.version >= self.follower.until
         refused = max(self.follower.refused, default=0) > self.follower.version
         return done or refused or self._client.pinned is not None
+
+    def _why_not(self) -> str:
+        """It takes no new work, though it could answer."""
+        return "" if self._staleness is None else self._staleness.why_not()
 
     # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
 

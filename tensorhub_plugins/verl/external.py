@@ -97,7 +97,9 @@ class ExternalServer:
         assert options.run is not None
         self.worker, self.options, self._rollout = f"{name}/0", options, rollout
         self._name, self._url = name, url
-        self._expected = msgspec.structs.replace(expected, run=options.run, model=options.model)
+        self._expected = msgspec.structs.replace(
+            expected, run=options.run, model=options.model, staleness_s=options.staleness_s
+        )
         self._external: External | None = None
 
     async def join(self) -> None:
@@ -155,6 +157,7 @@ class ExternalServer:
             "version": 0 if server is None else server.version,
             "silent_s": 0.0 if server is None else server.silent_s,
             "timeout_s": self.options.replica_timeout_s,
+            "why": "" if server is None else server.why_not,
         }
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.ray import external
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
 
-EXPECTED = Expected("r", "m", FACTS, max_model_len=100, logprobs_mode="processed_logprobs")
+EXPECTED = Expected("r", "m", FACTS, 100, "processed_logprobs", staleness_s=5.0)
 TIMEOUT_S = 60.0
 
 
@@ -176,6 +176,10 @@ def test_one_that_is_started_again_as_something_else_gets_no_requests(play: Any)
         await _until(lambda: other.why_not == "" and other.version == 4)
         fake.status = status(broken=True)
         await _until(lambda: "waits for whole weights" in other.why_not)
+        fake.status = status(hub_silent_s=6.0)
+        await _until(lambda: "has not heard of the hub for longer than staleness_s, 5 s" in other.why_not)
+        fake.status = status(hub_silent_s=4.0)
+        await _until(lambda: other.why_not == "")
 
     play(story)
 

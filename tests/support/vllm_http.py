@@ -14,7 +14,15 @@ FACTS = {"architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size"
 
 
 def status(**changes: Any) -> dict[str, Any]:
-    following = {"run": "r", "model": "m", "replica": "server", "follow": "now", "version": 3, "broken": False}
+    following: dict[str, Any] = {
+        "run": "r",
+        "model": "m",
+        "replica": "server",
+        "follow": "now",
+        "version": 3,
+        "broken": False,
+        "hub_silent_s": 0.5,
+    }
     said: dict[str, Any] = {
         "following": following,
         "facts": {**FACTS, "num_hidden_layers": 2},

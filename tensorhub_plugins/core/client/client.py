@@ -357,6 +357,11 @@ class Client:
         """The shards this worker offers now, sorted."""
         return self._serving.keys()
 
+    @property
+    def hub_silent_s(self) -> float:
+        """Seconds since the hub was heard: about one while it is there."""
+        return self._hub.silent_s
+
     def find(self, key: ShardKey) -> Offer | None:
         """What this shard is served from now: its slab, and who reads it; None: it is not offered."""
         return self._serving.find(key)

@@ -32,6 +32,8 @@ log = logging.getLogger("tensorhub.client")
 
 RECONNECT_FIRST_MS = 50
 RECONNECT_MAX_MS = 1000
+LINK_HEARTBEAT_MS, LINK_TIMEOUT_MS = 2000, 10_000  # answered by the hub's socket, also while the hub is busy
+CONNECT_TIMEOUT_MS = 2000
 BYE_LINGER_MS = 200  # for the last word to leave this process; without it the hub would miss us for a session timeout
 
 
@@ -43,6 +45,10 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes) -> zmq.Sock
         (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine sends again what matters
         (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+        # A link that was cut: TCP asks again after as long as it has asked already. A new connection takes seconds.
+        (zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS),
+        (zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS),
+        (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
     ):
         socket.setsockopt(option, value)
     socket.setsockopt(zmq.IDENTITY, session)
@@ -108,6 +114,11 @@ class HubLink:
     def last_request_id(self) -> int:
         """The last request number that was used."""
         return self._machine.last_request_id
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the hub was heard; it answers a heartbeat every second."""
+        return time.monotonic() - self._machine.heard_at
 
     @property
     def directive(self) -> messages.Directive:

@@ -163,7 +163,7 @@ class Session:
         self._welcomed = False
         self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
         self._retry_retained = False
-        self._heard_at = self.now
+        self.heard_at = self.now
         self._away = False
         self._next_hello = self.now
         self._next_heartbeat = self.now
@@ -250,7 +250,7 @@ class Session:
             self._send(m.Release(request_id, shard, lost))
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
-        self._heard_at = now
+        self.heard_at = now
         match message:
             case m.Welcome():
                 self._welcome(message, now)
@@ -398,12 +398,12 @@ class Session:
                     case _:
                         pass
                 self._send_unblocked(asked.message, now)
-                self._effects.append(Expired(request_id, now - self._heard_at > ANSWER_MARGIN_S))
+                self._effects.append(Expired(request_id, now - self.heard_at > ANSWER_MARGIN_S))
         for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request_id]
-        if not self._away and now - self._heard_at > HUB_SILENT_S:
+        if not self._away and now - self.heard_at > HUB_SILENT_S:
             self._away = True
-            self._effects.append(HubAway(now - self._heard_at))
+            self._effects.append(HubAway(now - self.heard_at))
         if not self._welcomed:
             if now >= self._next_hello:
                 self._hello(now)

@@ -167,6 +167,7 @@ class CoreFollower(Follower):
             "follow": self._when,
             "version": self._core.spans.version,
             "broken": self.is_broken,
+            "hub_silent_s": 0.0 if self._client is None else self._client.hub_silent_s,
         }
 
     def starts(self, request: str) -> list[Start] | None:

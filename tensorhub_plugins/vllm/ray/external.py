@@ -57,6 +57,7 @@ class Expected(msgspec.Struct, frozen=True):
     facts: dict[str, Any]  # see model_facts.py
     max_model_len: int
     logprobs_mode: str | None = None
+    staleness_s: float | None = None  # see core.options.TrainingOptions
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -213,11 +214,14 @@ class External:
     def _heard(self, status: Mapping[str, Any]) -> None:
         self._heard_at = time.monotonic()
         why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
-        following = status["following"] or {"version": 0, "broken": False}
+        following = status["following"] or {"version": 0, "broken": False, "hub_silent_s": 0.0}
+        limit_s, silent_s = self.expected.staleness_s, following["hub_silent_s"]
         if not why_not and following["broken"]:
             why_not = f"{self.url} waits for whole weights"
         elif not why_not and not following["version"]:
             why_not = f"{self.url} has no version yet"
+        elif not why_not and limit_s is not None and silent_s > limit_s:
+            why_not = f"{self.url} has not heard of the hub for longer than staleness_s, {limit_s:g} s"
         if why_not and why_not != self.why_not:
             logger.warning("no requests for a while: %s", why_not)
         self.version, self.why_not = following["version"], why_not
