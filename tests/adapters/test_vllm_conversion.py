@@ -5,6 +5,7 @@ The models here are small stand-ins with a loader of their own: what is tested i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -175,3 +176,15 @@ def test_noise_is_unlike_itself() -> None:
     assert all(
         torch.equal(one, other) for one, other in zip(tensors.values(), dict(noise(shapes)).values(), strict=True)
     )
+
+
+def test_layers_without_weights_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    with reload.without_false_alarms():
+        logger.warning("%s: Failed to load weights", "RotaryEmbedding")
+        logger.warning("something else")
+    logger.warning("%s: Failed to load weights", "the control")
+    assert [record.getMessage() for record in caplog.records] == [
+        "something else",
+        "the control: Failed to load weights",
+    ]

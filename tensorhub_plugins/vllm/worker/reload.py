@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, checkpoint: Iter
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
         cpu.forget_expert_kernels(model)
-        with _defined_paddings(), rebound_references(model):
+        with _defined_paddings(), without_false_alarms(), rebound_references(model):
             initialize_layerwise_reload(model)
             load_weights: Any = model.load_weights
             load_weights(checkpoint)
@@ -48,6 +49,24 @@ def _defined_paddings() -> Iterator[None]:
         yield
     finally:
         meta.materialize_meta_tensor = original
+
+
+@contextmanager
+def without_false_alarms() -> Iterator[None]:
+    """vLLM warns of every layer that a checkpoint gives nothing, such as a rotary embedding, which has only a table.
+
+    That nothing lacks which should be there was found out before (contract.py).
+    """
+    layerwise = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    layerwise.addFilter(passes)
+    try:
+        yield
+    finally:
+        layerwise.removeFilter(passes)
 
 
 def derived(model: torch.nn.Module) -> list[str]:
