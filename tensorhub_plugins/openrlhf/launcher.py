@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util import placement_group, remove_placement_group
+from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, UsageError
@@ -27,6 +27,7 @@ logger = get_logger(__name__)
 
 PLACE_TIMEOUT_S = 30.0  # for Ray to reserve what was free a moment ago
 CLOSE_TIMEOUT_S = 10.0  # for an engine to leave the store; the hub finds out by itself if it does not
+GROUP = "tensorhub_"  # and the engine's name: its placement group
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -47,7 +48,6 @@ class EngineLauncher:
         self.actor_options, self.arguments, self.tensorhub = actor_options, arguments, tensorhub
         self.places = dict(places)
         self.vacant: list[Place] = []
-        self.groups: dict[str, Any] = {}  # of engines that were started here
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -97,10 +97,13 @@ class EngineLauncher:
             with suppress(RayError, TensorHubError, asyncio.TimeoutError):  # it may be dead, or busy for ever
                 await asyncio.wait_for(asyncio.wrap_future(handle.close.remote().future()), CLOSE_TIMEOUT_S)
             ray.kill(handle, no_restart=True)
-        place, group = self.places.pop(name, None), self.groups.pop(name, None)
-        if group is not None:
+        place = self.places.pop(name, None)
+        with suppress(ValueError):  # there is none of this name: it is a first engine, or in the place of one
+            # By its name, as this object may be newer than the group: Ray has started the fleet's starter again.
+            group = await asyncio.to_thread(get_placement_group, f"{GROUP}{name}")
             await asyncio.to_thread(remove_placement_group, group)
-        elif place is not None:
+            return
+        if place is not None:
             self.vacant.append(place)
 
     async def _place(self, name: str, avoid: Collection[str]) -> Place:
@@ -109,8 +112,9 @@ class EngineLauncher:
         if not await asyncio.to_thread(room.slots, self.bundles, avoid=avoid, same_node=False):
             raise UsageError(f"there is no room: an engine needs {len(self.bundles)} free GPUs, and as many CPUs")
         selector = [{NODE_LABEL: f"!in({', '.join(sorted(avoid))})"} for _ in self.bundles] if avoid else None
-        group = await asyncio.to_thread(placement_group, self.bundles, strategy="PACK", bundle_label_selector=selector)
-        self.groups[name] = group
+        group = await asyncio.to_thread(
+            placement_group, self.bundles, strategy="PACK", name=f"{GROUP}{name}", bundle_label_selector=selector
+        )
         try:
             await asyncio.to_thread(ray.get, group.ready(), timeout=PLACE_TIMEOUT_S)
         except GetTimeoutError as error:

@@ -58,11 +58,19 @@ class FakeRay:
         assert no_restart
         self.killed.append(handle)
 
-    def placement_group(self, bundles: list[dict[str, float]], *, strategy: str, bundle_label_selector: Any) -> Any:
-        group = SimpleNamespace(bundles=bundles, selector=bundle_label_selector, ready=lambda: None)
+    def placement_group(
+        self, bundles: list[dict[str, float]], *, strategy: str, name: str, bundle_label_selector: Any
+    ) -> Any:
+        group = SimpleNamespace(bundles=bundles, name=name, selector=bundle_label_selector, ready=lambda: None)
         self.free -= len(bundles)
         self.reserved.append(group)
         return group
+
+    def find(self, name: str) -> Any:
+        for group in self.reserved:
+            if group.name == name:
+                return group
+        raise ValueError("no group has this name")
 
     def remove(self, group: Any) -> None:
         self.reserved.remove(group)
@@ -77,6 +85,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay(free=2)
     monkeypatch.setattr(launcher, "ray", fake)
     monkeypatch.setattr(launcher, "placement_group", fake.placement_group)
+    monkeypatch.setattr(launcher, "get_placement_group", fake.find)
     monkeypatch.setattr(launcher, "remove_placement_group", fake.remove)
     monkeypatch.setattr(launcher, "room", fake)
     parts = SimpleNamespace(TensorHubEngine=object, get_bundle_indices=lambda group, at, count: [3, 1][:count])
@@ -112,6 +121,9 @@ def test_a_joiner_is_made_as_the_first_one_in_a_group_of_its_own(ray: FakeRay) -
     assert ray.reserved[0].bundles == [{"GPU": 1, "CPU": 1}] and one.slots(()) == 1
     asyncio.run(one.stop("rollout-3", engine))
     assert engine.called == ["close"] and ray.killed == [engine] and not ray.reserved
+    again = asyncio.run(one.start("rollout-4", 4, ()))
+    asyncio.run(make().stop("rollout-4", again))  # by another one: the actor that had it was started again
+    assert not ray.reserved
     asyncio.run(one.stop("rollout-3", None))  # again: nothing is there any more
 
 
