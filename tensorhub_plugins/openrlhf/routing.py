@@ -28,6 +28,7 @@ from tensorhub_plugins.vllm.ray.config import connect
 logger = get_logger(__name__)
 
 ANSWER_INTERVAL_S = 2.0  # without an answer for this long, the engines are asked whether they live
+HANDED_OUT_MAX = 64  # prompts at a time: each is a call of some milliseconds, and the fleet is told between them
 LOSSES_MAX = 20  # engines that one prompt may lose: something is wrong with the prompt then
 
 
@@ -45,6 +46,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._dispatched = 0  # prompts since the run began
         self._evaluating: dict[str, int] = {}  # engines, and how often each had been lost when it began
         self._nothing = ray.put(0)
+        self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
         self._client = connect(options, replica="generator")
         Reporter(self.engines).start()
 
@@ -89,6 +91,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         version = 0 if self.is_partial or self._evaluating else self.newest
 
         def collect(**arguments: Any) -> None:
+            arguments["hf_tokenizer"] = self._tokenizer
             self.work.waiting.append(Prompt(arguments, version, number=self._dispatched))
             self._dispatched += 1
 
@@ -102,19 +105,25 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def _hand_out(self) -> None:
         for name in self._forgotten():
             self.work.abandon(name)
-        if not self.work.waiting:
-            return
+        while self.work.waiting and self._hand_out_some():
+            pass
+
+    def _hand_out_some(self) -> int:
+        """How many have been asked."""
         self.engines.ready()  # waits until there is one
         with self.engines.lock:  # the fleet hears of an engine as it is after this
             live = [member for member in self.engines.members if member.gets_prompts]
             evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
             members = {member.name: member for member in evaluating or live}
-            for name, prompt in self.work.hand_out([Place(m.name, m.requests_max) for m in members.values()]):
+            places = [Place(member.name, member.requests_max) for member in members.values()]
+            given = self.work.hand_out(places, HANDED_OUT_MAX)
+            for name, prompt in given:
                 if prompt.lost:
                     record("request_retried", worker=f"{name}/0", reason=f"{prompt.lost[-1]} was lost")
                 ask = members[name].handle.generate_responses.remote
                 self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
             self._tell()
+        return len(given)
 
     def _forgotten(self) -> set[str]:
         with self.engines.lock:

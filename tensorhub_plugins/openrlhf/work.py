@@ -50,11 +50,11 @@ class Work:
     def __bool__(self) -> bool:
         return bool(self.waiting or self.asked)
 
-    def hand_out(self, places: Sequence[Place]) -> list[tuple[str, Prompt]]:
+    def hand_out(self, places: Sequence[Place], count_max: int | None = None) -> list[tuple[str, Prompt]]:
         """What to ask now, each of the least busy engine that has room. Every one must be `note`d."""
         counts = Counter(self.in_flight)
-        given = []
-        while self.waiting:
+        given: list[tuple[str, Prompt]] = []
+        while self.waiting and (count_max is None or len(given) < count_max):
             samples = int(self.waiting[0].arguments.get("num_samples", 1))
             free = [place for place in places if counts[place.name] < self._room(place, samples)]
             if not free:

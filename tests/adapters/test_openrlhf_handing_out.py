@@ -40,7 +40,10 @@ def engine_class() -> Any:
         async def tensorhub_heartbeat(self) -> dict[str, Any]:
             return {"version": 0, "silent_s": 0.0, "requests_max": 256}
 
-        async def generate_responses(self, prompt: str, num_samples: int, **_: Any) -> list[dict[str, Any]]:
+        async def generate_responses(
+            self, prompt: str, num_samples: int, hf_tokenizer: str, **_: Any
+        ) -> list[dict[str, Any]]:
+            assert hf_tokenizer == "tokenizer"
             async with self.changed:
                 self.asked.append(prompt)
                 self.changed.notify_all()
@@ -96,7 +99,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
             strategy=SimpleNamespace(args=arguments()),
             prompts_dataloader=[(["d"], [f"p{i}"], [""], [None]) for i in range(PROMPTS)],
             eval_dataloader=None,
-            tokenizer=None,
+            tokenizer="tokenizer",
             vllm_engines=[quick, hanging],
         )
         killer.start()

@@ -72,6 +72,12 @@ def test_the_least_busy_engine_gets_the_next_one() -> None:
     assert [name for name, _ in work.hand_out([Place("a", 1), Place("b", 1)])] == ["b"]
 
 
+def test_not_all_is_handed_out_at_a_time() -> None:
+    work = Work()
+    work.waiting.extend(prompts(6))
+    assert [len(work.hand_out([Place("a", 9)], 4)) for _ in range(3)] == [4, 2, 0]
+
+
 def test_a_joiner_gets_what_waits() -> None:
     work = Work(per_engine=2)
     work.waiting.extend(prompts(4))
