@@ -11,7 +11,6 @@ import threading
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
 
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.health import Engines
@@ -29,17 +28,22 @@ class Reporter:
         self.fleet: Any = None
         self._said = ""
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tensorhub-fleet", daemon=True)
 
     def start(self) -> None:
-        """It ends with this process."""
-        threading.Thread(target=self._run, name="tensorhub-fleet", daemon=True).start()
+        """It ends with this process, or with Ray in it."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
     def _run(self) -> None:
-        while not self._ended.wait(REPORT_INTERVAL_S):
+        while not self._ended.wait(REPORT_INTERVAL_S) and ray.is_initialized():
             try:
                 self.report()
                 self._said = ""
-            except (RayError, GetTimeoutError) as error:
+            except Exception as error:  # whatever it is, the next round may go well
                 words = (str(error).splitlines() or [type(error).__name__])[0]
                 if words != self._said:  # once, not every second
                     logger.warning("the fleet does not answer, going on with the engines there are: %s", words)

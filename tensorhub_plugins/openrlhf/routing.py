@@ -48,7 +48,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self._nothing = ray.put(0)
         self._tokenizer = ray.put(self.tokenizer)  # megabytes, which OpenRLHF sends along with every prompt
         self._client = connect(options, replica="generator")
-        Reporter(self.engines).start()
+        self.reporter = Reporter(self.engines)
+        self.reporter.start()
 
     # --- one evaluation, one version ----------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def engine_class() -> Any:
 
 @pytest.fixture
 def cluster() -> Any:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -105,6 +105,7 @@ def test_what_an_engine_was_not_given_it_cannot_hold_up(cluster: None, per_engin
         killer.start()
         samples, *_ = generator.generate_samples()
         killer.join()
+        generator.reporter.stop()
         generator._client.close()
     assert Counter(sample.prompts[0] for sample in samples) == {f"p{i}": SAMPLES for i in range(PROMPTS)}
     assert len(seen["hanging"]) == PROMPTS - elsewhere
