@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from recipes.bench.workloads.report import GOALS, JOINER, PATHS, TITLES, Report,
 COLOURS = {"store": "#2ca02c", "star": "#ff9f1c", "stock": "#d62728", "restart": "#7f1d1d"}
 STARTING = "#c6b8dc"
 NOTHING_S = 1e-3  # where a bar ends that stands for no stall at all: the axis is logarithmic
+LABEL_WIDTH = 28  # characters
 # Seconds a mark is wide at least, as a part of the lane: a pause of 50 ms must be seen.
 WIDTH_MIN = 1 / 300
 
@@ -42,7 +44,7 @@ def _draw_bars(axes: Any, report: Report) -> None:
     axes.axhline(report.stream_s, color="grey", linestyle="--", label="one bare stream over the link")
     axes.set_yscale("log")
     axes.set_ylim(NOTHING_S, 60 * max(value for line in lines for value in line.values.values()))
-    axes.set_xticks(range(len(lines)), [line.what for line in lines], fontsize=8)
+    axes.set_xticks(range(len(lines)), [textwrap.fill(line.what, LABEL_WIDTH) for line in lines], fontsize=8)
     least, aim = GOALS[report.workload]
     verdict = "reached" if report.reached else "not reached"
     axes.set(ylabel="seconds", title=f"{TITLES[report.workload]}\ngoal {least:g} times (aim {aim:g}): {verdict}")
