@@ -34,6 +34,7 @@ LORA = (
     "before it publishes"
 )
 ROUTER = Path(__file__).with_name("router.yaml")  # a path, because verl opens it by one
+FLEET = ("fleet_min", "fleet_max", "fleet_target", "fleet_policy")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -53,6 +54,9 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     options.check_training(parsed, where=WHERE, limits={"replica_timeout_s": (1, 3600)})
     if parsed.dtype is not None and parsed.dtype not in DTYPES:
         raise UsageError(f"{WHERE}.dtype is {parsed.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
+    asked = [name for name in FLEET if getattr(parsed, name) != getattr(Options(), name)]
+    if asked:
+        raise UsageError(f"{WHERE}.{asked[0]}: a fleet that changes is there for OpenRLHF only so far; leave it out")
     return parsed
 
 

@@ -147,8 +147,8 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
     }
     if not actors:
         raise UsageError(
-            "no run on this Ray cluster has a fleet: one is there once the rollouts have started, with verl in pull "
-            "mode and with OpenRLHF by --vllm.sync_backend tensorhub"
+            "no run on this Ray cluster has a fleet: one is there once the rollouts of OpenRLHF have started, with "
+            "--vllm.sync_backend tensorhub"
         )
     if job is None and len(actors) > 1:
         raise UsageError(
