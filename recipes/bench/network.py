@@ -56,14 +56,6 @@ def cannot_delay() -> str | None:
     return None
 
 
-def _built_delay() -> Path:
-    source = Path(__file__).with_name("delay.c")
-    program = Path(tempfile.gettempdir()) / f"tensorhub-bench-delay-{os.getpid()}"
-    if not program.exists():
-        _run("cc", "-O2", "-pthread", "-o", str(program), str(source))
-    return program
-
-
 class Network:
     """Bridges "sites" with hosts on them. A context manager."""
 
@@ -130,13 +122,15 @@ class Network:
             self._ip(self._switch, "link", "set", end, "master", bridge, "up")
 
     def _delay(self, one: str, other: str, rtt_ms: float) -> None:
-        program = _built_delay()
-        command = ["ip", "netns", "exec", self._switch, str(program), one, other, str(int(rtt_ms * 500)), "1"]
-        forwarder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._forwarders.append(forwarder)
-        assert forwarder.stdout is not None
-        if "up" not in forwarder.stdout.readline():
-            raise RuntimeError("the forwarder did not start")
+        with tempfile.TemporaryDirectory() as folder:  # a program that runs needs its file no more
+            program = str(Path(folder) / "delay")
+            _run("cc", "-O2", "-pthread", "-o", program, str(Path(__file__).with_name("delay.c")))
+            command = ["ip", "netns", "exec", self._switch, program, one, other, str(int(rtt_ms * 500)), "1"]
+            forwarder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self._forwarders.append(forwarder)
+            assert forwarder.stdout is not None
+            if "up" not in forwarder.stdout.readline():
+                raise RuntimeError("the forwarder did not start")
 
     def host(self, site: str, mbit: float | None) -> Host:
         """A namespace with one address; mbit: its link's rate in each direction, None: as fast as it goes."""
