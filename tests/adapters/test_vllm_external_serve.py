@@ -19,9 +19,8 @@ pytest.importorskip("ray")
 
 from transformers import AutoConfig
 from vllm_engines import checkpoint
-from vllm_servers import serving
+from vllm_servers import make_two_models, serving
 
-from recipes.verl_grpo.make_model import make_model, make_tokenizer
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
@@ -35,16 +34,7 @@ GREEDY = {"temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    made = []
-    for seed in (1, 2):
-        made.append(tmp_path_factory.mktemp(f"model-{seed}"))
-        tokenizer = make_tokenizer()
-        model = make_model("tiny", tokenizer, seed)
-        for parameter in model.parameters():
-            parameter.data.mul_(10)  # so that other weights give other tokens
-        tokenizer.save_pretrained(made[-1])
-        model.save_pretrained(made[-1])
-    return made
+    return make_two_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("follow", ["now", "idle"])

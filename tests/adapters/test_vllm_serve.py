@@ -21,8 +21,8 @@ pytest.importorskip("requests")
 
 import requests
 from vllm_engines import Engine, checkpoint
+from vllm_servers import make_two_models
 
-from recipes.verl_grpo.make_model import make_model, make_tokenizer
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.vllm.weight_transfer import TensorHubTrainerInitInfo
@@ -38,16 +38,7 @@ CONTEXT = {"max_model_len": 2048}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    folders = []
-    for seed in (1, 2):
-        folders.append(tmp_path_factory.mktemp(f"model-{seed}"))
-        tokenizer = make_tokenizer()
-        model = make_model("tiny", tokenizer, seed)
-        for parameter in model.parameters():
-            parameter.data.mul_(10)  # so that other weights give other tokens
-        tokenizer.save_pretrained(folders[-1])
-        model.save_pretrained(folders[-1])
-    return folders
+    return make_two_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from typing import Any
 
 import requests
 
+from recipes.verl_grpo.make_model import make_model, make_tokenizer
 from recipes.vllm_serve.__main__ import SERVER_OPTIONS, environment_for, free_port, stop, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,20 @@ class Server:
             return requests.get(f"{self.url}/health", timeout=5).ok
         except requests.RequestException:
             return False
+
+
+def make_two_models(folder: Path) -> list[Path]:
+    """Tiny ones of one architecture whose greedy tokens differ, below `folder`."""
+    made = []
+    for seed in (1, 2):
+        tokenizer = make_tokenizer()
+        model = make_model("tiny", tokenizer, seed)
+        for parameter in model.parameters():
+            parameter.data.mul_(10)  # so that other weights give other tokens
+        made.append(folder / f"model-{seed}")
+        tokenizer.save_pretrained(made[-1])
+        model.save_pretrained(made[-1])
+    return made
 
 
 @contextmanager
