@@ -19,6 +19,7 @@ from tensorhub_plugins.core.errors import (
     NotPublished,
     ProtocolError,
     SourceLost,
+    Superseded,
     TensorHubError,
     UsageError,
     VersionGone,
@@ -34,6 +35,10 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.secret import from_environment as keys_from_environment
+from tensorhub_plugins.core.security.secret import generate as new_secret
+from tensorhub_plugins.core.security.secret import write as write_secret
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, TransportLimits
 from tensorhub_plugins.core.types import (
@@ -42,10 +47,18 @@ from tensorhub_plugins.core.types import (
     Location,
     ShardKey,
     VersionInfo,
+    attempt_of,
+    step_of,
+    steps_behind,
+    version_of,
+    version_text,
 )
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.client.client import Client, here
+    from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
+    from tensorhub_plugins.core.client.fsdp2 import fsdp2_parts, fsdp2_problem
+    from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
     from tensorhub_plugins.core.memory.slab import Slab
@@ -63,6 +76,9 @@ _WITH_TORCH = {
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "Publisher": "client.publisher",
+    **dict.fromkeys(("Held", "Turns", "held_run", "held_split"), "client.parts"),
+    **dict.fromkeys(("fsdp1_parts", "fsdp1_problem", "is_fsdp1"), "client.fsdp1"),
+    **dict.fromkeys(("fsdp2_parts", "fsdp2_problem"), "client.fsdp2"),
     **dict.fromkeys(("contiguous_spec", "flat_bytes", "in_memory_order"), "memory.tensors"),
     **dict.fromkeys(("same_bytes", "spec_of", "without_aliases"), "memory.tensors"),
 }
@@ -77,8 +93,10 @@ __all__ = [
     "Deadline",
     "DeadlineExceeded",
     "Fetched",
+    "Held",
     "HubLimits",
     "HubUnreachable",
+    "Keys",
     "Location",
     "Manifest",
     "NotPublished",
@@ -91,25 +109,42 @@ __all__ = [
     "ShardKey",
     "Slab",
     "SourceLost",
+    "Superseded",
     "TensorHubError",
     "TensorSpec",
     "TensorTable",
     "TransferLimits",
     "TransportLimits",
+    "Turns",
     "UnpublishReport",
     "UsageError",
     "VersionGone",
     "VersionInfo",
     "VersionRefused",
+    "attempt_of",
     "contiguous_spec",
     "flat_bytes",
+    "fsdp1_parts",
+    "fsdp1_problem",
+    "fsdp2_parts",
+    "fsdp2_problem",
+    "held_run",
+    "held_split",
     "here",
     "in_memory_order",
+    "is_fsdp1",
+    "keys_from_environment",
+    "new_secret",
     "record",
     "same_bytes",
     "spec_of",
     "start_server",
+    "step_of",
+    "steps_behind",
+    "version_of",
+    "version_text",
     "without_aliases",
+    "write_secret",
 ]
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.errors import DeadlineExceeded, UsageError
+
+T = TypeVar("T")
 
 TIMEOUT_S_MAX = 31_536_000.0  # a year: nothing is meant to wait longer, and every clock and message can hold it
 
@@ -33,6 +38,16 @@ class Deadline(float):
 
 
 NEVER = Deadline("inf")
+STEPS = 1024  # between two looks at the clock: a few milliseconds of the slowest loop
+
+
+def until(deadline: float, items: Iterable[T]) -> Iterator[T]:
+    """These items. DeadlineExceeded at the deadline: for loops over as many as a peer says."""
+    rest = iter(items)
+    while some := list(islice(rest, STEPS)):
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded("the deadline passed", phase="prepare")
+        yield from some
 
 
 def remaining_s(deadline: float, now: float) -> float:

@@ -40,6 +40,20 @@ def check_address(address: str) -> str:
     return address
 
 
+def hub_addresses(text: str) -> tuple[str, ...]:
+    """Where a hub may be: one address, or several with commas between them. UsageError for what is none."""
+    return tuple(check_address(each.strip()) for each in text.split(","))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host reaches it. A name counts for what it says, and is not looked up."""
+    host, _ = parse_address(address, "tcp")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_advertised(host: str) -> str:
     """Return a host that peers are told to connect to, or raise UsageError: 0.0.0.0 is none."""
     try:
@@ -64,7 +78,7 @@ def local_host_towards(host: str, port: int = 9) -> str:
 
 def address_towards(address: str) -> str:
     """The address of this host's interface that faces the hub, found without sending anything."""
-    host, port = parse_address(check_address(address), "tcp")
+    host, port = parse_address(hub_addresses(address)[0], "tcp")
     try:
         return local_host_towards(host, port)
     except UsageError as error:

@@ -18,7 +18,10 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, Mark, Step, is_superseded, merged
 from tensorhub_plugins.core.types import (
+    DECODE_ERRORS,
+    SHARDS_MAX,
     Location,
     ShardKey,
     VersionInfo,
@@ -29,23 +32,34 @@ PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
+GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
+CORRUPT_MAX = 16  # segments that one word names: after a few a source is not asked again
 SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
 SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
-MESSAGE_SIZE_BYTES_MAX = 16 << 20  # a hello with 1,024 holdings is below 200 KB; status of 8,192 workers about 4 MB
+HOLDINGS_MAX = 8192  # of one worker: its shard in some layouts of some versions
+FROM_CLIENT_SIZE_BYTES_MAX = 4 << 20  # a hello with 1,024 holdings is below 200 KB
+FROM_HUB_SIZE_BYTES_MAX = 16 << 20  # status of 8,192 workers is about 4 MB
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, also its ZeroMQ identity
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, by its public name
 HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # one life of the hub; b"": none is known
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=65536)]
+Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=SHARDS_MAX)]
 Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
 Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
-Endpoints = Annotated[dict[Name, Text], msgspec.Meta(max_length=16)]
-ErrorCode: TypeAlias = Literal["DeadlineExceeded", "NotPublished", "ProtocolError", "UsageError", "VersionGone"]
+Scheme = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
+Endpoint = Annotated[str, msgspec.Meta(max_length=256)]
+Endpoints = Annotated[dict[Scheme, Endpoint], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
+Shard = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
+ShardCount = Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)]
+Processes = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=1024)]
+ErrorCode: TypeAlias = Literal[
+    "DeadlineExceeded", "NotPublished", "ProtocolError", "Superseded", "UsageError", "VersionGone"
+]
 Origin: TypeAlias = Literal["published", "replicated"]  # by a trainer, or read from another worker
 Number = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of a version
 Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
@@ -72,11 +86,26 @@ class HeldLease(_Message, frozen=True):
     """The worker reads these shards from these sources, under a lease that a restarted hub has forgotten."""
 
     request_id: Count
-    version: Count
+    version: Number
     layout: Name
-    sources: Annotated[dict[int, Session], msgspec.Meta(max_length=65536)]
+    sources: Annotated[dict[Shard, Session], msgspec.Meta(max_length=SHARDS_MAX)]
     seconds_left: Seconds
-    shard_count: Count = 1
+    shard_count: ShardCount = 1
+
+
+class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Who may read, until when on the clock of this life of the hub. See security/leases.py."""
+
+    hub: HubLife
+    reader: Text
+    expires: float
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A claim, and the key by which its owner proves it."""
+
+    claim: Claim
+    key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Grant(_Message, frozen=True):
@@ -94,19 +123,30 @@ class Grant(_Message, frozen=True):
     root: Root
     size_bytes: Count
     as_of: Count = 0
+    ticket: Ticket | None = None  # where the hub has a secret
 
 
 class Directive(_Message, frozen=True):
     """What operators have decided about the versions of one history.
 
-    pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. The hub
-    sends it to every worker of the history, and every worker announces it in its Hello, so that it outlives the hub.
-    Each decision takes the next serial.
+    pin: the version that all followers are to run; 0: the newest. withdrawn: versions that are bad, in order. attempts:
+    which its trainers have begun, see lineage.py. The hub sends it to every worker of the history, and every worker
+    announces it in its Hello, so that it outlives the hub. Each decision takes the next serial.
     """
 
     serial: Serial = 0
     pin: Count = 0
     withdrawn: Annotated[tuple[Number, ...], msgspec.Meta(max_length=WITHDRAWN_MAX)] = ()
+    attempts: Annotated[tuple[Attempt, ...], msgspec.Meta(max_length=ATTEMPTS_KEPT_MAX)] = ()
+
+    @property
+    def mark(self) -> bytes:
+        """Of the newest attempt; b"": none was begun."""
+        return self.attempts[-1].mark if self.attempts else b""
+
+    def is_over(self, version: int) -> bool:
+        """Whether nobody is to read or run this version any more: it was withdrawn, or is superseded."""
+        return version in self.withdrawn or is_superseded(version, self.attempts)
 
 
 NO_DIRECTIVE = Directive()
@@ -116,13 +156,15 @@ def merge(one: Directive, other: Directive) -> Directive:
     """What both together say, whatever the order in which they are heard.
 
     The pin is that of the higher serial. Two hubs may have given the same serial, when the second one had not yet
-    heard of the first one's: then the higher pin counts, for all workers. A withdrawal is never taken back.
+    heard of the first one's: then the higher pin counts, for all workers. A withdrawal is never taken back. What is
+    over is not pinned.
     """
     if one == other:
         return one
     serial, pin = max((one.serial, one.pin), (other.serial, other.pin))
     withdrawn = tuple(sorted({*one.withdrawn, *other.withdrawn})[-WITHDRAWN_MAX:])
-    return Directive(serial, 0 if pin in withdrawn else pin, withdrawn)
+    both = Directive(serial, pin, withdrawn, merged(one.attempts, other.attempts))
+    return msgspec.structs.replace(both, pin=0) if both.is_over(pin) else both
 
 
 # --- client to hub ---
@@ -136,17 +178,18 @@ class Hello(_Message, frozen=True):
     in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
     answered, and with which version, for the replica's other shards. hub: the hub's life that it is said to, so that
     one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
-    older than this field).
+    older than this field). process: the worker's, see process.py; "": it does not say. mark: of the attempt that it has
+    begun; b"": none.
     """
 
     run: Name
     model: Name
     replica: Name
     shard: Count
-    shard_count: Annotated[int, msgspec.Meta(ge=1, le=65536)]
+    shard_count: ShardCount
     location: Location
     endpoints: Endpoints
-    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=65536)] = ()
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=HOLDINGS_MAX)] = ()
     leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
     claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
     retain_newest: Count | None = None
@@ -157,6 +200,8 @@ class Hello(_Message, frozen=True):
     generation: Count = 0
     directive: Directive = NO_DIRECTIVE
     hub: HubLife | None = None
+    process: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    mark: Mark = b""
 
 
 class Heartbeat(_Message, frozen=True):
@@ -193,7 +238,7 @@ class Unpublish(_Message, frozen=True):
     """
 
     request_id: Count
-    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
+    keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=HOLDINGS_MAX)]
     timeout_s: Seconds
     gone: bool = False
 
@@ -226,11 +271,15 @@ class Acquire(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed."""
+    """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed.
+
+    corrupt: segments of that shard which the source has sent with other bytes than were published.
+    """
 
     request_id: Count
     shard: Count | None = None
     lost: bool = False
+    corrupt: Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)] = ()
 
 
 class Abandon(_Message, frozen=True):
@@ -288,6 +337,22 @@ class Retain(_Message, frozen=True):
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
 
 
+class Begin(_Message, frozen=True):
+    """A trainer starts: asks for the next attempt, at the step that it resumes from (0: from none).
+
+    Every shard of its replica asks, with the same step and word (what its ranks agree on, to be told from those of
+    another start); all are answered at once. gone: processes of its former lives that the worker has seen to be gone.
+    waits: for those that may live until they are given up; else the answer names them at once.
+    """
+
+    request_id: Count
+    step: Step
+    timeout_s: Seconds
+    word: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    gone: Processes = ()
+    waits: bool = False
+
+
 class AskVersions(_Message, frozen=True):
     """Asks for the versions of the session's history. Answered with `Versions`."""
 
@@ -301,7 +366,9 @@ class AskStatus(_Message, frozen=True):
 
 
 # What a session asks, and is answered. Each has a `request_id`.
-Request: TypeAlias = Publish | Unpublish | Acquire | Abandon | Wait | Target | Pin | Withdraw | Retain | AskVersions
+Request: TypeAlias = (
+    Publish | Unpublish | Acquire | Abandon | Wait | Target | Pin | Withdraw | Retain | Begin | AskVersions
+)
 ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Request
 
 # --- hub to client ---
@@ -315,6 +382,7 @@ class Welcome(_Message, frozen=True):
     session_timeout_s: Seconds
     request_id: Count = 0  # of the Hello that it answers
     directive: Directive = NO_DIRECTIVE
+    clock: float = 0.0  # the hub's, by which leases expire
 
 
 class Unknown(_Message, frozen=True):
@@ -329,12 +397,15 @@ class Unknown(_Message, frozen=True):
 class Alive(_Message, frozen=True):
     """Answers a heartbeat. resend: requests that the hub never received. directive: when the worker knows another one.
 
-    It comes without a heartbeat when a directive is given. In this message rather than in one of its own, so that a
-    worker that is older than directives can read it.
+    It comes without a heartbeat when a directive is given, or when a reader has got other bytes from this worker than
+    were published: `doubted` names the shard and its segments. In this message rather than in one of its own, so that
+    a worker that is older than these can read it.
     """
 
     resend: Requests = ()
     directive: Directive | None = None
+    doubted: tuple[ShardKey, Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)]] | None = None
+    clock: float = 0.0  # as in Welcome; 0: it is not said
 
 
 class Done(_Message, frozen=True):
@@ -361,7 +432,7 @@ class Granted(_Message, frozen=True):
     version: Count
     layout: Name
     shard_count: Count
-    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=65536)]
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=GRANTS_MAX)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
     generation: Count = 0  # of its replica's agreements on "latest": the one on this version; 0: none
     hub: HubLife = b""  # that knows of it
@@ -372,6 +443,22 @@ class Visible(_Message, frozen=True):
 
     request_id: Count
     version: Count
+
+
+class Begun(_Message, frozen=True):
+    """Answers a Begin of every shard of the trainer: this is their attempt."""
+
+    request_id: Count
+    attempt: Attempt
+    hub: HubLife = b""  # that says so
+
+
+class Rivals(_Message, frozen=True):
+    """Answers a Begin that does not wait: who counts as the trainer still, and their processes, as far as known."""
+
+    request_id: Count
+    workers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=1024)]
+    processes: Processes
 
 
 class Refused(_Message, frozen=True):
@@ -408,7 +495,8 @@ class MayRelease(_Message, frozen=True):
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
 
 
-Reply: TypeAlias = Done | Unpublished | Granted | Visible | Refused | Versions | Status  # each names its request
+# Each names its request.
+Reply: TypeAlias = Done | Unpublished | Granted | Visible | Begun | Rivals | Refused | Versions | Status
 HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayRelease | Reply
 
 
@@ -437,20 +525,20 @@ def encode(message: ClientMessage | HubMessage) -> bytes:
 
 def decode_from_client(frame: bytes) -> ClientMessage:
     """Raise ProtocolError unless frame is a message that a client of this protocol version may send."""
-    return _decode(frame, _from_client)
+    return _decode(frame, _from_client, FROM_CLIENT_SIZE_BYTES_MAX)
 
 
 def decode_from_hub(frame: bytes) -> HubMessage:
     """Raise ProtocolError unless frame is a message that a hub of this protocol version may send."""
-    return _decode(frame, _from_hub)
+    return _decode(frame, _from_hub, FROM_HUB_SIZE_BYTES_MAX)
 
 
 _Decoded = TypeVar("_Decoded")
 
 
-def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded]) -> _Decoded:
-    if len(frame) > MESSAGE_SIZE_BYTES_MAX:
-        raise ProtocolError(f"message of {len(frame)} bytes, the limit is {MESSAGE_SIZE_BYTES_MAX}", phase="decode")
+def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded], size_bytes_max: int) -> _Decoded:
+    if len(frame) > size_bytes_max:
+        raise ProtocolError(f"message of {len(frame)} bytes, the limit is {size_bytes_max}", phase="decode")
     if frame[: len(MAGIC)] != MAGIC:
         raise ProtocolError("not a tensorhub message: is something else talking to this port?", phase="decode")
     if frame[: len(_HEADER)] != _HEADER:
@@ -461,5 +549,5 @@ def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_Decoded]) -> _Decode
         )
     try:
         return decoder.decode(memoryview(frame)[len(_HEADER) :])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"malformed message: {error}", phase="decode") from error
+    except DECODE_ERRORS as error:
+        raise ProtocolError(f"malformed message: {str(error):.300}", phase="decode") from error  # it may quote a lot

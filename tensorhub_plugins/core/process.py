@@ -1,0 +1,100 @@
+"""What happens to open connections when this process forks, and when its interpreter exits.
+
+A forked child has the parent's sockets and none of its threads: whoever is connected would not notice the parent's
+death, and what waits for a thread would wait for ever. So a child closes the sockets and refuses to use what the parent
+has made. A fork that runs no hook (a C library's) is seen as well: who makes something remembers its process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+from weakref import WeakSet
+
+from tensorhub_plugins.core.errors import UsageError
+
+
+class Closable(Protocol):
+    """A socket, or what has a last word to say."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+_in_children: WeakSet[Closable] = WeakSet()  # to be closed in a forked child
+_at_exit: WeakSet[Closable] = WeakSet()  # to be closed when the interpreter exits
+
+
+def close_in_children(*sockets: Closable) -> None:
+    """A forked child does not keep these open."""
+    _watch()
+    _in_children.update(sockets)
+
+
+def close_at_exit(link: Closable) -> None:
+    """Unless it is closed before, which it then is not a second time."""
+    _watch()
+    _at_exit.add(link)
+
+
+def check_not_forked(pid: int, what: str) -> None:
+    """Raise UsageError in a child of the process `pid`, which has made `what`."""
+    if os.getpid() != pid:
+        raise UsageError(
+            f"this {what} was made by process {pid} and this is its fork {os.getpid()}, which has none of its threads: "
+            f"make a {what} in the child, under a replica name of its own (or start it with spawn or forkserver)"
+        )
+
+
+@cache
+def _here() -> str:
+    """This boot of this machine, and this namespace of its processes; "": unknown."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this host was started, in ticks since the boot; None: there is none that runs."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+def identity() -> str:
+    """This process, to be told from all others, also from a later one with its number; "": unknown."""
+    return f"{_here()} {os.getpid()} {_started(os.getpid())}" if _here() else ""
+
+
+def is_gone(process: str) -> bool:
+    """Whether the process with this `identity` has certainly ended. False where that cannot be seen from here."""
+    here, pid, started = (process.rsplit(" ", 2) + ["", ""])[:3]
+    return here != "" and here == _here() and pid.isdigit() and _started(int(pid)) != started
+
+
+@cache
+def _watch() -> None:
+    """Once, and not before there is something: importing has no effects."""
+    os.register_at_fork(after_in_child=_forked)
+    atexit.register(_exits, os.getpid())
+
+
+def _forked() -> None:
+    sockets = list(_in_children)
+    _in_children.clear()
+    _at_exit.clear()
+    for each in sockets:
+        with suppress(OSError):
+            each.close()
+
+
+def _exits(pid: int) -> None:
+    for each in list(_at_exit) if os.getpid() == pid else ():
+        each.close()

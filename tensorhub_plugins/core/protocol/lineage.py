@@ -1,0 +1,49 @@
+"""Attempts of one trainer: which versions count when it has started again at a lower step. PURE.
+
+A trainer that starts again begins an attempt at the step of its checkpoint. Versions of former attempts above that step
+are *superseded*: they are of a past that did not happen. Versions are ordered as (attempt, step), so what the attempt
+publishes is newer than all before it, whatever its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from tensorhub_plugins.core.types import ATTEMPTS_MAX, STEPS_PER_ATTEMPT, attempt_of, step_of
+
+ATTEMPTS_KEPT_MAX = 64  # that bound each other; what older ones have superseded nobody holds any more
+Mark = Annotated[bytes, msgspec.Meta(max_length=16)]  # tells two attempts of one number apart; b"": of no attempt
+Step = Annotated[int, msgspec.Meta(ge=0, lt=STEPS_PER_ATTEMPT)]
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
+    """One start of a trainer. step: above it nothing of the attempts before it counts."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=ATTEMPTS_MAX)]
+    step: Step
+    mark: Mark
+
+
+Lineage: TypeAlias = tuple[Attempt, ...]  # by number, each at a higher step than the one before
+
+
+def merged(*lineages: Iterable[Attempt]) -> Lineage:
+    """What all together say, in whatever order they are heard: attempts that end others, and the newest."""
+    known: dict[int, Attempt] = {}
+    for attempt in (each for lineage in lineages for each in lineage):
+        other = known.get(attempt.number, attempt)  # two hubs may have given the same number: one mark counts for all
+        known[attempt.number] = Attempt(attempt.number, min(attempt.step, other.step), max(attempt.mark, other.mark))
+    kept: list[Attempt] = []
+    for number in sorted(known, reverse=True):
+        if not kept or known[number].step < kept[-1].step:
+            kept.append(known[number])
+    return tuple(reversed(kept[:ATTEMPTS_KEPT_MAX]))
+
+
+def is_superseded(version: int, lineage: Lineage) -> bool:
+    """Whether a later attempt began below this version's step."""
+    attempt, step = attempt_of(version), step_of(version)
+    return any(later.number > attempt and later.step < step for later in lineage)

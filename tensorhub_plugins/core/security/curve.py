@@ -1,0 +1,155 @@
+"""CURVE on the hub's socket: both ends prove their keys, everything between them is encrypted.
+
+The hub admits the public keys of its three roles (`Doorman`, asked by ZeroMQ for each new connection, ZAP), and learns
+the role of every message from its connection. A client whose handshake fails would only see ZeroMQ try for ever:
+`Handshakes` says in a sentence what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from tensorhub_plugins.core.protocol.address import parse_address
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.secret import FILE_VARIABLE, VARIABLE
+from tensorhub_plugins.core.types import Role
+
+ZAP_ADDRESS, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"tensorhub"
+USER = "User-Id"  # ZeroMQ's name for what the doorman says of a connection
+HANDSHAKE_MS = 10_000  # a stranger that connects and says nothing is dropped; thousands that start at once take seconds
+CLOSED_TIMES, CLOSED_S = 3, 1.0  # so often, for so long: it is not a hub that is just starting or ending
+REDIAL_S = 1.0  # a hub that was started wrongly is soon started rightly
+PROBE_S = 1.0
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, with its major version
+MECHANISM = slice(12, 32)  # of the 64 bytes of a greeting
+NO_DETAIL, PROTOCOL, AUTH, DONE = (
+    int(event)
+    for event in (
+        zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+        zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+        zmq.EVENT_HANDSHAKE_SUCCEEDED,
+    )
+)
+
+
+def guard_hub(router: zmq.Socket[bytes], keys: Keys) -> None:
+    """Before `bind`; after a `Doorman` was made in the same context: without one ZeroMQ admits every key."""
+    router.setsockopt(zmq.CURVE_SERVER, 1)
+    router.setsockopt(zmq.CURVE_SECRETKEY, keys.of_hub())
+    router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+
+
+def guard_client(dealer: zmq.Socket[bytes], keys: Keys | None) -> None:
+    """Before `connect`. None: no encryption, for a hub without a secret."""
+    if keys is not None:
+        public, secret = keys.own()
+        dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.hub_public())
+        dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+
+
+class Doorman:
+    """Answers ZeroMQ's question whether a client may come in. `socket` is to be polled, and `answer` called."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Mapping[bytes, Role]) -> None:
+        self._admitted = admitted
+        self.socket = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(ZAP_ADDRESS)
+
+    def answer(self) -> None:
+        """All that wait."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                # version, request, domain, address, identity, mechanism, public key
+                question = self.socket.recv_multipart(zmq.NOBLOCK)
+                role = self._admitted.get(question[6]) if len(question) == 7 and question[5] == b"CURVE" else None
+                said = (b"200", b"OK", role.encode()) if role else (b"400", b"no key of this hub", b"")
+                self.socket.send_multipart([ZAP_VERSION, question[1], *said, b""])
+
+
+class Handshakes:
+    """What becomes of a client's connections to the hub. `socket` is to be polled.
+
+    Used by the thread of the client's socket, and closed before it."""
+
+    def __init__(self, client: zmq.Socket[bytes], address: str, keys: Keys | None) -> None:
+        self._client = client
+        self._address = address
+        self._keys = keys
+        self._closed_times, self._closed_first = 0, 0.0  # that the hub has ended a handshake without a word
+        self._redial_at: float | None = None
+        self.shut_out = ""  # why the hub does not let us in, as far as is known
+        self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE)
+        self.socket.setsockopt(zmq.LINGER, 0)
+
+    def problem(self, now: float) -> str | None:
+        """Why the hub does not let us in, once when that is certain; None: there is nothing new."""
+        found = None
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
+                found = self._heard(int(event["event"]), now)
+        with contextlib.suppress(zmq.ZMQError):
+            if found is not None:  # not twenty times a second; after a refusal ZeroMQ would not try again at all
+                self._redial_at = now + REDIAL_S
+                self._client.disconnect(self._address)
+            elif self._redial_at is not None and now >= self._redial_at:
+                self._redial_at = None
+                self._client.connect(self._address)
+        is_new = found is not None and found != self.shut_out
+        self.shut_out = found or self.shut_out
+        return found if is_new else None
+
+    def _heard(self, event: int, now: float) -> str | None:
+        if event == DONE:
+            self._closed_times, self.shut_out = 0, ""
+            return None
+        if event == NO_DETAIL:
+            self._closed_first = self._closed_first if self._closed_times else now
+            self._closed_times += 1
+            if self._closed_times < CLOSED_TIMES or now - self._closed_first < CLOSED_S:
+                return None
+        has_secret = mechanism_of(self._address) == "CURVE"
+        if self._keys is not None and has_secret:
+            return (
+                f"the hub at {self._address} does not know this process's secret: it must be the one that the hub was "
+                f"started with (see {FILE_VARIABLE} and {VARIABLE})"
+            )
+        if self._keys is not None:
+            return (
+                f"the hub at {self._address} was started without a secret, and this process has one: start the hub "
+                f"with the same {FILE_VARIABLE}, or take the secret away from both"
+            )
+        if has_secret:
+            return (
+                f"the hub at {self._address} asks for the run's secret: set {FILE_VARIABLE} to the file that it was "
+                f"started with (or {VARIABLE})"
+            )
+        return None
+
+    def close(self) -> None:
+        """Before the client's socket is closed."""
+        self._client.disable_monitor()
+        self.socket.close()
+
+
+def mechanism_of(address: str) -> str | None:
+    """How the ZeroMQ socket at this address wants its peers to prove themselves, "CURVE" or "NULL", by the first bytes
+    of its greeting (ZMTP 3); None: it says nothing of the kind."""
+    with contextlib.suppress(OSError), socket.create_connection(parse_address(address, "tcp"), PROBE_S) as probe:
+        probe.sendall(SIGNATURE)
+        greeting = b""
+        while len(greeting) < MECHANISM.stop:
+            received = probe.recv(MECHANISM.stop - len(greeting))
+            if not received:
+                return None
+            greeting += received
+        return greeting[MECHANISM].rstrip(b"\0").decode(errors="replace") if greeting[:1] == SIGNATURE[:1] else None
+    return None

@@ -1,0 +1,144 @@
+"""What one secret gives: the keys of a hub and of its clients. No clock, randomness or file: see secret.py.
+
+    secret -- HKDF-SHA256 --> the hub's X25519 key      clients know its public half: nobody else can be the hub
+                              one X25519 key a role     the hub admits these three public keys and no other
+                              the lease key             the hub signs leases with it, sources check them (leases.py)
+
+Who has the secret is a publisher. A reader's or an observer's key is made from it (`limited`, or `tensorhub keygen
+--role`), and leads back neither to the secret nor to another role's key. A reader's holds the lease key, too: it serves
+what it has read to other readers.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+from typing import cast, get_args
+
+import zmq
+from zmq.utils import z85
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.types import Role
+
+KEY_SIZE_BYTES = 32
+SALT = b"tensorhub_plugins 1"
+TEXT_LENGTH_MIN = 32  # of a secret that we have not made: 128 bits are 32 hexadecimal digits
+TEXT_LENGTH_MAX = 4096
+SECRET_MARK = "tensorhub-secret:"
+ROLE_MARKS: dict[str, Role] = {"tensorhub-reader:": "reader", "tensorhub-observer:": "observer"}
+
+
+class Keys:
+    """What one process knows. role: what it may do. lease_key: b"": it may neither read nor serve.
+
+    Shows nothing of itself in a log or a traceback."""
+
+    def __init__(self, role: Role, own: bytes, hub_public: bytes, lease_key: bytes, secret: bytes = b"") -> None:
+        """own: the X25519 key of this role; hub_public: the public half of the hub's. secret: for publishers."""
+        self.role = role
+        self.lease_key = lease_key
+        self._own = own
+        self._hub_public = hub_public
+        self._secret = secret
+
+    def __repr__(self) -> str:
+        return f"Keys(role={self.role!r})"
+
+    @staticmethod
+    def of(secret: bytes) -> Keys:
+        """Those of a publisher."""
+        return Keys(
+            "publisher",
+            _derive(secret, "client publisher"),
+            public_of(_derive(secret, "hub")),
+            _derive(secret, "lease"),
+            secret,
+        )
+
+    @staticmethod
+    def parse(text: str) -> Keys:
+        """From a secret or a role's key as a text. UsageError, which does not repeat it."""
+        text = text.strip()
+        if text.startswith(SECRET_MARK):
+            return Keys.of(_decoded(text.removeprefix(SECRET_MARK), 1))
+        for mark, role in ROLE_MARKS.items():
+            if text.startswith(mark):
+                count = 3 if role == "reader" else 2
+                content = _decoded(text.removeprefix(mark), count)
+                own, hub_public, lease_key = (content[at : at + KEY_SIZE_BYTES] for at in (0, 32, 64))
+                return Keys(role, own, hub_public, lease_key)
+        if not TEXT_LENGTH_MIN <= len(text) <= TEXT_LENGTH_MAX or not text.isprintable():
+            raise UsageError(
+                f"this is no secret: make one with `tensorhub keygen`, or use a random text of {TEXT_LENGTH_MIN} to "
+                f"{TEXT_LENGTH_MAX} characters in one line"
+            )
+        return Keys.of(text.encode())
+
+    def text(self) -> str:
+        """What `parse` takes, in one line."""
+        if self._secret:
+            made_by_us = len(self._secret) == KEY_SIZE_BYTES
+            return SECRET_MARK + _encoded(self._secret) if made_by_us else self._secret.decode()
+        mark = next(mark for mark, role in ROLE_MARKS.items() if role == self.role)
+        return mark + _encoded(self._own + self._hub_public + self.lease_key)
+
+    def limited(self, role: Role) -> Keys:
+        """The key of another role. UsageError for what cannot be made from this one."""
+        if role == self.role:
+            return self
+        if role not in get_args(Role):
+            raise UsageError(f"there is no role {role!r}: choose one of {', '.join(get_args(Role))}")
+        lease_key = self.lease_key if role == "reader" else b""
+        return Keys(role, _derive(self._needed(), f"client {role}"), self._hub_public, lease_key)
+
+    # --- CURVE, for curve.py: keys in Z85, as ZeroMQ takes them ---
+
+    def of_hub(self) -> bytes:
+        """The hub's secret key. UsageError in a process that has no more than a role's key."""
+        return z85.encode(_derive(self._needed(), "hub"))
+
+    def hub_public(self) -> bytes:
+        """The hub's public key."""
+        return z85.encode(self._hub_public)
+
+    def own(self) -> tuple[bytes, bytes]:
+        """(public, secret) key of this client."""
+        return z85.encode(public_of(self._own)), z85.encode(self._own)
+
+    def admitted(self) -> dict[bytes, Role]:
+        """The public keys, raw, of the clients that the hub admits."""
+        roles = cast(tuple[Role, ...], get_args(Role))
+        return {public_of(_derive(self._needed(), f"client {role}")): role for role in roles}
+
+    def _needed(self) -> bytes:
+        if not self._secret:
+            raise UsageError(f"this needs the run's secret, and what was given is the key of a {self.role}")
+        return self._secret
+
+
+def public_of(private: bytes) -> bytes:
+    """The public half of an X25519 key."""
+    return z85.decode(zmq.curve_public(z85.encode(private)))
+
+
+def _derive(secret: bytes, label: str) -> bytes:
+    """HKDF-SHA256 (RFC 5869), one block."""
+    extracted = hmac.digest(SALT, secret, hashlib.sha256)
+    return hmac.digest(extracted, label.encode() + b"\x01", hashlib.sha256)
+
+
+def _encoded(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode().rstrip("=")
+
+
+def _decoded(text: str, count: int) -> bytes:
+    try:
+        content = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (ValueError, binascii.Error):
+        content = b""
+    if len(content) != count * KEY_SIZE_BYTES:
+        raise UsageError("this secret is damaged: copy all of the line that `tensorhub keygen` wrote, and no more")
+    return content

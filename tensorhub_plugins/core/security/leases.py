@@ -1,0 +1,71 @@
+"""Proof of a lease: the hub signs what it grants, and the source checks it without asking the hub. PURE.
+
+The hub's Grant carries a Ticket: a Claim (who may read, until when) and a key made of the lease key, the claim, the
+shard and the source's endpoints. The reader shows the claim and proves the key over the nonce of its connection
+(`prove`). The source, which has the lease key, makes the same key (`Gate`). So what is heard on a connection opens no
+other one, and a claim is good for one shard of one source.
+
+When a lease expires is said on the hub's clock, which the source knows from the hub's answers to its heartbeats: no two
+hosts need the same time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+
+import msgspec
+
+from tensorhub_plugins.core.protocol.messages import Claim, Ticket
+from tensorhub_plugins.core.types import ShardKey
+
+HUBS_KEPT_MAX = 16  # lives of the hub whose clock a source remembers: leases of older ones are long over
+
+
+def issue(lease_key: bytes, endpoints: Mapping[str, str], shard: ShardKey, claim: Claim) -> Ticket:
+    """For a reader of this shard at the source with these endpoints."""
+    return Ticket(claim, _key(lease_key, _source(endpoints), shard, claim))
+
+
+def prove(key: bytes, nonce: bytes) -> bytes:
+    """That the key is known, on the connection with this nonce."""
+    return hmac.digest(key, b"reader" + nonce, hashlib.sha256)
+
+
+class Gate:
+    """What a source lets in. Used by several threads: each call is one step."""
+
+    def __init__(self, lease_key: bytes) -> None:
+        self._lease_key = lease_key
+        self._source = b""
+        self._offsets: dict[bytes, float] = {}  # of the hubs' clocks from ours
+
+    def serves_at(self, endpoints: Mapping[str, str]) -> None:
+        """Where readers come in; before it nobody does."""
+        self._source = _source(endpoints)
+
+    def hear(self, hub: bytes, clock: float, now: float) -> None:
+        """The hub's clock said so, at most now. It has taken time to get here: the latest word counts."""
+        self._offsets[hub] = max(clock - now, self._offsets.get(hub, clock - now))
+        while len(self._offsets) > HUBS_KEPT_MAX:
+            del self._offsets[next(iter(self._offsets))]
+
+    def refusal(self, shard: ShardKey, claim: Claim | None, proof: bytes, nonce: bytes, now: float) -> str | None:
+        """Why this reader does not get this shard; None: it does."""
+        if claim is None or not self._source:
+            return "it shows no lease of the hub"
+        key = _key(self._lease_key, self._source, shard, claim)
+        if not hmac.compare_digest(prove(key, nonce), proof):
+            return f"its lease is not of this hub, source, connection and {shard}"
+        offset = self._offsets.get(claim.hub)  # None: a hub that we hear of later than the reader did
+        late_s = 0.0 if offset is None else now + offset - claim.expires
+        return f"its lease has expired {late_s:.1f} s ago" if late_s > 0 else None
+
+
+def _source(endpoints: Mapping[str, str]) -> bytes:
+    return msgspec.msgpack.encode(sorted(endpoints.items()))
+
+
+def _key(lease_key: bytes, source: bytes, shard: ShardKey, claim: Claim) -> bytes:
+    return hmac.digest(lease_key, msgspec.msgpack.encode((source, shard, claim)), hashlib.sha256)

@@ -1,0 +1,63 @@
+"""Where a process gets its secret from: an argument, a file or the environment. `ps` would show a command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.security.keys import KEY_SIZE_BYTES, TEXT_LENGTH_MAX, Keys
+
+FILE_VARIABLE = "TENSORHUB_SECRET_FILE"
+VARIABLE = "TENSORHUB_SECRET"
+
+log = logging.getLogger("tensorhub.client")
+
+
+def generate() -> Keys:
+    """A new secret."""
+    return Keys.of(os.urandom(KEY_SIZE_BYTES))
+
+
+def from_environment() -> Keys | None:
+    """What TENSORHUB_SECRET_FILE or TENSORHUB_SECRET give; None: neither is set. UsageError for what is no secret."""
+    path = os.environ.get(FILE_VARIABLE)
+    if path:
+        return read(Path(path), where=f"{FILE_VARIABLE}={path}")
+    text = os.environ.get(VARIABLE)
+    return _parsed(text, VARIABLE) if text else None
+
+
+def read(path: Path, *, where: str = "") -> Keys:
+    """The secret, or a role's key, in a file. UsageError; where: how the user named it."""
+    where = where or str(path)
+    try:
+        with path.expanduser().open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(TEXT_LENGTH_MAX + 3)
+    except OSError as error:
+        raise UsageError(f"{where} cannot be read: {error.strerror}") from error
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("%s can be read by other users of this host: chmod 600 it", where)
+    return _parsed(content.decode(errors="replace"), where)
+
+
+def write(path: Path, keys: Keys) -> None:
+    """Into a new file that only its owner reads. UsageError if there is one already: it may be in use."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already, and a running hub may use it: name another file") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+    with open(fd, "w") as file:
+        file.write(keys.text() + "\n")
+
+
+def _parsed(text: str, where: str) -> Keys:
+    try:
+        return Keys.parse(text)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}") from error
