@@ -1,11 +1,13 @@
 """`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine, `fleet` changes a run.
 
-`tensorhub pin`, `unpin` and `withdraw` say which version of a model the followers run, see `Client.pin`.
+`tensorhub keygen` makes a secret. `tensorhub pin`, `unpin` and `withdraw` say which version of a model the followers
+run, see `Client.pin`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -13,10 +15,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import zmq
 
@@ -27,17 +30,22 @@ from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
-    check_address,
+    hub_addresses,
     new_session,
 )
+from tensorhub_plugins.core.security import curve, secret
+from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import (
     Location,
+    Role,
     check_name,
     check_version,
 )
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
+OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
+STATUS_CHECK_S = 0.1
 # `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
 DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
 
@@ -47,9 +55,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
-    server.add_argument("--address", default="tcp://0.0.0.0:7070", help="where to listen; port 0 takes a free one")
+    server.add_argument(
+        "--address", help=f"where to listen; port 0 takes a free one (default: {OPEN}; without a secret {LOOPBACK})"
+    )
+    server.add_argument(
+        "--insecure", action="store_true", help="without a secret, let all who reach the address read and write"
+    )
+    _add_secret(server)
     server.add_argument("--verbose", action="store_true", help="log every decision")
     _add_limits(server)
+    keygen = commands.add_parser("keygen", help="write a new secret for a hub and its workers, readable by you only")
+    keygen.add_argument("file", type=Path, help="where to; set it as TENSORHUB_SECRET_FILE on all nodes")
+    keygen.add_argument(
+        "--role", choices=get_args(Role), default="publisher", help="less than the secret: that role's key"
+    )
+    keygen.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="the secret that a role's key is made from"
+    )
     status = commands.add_parser("status", help="models, versions, holders, leases of a running hub")
     _add_hub(status, timeout_s=5.0)
     status.add_argument("--json", action="store_true", help="for machines")
@@ -70,32 +92,38 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
         return _framework_doctor(arguments[1], arguments[2:])
-    options = parser.parse_args(arguments)
     try:
-        if options.command == "fleet":
-            return change_fleet(options)
-        if options.command == "doctor":
-            settings = {"tensor_parallel_size": options.tp, **options.engine}
-            if options.all_families:
-                return check_families(options.only, options.json, settings)
-            if options.only or options.json:
-                parser.error("--only and --json go with --all-families")
-            return check_sync(options.model, settings)
-        if options.command == "server":
-            limits = HubLimits(**{name: getattr(options, name) for name in LIMITS})
-            return serve(options.address, limits=limits, verbose=options.verbose)
-        if not options.hub:
-            parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
-        if options.command != "status":
-            version = 0 if options.command == "unpin" else check_version(options.version)
-            print(direct(options.hub, options.run, options.model, options.command, version, options.deadline))
-            return 0
-        report = fetch_status(options.hub, timeout_s=options.deadline)
-        print(json.dumps(report, indent=2) if options.json else status_text(report))
-        return 0
+        return _run(parser, parser.parse_args(arguments))
     except TensorHubError as error:
         print(f"tensorhub: {error}", file=sys.stderr)
         return 1
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.command == "fleet":
+        return change_fleet(options)
+    if options.command == "doctor":
+        settings = {"tensor_parallel_size": options.tp, **options.engine}
+        if options.all_families:
+            return check_families(options.only, options.json, settings)
+        if options.only or options.json:
+            parser.error("--only and --json go with --all-families")
+        return check_sync(options.model, settings)
+    if options.command == "server":
+        limits = HubLimits(**{name: getattr(options, name) for name in LIMITS})
+        return serve(options, limits)
+    if options.command == "keygen":
+        return make_key(options.file, options.role, options.source)
+    if not options.hub:
+        parser.error(f"{options.command} needs --hub tcp://host:port or {HUB_ENVIRONMENT}")
+    if options.command == "status":
+        report = fetch_status(options.hub, timeout_s=options.timeout, keys=_keys(options))
+        print(json.dumps(report, indent=2) if options.json else status_text(report))
+    else:
+        version = 0 if options.command == "unpin" else check_version(options.version)
+        keys, timeout_s = _keys(options), options.timeout
+        print(direct(options.hub, options.run, options.model, options.command, version, timeout_s, keys))
+    return 0
 
 
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
@@ -117,7 +145,27 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     hub = os.environ.get(HUB_ENVIRONMENT)
     command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
-    command.add_argument("--deadline", type=float, default=timeout_s, help="seconds to wait for the hub")
+    command.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="to wait for the hub")
+    _add_secret(command)
+
+
+def _add_secret(command: argparse.ArgumentParser) -> None:
+    words = f"the run's, as `tensorhub keygen` writes it (or {secret.FILE_VARIABLE}, {secret.VARIABLE})"
+    command.add_argument("--secret-file", type=Path, metavar="FILE", help=words)
+
+
+def _keys(options: argparse.Namespace) -> Keys | None:
+    return secret.read(options.secret_file) if options.secret_file else secret.from_environment()
+
+
+def make_key(file: Path, role: Role, source: Path | None) -> int:
+    """A secret, or a role's key made from one, in a new file."""
+    if role != "publisher" and source is None:
+        raise UsageError(f"a {role}'s key is made from the run's secret: name its file with --from")
+    keys = secret.generate() if source is None else secret.read(source)
+    secret.write(file, keys.limited(role))
+    print(f"wrote {file}: {secret.FILE_VARIABLE}={file.absolute()}")
+    return 0
 
 
 def _add_fleet(actions: Any) -> None:
@@ -155,18 +203,23 @@ def _add_limits(command: argparse.ArgumentParser) -> None:
         command.add_argument(flag, type=type(default), default=default, help=f"{words} (default: %(default)s)")
 
 
-def serve(address: str, *, limits: HubLimits | None = None, verbose: bool = False) -> int:
+def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     """Run a hub until SIGINT or SIGTERM."""
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
+        level=logging.DEBUG if options.verbose else logging.INFO,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    keys = _keys(options)
+    if keys is None:
+        whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
+        print(f"tensorhub: no secret, so this hub is for {whom}", file=sys.stderr)
+    address = options.address or (OPEN if keys is not None or options.insecure else LOOPBACK)
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
     try:
-        with Server(address, limits=limits) as server:
+        with Server(address, limits=limits, keys=keys, insecure=options.insecure) as server:
             print(f"tensorhub server at {server.address}", flush=True)
             gc.freeze()  # what was imported is never garbage: else every full collection looks at all of it
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
@@ -203,7 +256,7 @@ def _doctor(module: str) -> Any:
 
 
 def _adapter(module: str, lacking: str) -> Any:
-    """The only place where the core names an adapter, and only when asked to."""
+    """Beside DOCTORS the only place where the core names an adapter, and only when asked to."""
     try:
         return import_module(f"tensorhub_plugins.{module}")
     except ImportError as error:
@@ -219,31 +272,50 @@ def _framework_doctor(name: str, arguments: list[str]) -> int:
     return int(doctor.main(arguments))
 
 
-def fetch_status(address: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """The hub's report; HubUnreachable when none answers in time."""
+def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
+    """The hub's report; HubUnreachable when none answers in time, UsageError when it does not let us in. address: or
+    several, with commas between them: each is given timeout_s."""
+    *others, last = hub_addresses(address)
+    for other in others:
+        with contextlib.suppress(HubUnreachable):
+            return _fetch_status(other, timeout_s, keys)
+    return _fetch_status(last, timeout_s, keys)
+
+
+def _fetch_status(address: str, timeout_s: float, keys: Keys | None) -> dict[str, Any]:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
+    keys = secret.from_environment() if keys is None else keys
+    curve.guard_client(socket, keys)
+    handshakes = curve.Handshakes(socket, address, keys)
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IDENTITY, new_session())
-        socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX)
         try:
-            socket.connect(check_address(address))
+            socket.connect(address)
         except zmq.ZMQError as error:
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
         socket.send(messages.encode(messages.AskStatus(1)))
         deadline = Deadline.after(timeout_s)
-        while socket.poll(int(1000 * deadline.remaining())):
-            reply = messages.decode_from_hub(socket.recv())
-            if isinstance(reply, messages.Status):
-                return reply.report
+        while deadline.remaining():
+            if socket.poll(int(1000 * min(STATUS_CHECK_S, deadline.remaining()))):
+                reply = messages.decode_from_hub(socket.recv())
+                if isinstance(reply, messages.Status):
+                    return reply.report
+            problem = handshakes.problem(time.monotonic())
+            if problem is not None:
+                raise UsageError(problem, phase="status")
         raise HubUnreachable("no hub answers", peer=address, phase="status", timeout_s=timeout_s)
     finally:
+        handshakes.close()
         socket.close()
         context.term()
 
 
-def direct(address: str, run: str, model: str, command: str, version: int, timeout_s: float) -> str:
+def direct(
+    address: str, run: str, model: str, command: str, version: int, timeout_s: float, keys: Keys | None = None
+) -> str:
     """Carry out pin, unpin (version 0) or withdraw, and say what is so now. The same as Client's, without torch."""
     identity = messages.Hello(
         run=check_name("run", run),
@@ -261,6 +333,7 @@ def direct(address: str, run: str, model: str, command: str, version: int, timeo
         connect_timeout_s=timeout_s,
         on_source_gone=lambda session: None,
         on_may_release=lambda effect: None,
+        keys=secret.from_environment() if keys is None else keys,
     )
     try:
         timeout_s = bounded(timeout_s)
@@ -302,6 +375,8 @@ def status_text(report: dict[str, Any]) -> str:
                 f"  worker {worker['worker']} on {host}: holds {worker['holds'] or 'nothing'}, "
                 f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
             )
+            if corrupt := worker.get("corrupt_segments"):
+                lines.append(f"    readers got {corrupt} corrupt segments from it: see its log and theirs")
         for lease in model["leases"]:
             sources = ", ".join(sorted(set(lease["sources"].values())))
             lines.append(

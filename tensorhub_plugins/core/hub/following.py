@@ -2,9 +2,10 @@
 
 A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
 retained; newer ones become visible meanwhile and are not followed. A *withdrawn* version is not visible any more: it is
-not lent, and a reader that has seen it may go back. A worker that reads it is told to stop, and its lease ends with its
-own word, because until then it reads. Both are in the history's directive (messages.py), which every worker keeps and
-announces. A follower asks for its `Target`; it goes back only if one of the two says so.
+not lent, and a reader that has seen it may go back. So it is with a *superseded* one, which a newer attempt of the
+trainer has ended (beginning.py). A worker that reads it is told to stop, and its lease ends with its own word, because
+until then it reads. All are in the history's directive (messages.py), which every worker keeps and announces. A
+follower asks for its `Target`; it goes back only if one of the three says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import version_text
 
+SERIALS_AHEAD_MAX = 4096  # that a hub may have missed: the last one of all would leave operators none
+ATTEMPTS_AHEAD_MAX = 1000  # starts of a trainer that a hub may have missed; all numbers are 281,474
 VERSIONS_LISTED_MAX = 16  # in one sentence
 
 
@@ -37,8 +41,7 @@ class Following:
             number = None
         if wait.version:
             number = wait.version if history.is_visible(wait.version) else None
-            withdrawn = wait.version in history.withdrawn
-            if number is None and (withdrawn or self._registry.is_gone(history, wait.version, now)):
+            if number is None and (history.is_over(wait.version) or self._registry.is_gone(history, wait.version, now)):
                 return gone(wait.request_id, history, wait.version)
         if number is not None:
             pending.worker.seen_version = max(pending.worker.seen_version, number)
@@ -90,7 +93,8 @@ class Following:
         if isinstance(message, m.Pin):
             problem = _cannot_pin(history, number) if number else None
             # The same pin once more is a new decision: engines that have refused the version try it again.
-            new = m.Directive(old.serial + 1, number, old.withdrawn) if number or old.pin else old
+            again = msgspec.structs.replace(old, serial=old.serial + 1, pin=number)
+            new = again if number or old.pin else old
         else:
             new = m.merge(old, m.Directive(old.serial, old.pin, (number,)))
             problem = _cannot_withdraw(history, number, new)
@@ -104,6 +108,17 @@ class Following:
         self.direct(history, new)
         return m.Done(message.request_id)
 
+    def announced(self, history: History, directive: m.Directive, now: float) -> m.Directive:
+        """What is decided after a worker has said that this is; what cannot be is not believed."""
+        is_far = directive.serial > history.directive.serial + SERIALS_AHEAD_MAX
+        known_attempt = max([0, *(attempt.number for attempt in history.directive.attempts)])
+        is_far |= any(attempt.number > known_attempt + ATTEMPTS_AHEAD_MAX for attempt in directive.attempts)
+        if is_far and not self._registry.recovering(now):
+            known = history.directive.serial
+            self._outbox.log(f"{history.name}: directive {directive.serial} cannot follow {known}: not believed")
+            return history.directive
+        return m.merge(history.directive, directive)
+
     def direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
         """From now on this is what operators have decided. welcomed: this worker hears it with its Welcome."""
         old, waiters = history.directive, self._registry.waiters
@@ -111,15 +126,17 @@ class Following:
             return
         history.direct(directive)
         for number in (number for number in directive.withdrawn if number not in old.withdrawn):
-            self._outbox.log(f"{history.name}: version {number} is withdrawn")
-            version = history.versions.get(number)
-            if version is not None:
-                version.visible = False
-                version.claims.clear()
-                waiters.mark_changed(history, number, room=True)
+            self._outbox.log(f"{history.name}: version {version_text(number)} is withdrawn")
+        for number in [number for number in history.versions if directive.is_over(number) and not old.is_over(number)]:
+            version = history.versions[number]
+            version.visible = False
+            version.claims.clear()
+            waiters.mark_changed(history, number, room=True)
         if directive.pin != old.pin:
             self._outbox.log(f"{history.name}: pinned version {directive.pin or 'none'}, before {old.pin or 'none'}")
         waiters.mark_changed(history, ANY_VERSION, room=False)
+        for worker in history.workers.values():
+            worker.seen_version = history.floor(worker.seen_version)
         for session in history.workers:
             if session != welcomed:
                 self._outbox.send(session, m.Alive((), directive))
@@ -143,10 +160,14 @@ def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | N
 
 def gone(request_id: int, history: History, number: int) -> m.Refused:
     """The refusal of a version that nobody holds any more, or that was withdrawn."""
-    why = "has been unpublished or lost with its last holder"
     if number in history.withdrawn:
         why = "was withdrawn, and nobody is to use it any more"
-    return m.Refused(request_id, "VersionGone", f"version {number} {why}; visible now: {listed(history)}")
+    elif history.is_over(number):
+        newest = history.directive.attempts[-1]
+        why = f"is superseded: attempt {newest.number} has begun at step {newest.step}"
+    else:
+        why = "has been unpublished or lost with its last holder"
+    return m.Refused(request_id, "VersionGone", f"version {version_text(number)} {why}; visible now: {listed(history)}")
 
 
 def listed(history: History) -> str:
@@ -155,4 +176,4 @@ def listed(history: History) -> str:
     if not visible:
         return "none"
     more = ["..."] if len(visible) > VERSIONS_LISTED_MAX else []
-    return f"[{', '.join([*more, *map(str, reversed(visible[:VERSIONS_LISTED_MAX]))])}]"
+    return f"[{', '.join([*more, *map(version_text, reversed(visible[:VERSIONS_LISTED_MAX]))])}]"

@@ -33,33 +33,41 @@ Where to read on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import msgspec
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.hub.beginning import Beginning, over
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
+from tensorhub_plugins.core.hub.permissions import as_reader, refusal
 from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.report import report
-from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Worker
+from tensorhub_plugins.core.hub.report import report, validate
+from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
+from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Waiting, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import Role
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
 PENDING_PER_SESSION_MAX = 256
+LEASES_PER_SESSION_MAX = 1024
+SESSIONS_MAX = 65_536  # workers of one hub; 8,192 were measured
 FAILURES_PER_QUEUE_MAX = 4  # of requests that wait for the same: when so many cannot be served, nor can the rest
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A message from the worker whose session (ZeroMQ identity) this is."""
+    """A message from the worker whose session (its public name) this is. role: that its connection has proved."""
 
     session: bytes
     message: m.ClientMessage
+    role: Role = "publisher"
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
@@ -70,15 +78,17 @@ Event: TypeAlias = Received | Tick
 
 
 class Hub:
-    """One hub. `session` is its life's identity, sent in every Welcome; `now` is seconds on any steady clock."""
+    """One hub. `session` is its life's identity, sent in every Welcome; `now` is seconds on any steady clock.
+    lease_key: with which it signs leases (security/leases.py); b"": they are not asked for."""
 
-    def __init__(self, session: bytes, now: float, limits: HubLimits | None = None) -> None:
+    def __init__(self, session: bytes, now: float, limits: HubLimits | None = None, lease_key: bytes = b"") -> None:
         self.limits = HubLimits() if limits is None else limits
         self.registry = Registry(session, now, self.limits)
         self._outbox = Outbox()
         self._publishing = Publishing(self.registry, self._outbox)
-        self._reading = Reading(self.registry)
+        self._reading = Reading(self.registry, lease_key)
         self._following = Following(self.registry, self._outbox)
+        self._beginning = Beginning(self.registry, self._outbox, self._following)
         self.registry.schedule(now + self.limits.grace_s, None)
 
     @property
@@ -86,13 +96,18 @@ class Hub:
         """Of this hub's life."""
         return self.registry.session
 
+    @property
+    def workers(self) -> Mapping[bytes, Worker]:
+        """Those that are known, by session."""
+        return self.registry.workers
+
     # --- the one mutator ---
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what to do, in order: messages to send, lines to log."""
         match event:
-            case Received(session, message):
-                self._receive(session, message, now)
+            case Received(session, message, role):
+                self._receive(session, message, role, now)
             case Tick():
                 for due in self.registry.pop_due(now):
                     self._on_timer(due, now)
@@ -144,6 +159,8 @@ class Hub:
                 reply = self._following.try_target(pending, pending.message, now)
             case m.Pin() | m.Withdraw():
                 reply = self._following.try_direct(pending, pending.message, now)
+            case m.Begin():
+                reply = self._beginning.try_begin(pending, pending.message, now)
             case _:
                 assert_never(pending.message)
         if reply is not None:
@@ -162,7 +179,7 @@ class Hub:
                 else:
                     self.registry.schedule_silence(due)
             case Lease():
-                self.registry.end_lease(due)
+                self._end_overdue(due, now)
             case Pending():
                 waiters.mark_ready(due)
             case Claim():
@@ -176,16 +193,39 @@ class Hub:
             case _:
                 assert_never(due)
 
+    def survive(self, session: bytes | None, now: float) -> list[Effect]:
+        """After `handle` has raised: without the session that has said what we failed over. What to do. Raises when our
+        records are not what they must be, and only a new hub helps."""
+        worker = None if session is None else self.registry.workers.get(session)
+        if worker is not None:
+            self._forget(worker, "is given up, because the hub has failed over what it said")
+        for history in self.registry.histories.values():
+            self.registry.waiters.mark_dirty(history)
+        while changed := self.registry.waiters.pop_dirty():
+            self._run_ready(changed, now)
+        validate(self.registry)
+        return self._outbox.take()
+
+    def _end_overdue(self, lease: Lease, now: float) -> None:
+        """At its deadline, which its reader knows; or at the bound of all leases, which it is told."""
+        if lease.reader.lease_bounds.get(lease.request_id, lease.deadline + 1.0) <= lease.deadline:
+            self._outbox.log(f"{lease.reader.name} has read version {lease.version} for {self.limits.lease_s:g} s")
+            for source in lease.shards_of:
+                self._outbox.send(lease.reader.session, m.SourceGone(source))
+        self.registry.end_lease(lease)
+
     # --- messages ---
 
-    def _receive(self, session: bytes, message: m.ClientMessage, now: float) -> None:
+    def _receive(self, session: bytes, message: m.ClientMessage, role: Role, now: float) -> None:
         worker = self.registry.workers.get(session)
+        if self._refuse(session, message, role, worker):
+            return
         match message:
             case m.AskStatus(request_id):  # for people, who have no session
                 self._outbox.send(session, m.Status(request_id, report(self.registry, now)))
                 return
             case m.Hello():
-                self._hello(session, message, worker, now)
+                self._hello(session, message, worker, role, now)
                 return
             case _:
                 pass
@@ -199,10 +239,19 @@ class Hub:
                 self._heartbeat(worker, message, now)
             case m.Bye():
                 self._forget(worker, "left")
-            case m.Release(request_id, shard, lost):
-                self._release(worker, request_id, shard, lost)
+            case m.Release():
+                self._release(worker, message)
             case _:
                 self._request(worker, message, now)
+
+    def _refuse(self, session: bytes, message: m.ClientMessage, role: Role, worker: Worker | None) -> bool:
+        """What this role may not ask for, and what nobody may."""
+        problem = refusal(role, message, worker) or _senseless(message, worker)
+        if problem is None:
+            return False
+        request_id = 0 if isinstance(message, m.Hello) else getattr(message, "request_id", 0)
+        self._outbox.send(session, m.Refused(request_id, "UsageError", problem))
+        return True
 
     def _request(self, worker: Worker, message: m.Request, now: float) -> None:
         request_id = message.request_id
@@ -217,10 +266,14 @@ class Hub:
             text = f"more than {PENDING_PER_SESSION_MAX} requests pending"
             self._outbox.refuse(worker, request_id, "UsageError", text)
             return
+        problem = over(worker, message)
+        if problem is not None:
+            self._outbox.refuse(worker, request_id, "Superseded", problem)
+            return
         match message:
             case m.Publish(_, holding):
-                self._publishing.publish(worker, request_id, holding)
-            case m.Acquire() | m.Unpublish() | m.Wait() | m.Target() | m.Pin() | m.Withdraw():
+                self._publishing.publish(worker, request_id, holding, now)
+            case m.Acquire() | m.Unpublish() | m.Wait() | m.Target() | m.Pin() | m.Withdraw() | m.Begin():
                 self._wait(worker, message, now)
             case m.Abandon(_, key):
                 self.registry.end_claim(worker, key)
@@ -233,10 +286,11 @@ class Hub:
             case _:
                 assert_never(message)
 
-    def _wait(
-        self, worker: Worker, message: m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw, now: float
-    ) -> None:
-        pending = Pending(worker, message, now + message.timeout_s)
+    def _wait(self, worker: Worker, message: Waiting, now: float) -> None:
+        if isinstance(message, m.Begin):
+            for former in self._beginning.former_lives(worker.history, message):
+                self._forget(former, f"is gone, as {worker.name} has seen")
+        pending = Pending(worker, message, now + message.timeout_s, now)
         self.registry.waiters.add(pending)
         self.registry.schedule(pending.deadline, pending)
         if isinstance(message, m.Unpublish):
@@ -255,12 +309,14 @@ class Hub:
             return hello.shard_count == 1 and not says
         return hello.hub in (None, self.session)
 
-    def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, now: float) -> None:
-        if hello.shard >= hello.shard_count:
-            text = f"shard {hello.shard} of {hello.shard_count}: shards count from 0"
-            self._outbox.refuse_session(session, text)
+    def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, role: Role, now: float) -> None:
+        if role == "reader":
+            hello = as_reader(hello)
+        problem = self._cannot_be_welcome(hello, known, role)
+        if problem is not None:
+            self._outbox.refuse_session(session, problem)
             return
-        if known is not None and known.history.id == (hello.run, hello.model):
+        if known is not None:
             known.last_heard, known.suspect = now, False
             if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
                 return
@@ -268,23 +324,23 @@ class Hub:
             self._outbox.send(session, m.Unknown(self.session))
             return
         history = self.registry.history(hello)
-        if known is not None and known.history is history:
+        self._following.direct(history, self._following.announced(history, hello.directive, now), welcomed=session)
+        if known is not None:
             worker = known
             worker.hello = hello
+            if hello.mark == history.directive.mark:  # else it may not have heard yet what it was answered
+                worker.mark = hello.mark
             self._forget_what_is_not_in(hello, worker)
             if hello.generation >= history.group(worker).generation:  # a hub before us has answered it once more
                 history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         else:
-            if known is not None:
-                self._forget(known, "joined another run")
-            worker = Worker(session, hello, history, now)
+            worker = Worker(session, hello, history, now, role, hello.mark)
             self.registry.add_worker(worker)
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         worker.last_request_id = hello.request_id
-        worker.seen_version = max(worker.seen_version, hello.seen)
-        if hello.retain_newest is not None:
+        if hello.retain_newest is not None and not worker.is_zombie:
             history.retain_newest = hello.retain_newest
-        self._following.direct(history, m.merge(history.directive, hello.directive), welcomed=session)
+        worker.seen_version = max(worker.seen_version, history.floor(hello.seen))
         self._take_over(worker, hello, now)
         for each in history.replicas[hello.replica].values():  # its group may be complete now
             self.registry.waiters.mark_all_ready(each.pending.values())
@@ -294,19 +350,35 @@ class Hub:
             session_timeout_s=self.limits.session_timeout_s,
             request_id=hello.request_id,
             directive=history.directive,
+            clock=now,
         )
         self._outbox.send(session, welcome)
 
+    def _cannot_be_welcome(self, hello: m.Hello, known: Worker | None, role: Role) -> str | None:
+        if hello.shard >= hello.shard_count:
+            return f"shard {hello.shard} of {hello.shard_count}: shards count from 0"
+        if known is not None and not _is_same(known.hello, hello):
+            return f"this session is {known.name} of {known.history.name}, and stays that: begin another one"
+        if known is None and len(self.registry.workers) >= SESSIONS_MAX:
+            return f"{SESSIONS_MAX} workers are known to this hub, and it takes no more: start another one"
+        history = self.registry.histories.get((hello.run, hello.model))
+        namesakes = history.replicas.get(hello.replica, {}) if history is not None else {}
+        if any(each.hello.shard == hello.shard and each.role != role for each in namesakes.values()):
+            return f"{hello.replica}/{hello.shard} is here with another key than a {role}'s: take another name"
+        return None
+
     def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> None:
         """What it holds, reads and has claimed, which a hub before this one may have known of."""
+        still_asked = set(hello.pending)
         for announced in hello.holdings:
-            if worker.withdrawn.get(announced.key) in hello.pending:
+            if worker.withdrawn.get(announced.key) in still_asked:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
-            problem = self._publishing.hold(worker, announced, as_of=hello.request_id)
+            problem = self._publishing.hold(worker, announced, now, as_of=hello.request_id)
             if problem:
                 self._outbox.log(f"{worker.name}: {problem}")
         for held in hello.leases:
-            if held.sources:
+            until = self.registry.lease_until(worker, held.request_id, now + held.seconds_left, now)
+            if held.sources and until > now and self._may_read_so(worker, held):
                 lease = Lease(
                     reader=worker,
                     request_id=held.request_id,
@@ -314,13 +386,24 @@ class Hub:
                     layout=held.layout,
                     shard_count=held.shard_count,
                     sources=dict(held.sources),
-                    deadline=now + held.seconds_left,
+                    deadline=until,
                 )
                 self.registry.add_lease(lease)
         for claimed in hello.claims:
             version = worker.history.version(claimed.version)
             if claimed not in version.claims:
                 self.registry.add_claim(version, worker, claimed, now)
+
+    def _may_read_so(self, worker: Worker, held: m.HeldLease) -> bool:
+        """Whether a hub can have granted this beside the others."""
+        before = worker.leases.get(held.request_id)
+        if before is not None:
+            self.registry.end_lease(before)
+        most = max(worker.sources[source] for source in held.sources.values())
+        if len(worker.leases) < LEASES_PER_SESSION_MAX and most < LEASES_PER_SOURCE_MAX:
+            return True
+        self._outbox.log(f"{worker.name}: a lease too many of one reader, not believed")
+        return False
 
     def _forget_what_is_not_in(self, hello: m.Hello, worker: Worker) -> None:
         announced = {holding.key for holding in hello.holdings}
@@ -338,34 +421,37 @@ class Hub:
             self._outbox.send(worker.session, m.Unknown(self.session))
             return
         last_request_id = heartbeat.last_request_id
-        if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat):
+        if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat, now):
             self._outbox.send(worker.session, m.Unknown(self.session))  # its Hello will say
         worker.last_request_id = max(worker.last_request_id, last_request_id)
-        unseen = []
+        unseen, asked = [], set(heartbeat.pending)
         for request_id in heartbeat.pending:
             if not self._outbox.answer_again(worker, request_id) and request_id not in worker.pending:
                 unseen.append(request_id)
         for lease in list(worker.leases.values()):
-            named = lease.request_id in heartbeat.pending or lease.request_id in heartbeat.leases
+            named = lease.request_id in asked or lease.request_id in heartbeat.leases
             if lease.request_id <= last_request_id and not named:
                 self.registry.end_lease(lease)
         history = worker.history
+        self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
-        self._outbox.send(worker.session, m.Alive(tuple(unseen), None if knows else history.directive))
+        self._outbox.send(worker.session, m.Alive(tuple(unseen), None if knows else history.directive, clock=now))
         if not self.registry.recovering(now):
             spare = self._publishing.spare_copies(worker)
             if spare:
                 self._outbox.send(worker.session, m.MayRelease(spare))
 
-    def _agrees(self, worker: Worker, heartbeat: m.Heartbeat) -> bool:
+    def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
         leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
+        said = {r: n for r, n in heartbeat.leases.items() if r in leases or worker.lease_bounds.get(r, now + 1.0) > now}
         if heartbeat.holdings_checksum and not worker.holdings_checksum:
             held = ((key, h.complete) for key, h in worker.holdings.items())
             worker.holdings_checksum = m.holdings_checksum(held)
-        return leases == heartbeat.leases and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
+        return leases == said and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
 
-    def _release(self, worker: Worker, request_id: int, shard: int | None, lost: bool) -> None:
+    def _release(self, worker: Worker, release: m.Release) -> None:
+        request_id, shard = release.request_id, release.shard
         pending = worker.pending.get(request_id)
         if pending is not None:  # the reader gave up before it was answered
             self.registry.waiters.remove(pending)
@@ -375,9 +461,11 @@ class Hub:
             self._outbox.remember(worker, m.Done(request_id))
         if lease is None:
             return
+        if shard is not None and release.corrupt:
+            self._publishing.doubt(lease, shard, release.corrupt)
         for each in list(lease.sources) if shard is None else [shard]:
             source = self.registry.workers.get(lease.sources.get(each, b""))
-            if lost and source is not None:
+            if release.lost and source is not None:
                 source.suspect = True
             self.registry.end_lease_shard(lease, each)
 
@@ -389,3 +477,24 @@ class Hub:
             if reader in self.registry.workers and reader != worker.session:
                 self._outbox.send(reader, m.SourceGone(worker.session))
         self.registry.remove_worker(worker)
+
+
+def _senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
+    if not isinstance(message, m.Acquire):
+        return None
+    is_new = worker is not None and message.request_id > worker.last_request_id
+    if is_new and worker is not None and len(worker.leases) >= LEASES_PER_SESSION_MAX:
+        return f"{worker.name} has {LEASES_PER_SESSION_MAX} leases: end some of them"
+    if not message.shards:
+        return None
+    if max(message.shards) >= message.shard_count:
+        return f"shard {max(message.shards)} of {message.shard_count} was asked for: shards count from 0"
+    if len(set(message.shards)) < len(message.shards):
+        return "a shard was asked for twice: name each once"
+    return None
+
+
+def _is_same(hello: m.Hello, other: m.Hello) -> bool:
+    """Whether both are of one worker, at one place: what the indexes and signed leases count on."""
+    names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints")
+    return all(getattr(hello, name) == getattr(other, name) for name in names)

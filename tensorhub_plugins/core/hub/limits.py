@@ -18,6 +18,12 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "claim_s": (0.0, DAY_S, "seconds for a worker to convert what it has promised, then another one does"),
     "readers_per_source_max": (1, READERS_MAX, "leases on one source; more readers wait, or read from another one"),
     "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
+    "lease_s": (1.0, DAY_S, "seconds after which a reader that is not done has to ask for sources again"),
+    "messages_per_s_max": (
+        1,
+        10**9,
+        "messages (of a KiB) a second of one session, 16 s of them at once; more are lost",
+    ),
 }
 
 
@@ -35,6 +41,10 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     readers_per_source_max: int = 16
     # As many as a large model has shards.
     uplink_readers_max: int = 32
+    # A terabyte at 300 MB/s; who reads longer loses what is in flight, once an hour.
+    lease_s: float = 3600.0
+    # A worker says a few a second; a thousand in each of its sessions is no use to anybody.
+    messages_per_s_max: int = 1000
 
     def __post_init__(self) -> None:
         for name, (least, most, _) in LIMITS.items():

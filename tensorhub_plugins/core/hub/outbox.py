@@ -10,10 +10,11 @@ from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
 
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
+REPLIES_KEPT_BYTES_MAX = 1 << 20  # of them together, about; but always the last one
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """A message for the worker whose session (ZeroMQ identity) this is."""
+    """A message for the worker whose session (its public name) this is."""
 
     session: bytes
     message: m.HubMessage
@@ -53,10 +54,15 @@ class Outbox:
         self.send(worker.session, message)
 
     def remember(self, worker: Worker, message: m.Reply) -> None:
-        """Keep this answer for a request that is sent again: the last REPLIES_KEPT_MAX of a session."""
-        worker.replies[message.request_id] = message
-        while len(worker.replies) > REPLIES_KEPT_MAX:
-            del worker.replies[next(iter(worker.replies))]
+        """Keep this answer for a request that is sent again: the last ones of a session."""
+        replies = worker.replies
+        before = replies.pop(message.request_id, None)
+        worker.replies_size_bytes += _size_bytes(message) - (_size_bytes(before) if before is not None else 0)
+        replies[message.request_id] = message
+        while len(replies) > REPLIES_KEPT_MAX or (
+            worker.replies_size_bytes > REPLIES_KEPT_BYTES_MAX and len(replies) > 1
+        ):
+            worker.replies_size_bytes -= _size_bytes(replies.pop(next(iter(replies))))
 
     def answer_again(self, worker: Worker, request_id: int) -> bool:
         """Whether this request was answered before; the same reply is sent once more."""
@@ -75,3 +81,18 @@ class Outbox:
         """Refuse a session that is not known as a worker."""
         self.log(f"refused: {text}")
         self.send(session, m.Refused(0, "UsageError", text))
+
+
+def _size_bytes(reply: m.Reply) -> int:
+    """About what it takes to remember it; what it has in common with the records does not count."""
+    match reply:
+        case m.Granted():
+            return 256 + 384 * len(reply.grants)
+        case m.Versions():
+            return 256 + 64 * sum(1 + len(names) for info in reply.versions for names in info.layouts.values())
+        case m.Unpublished():
+            return 256 + 64 * len(reply.cut_off)
+        case m.Refused():
+            return 256 + len(reply.message)
+        case _:
+            return 256

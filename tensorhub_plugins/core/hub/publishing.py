@@ -5,17 +5,17 @@ Rules 1 (unpublish), 2 (atomic visibility) and 4 (retention) of `hub.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tensorhub_plugins.core.hub.outbox import Outbox
+from tensorhub_plugins.core.hub.permissions import cannot_be_passed_on
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History, Holding, Pending, Version, Worker
+from tensorhub_plugins.core.hub.state import History, Holding, Lease, Pending, Version, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, ShardKey, attempt_of, step_of, version_text
 
 WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
-HOLDINGS_PER_SESSION_MAX = 65536
 
 
 class Publishing:
@@ -27,19 +27,36 @@ class Publishing:
 
     # --- a shard is there ---
 
-    def publish(self, worker: Worker, request_id: int, announced: m.Holding) -> None:
+    def publish(self, worker: Worker, request_id: int, announced: m.Holding, now: float) -> None:
         """Answer a Publish: what the worker holds is recorded, or the request refused."""
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
+        problem = self.is_of_the_past(worker, announced)
+        if problem:
+            self._outbox.refuse(worker, request_id, "Superseded", problem)
+            return
         problem = self.cannot_be_new(worker, announced) or self.hold(
-            worker, announced, as_of=request_id, offered=request_id
+            worker, announced, now, as_of=request_id, offered=request_id
         )
         if problem:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
             self._registry.end_claim(worker, announced.key)
             self._outbox.reply(worker, m.Done(request_id))
+
+    def is_of_the_past(self, worker: Worker, announced: m.Holding) -> str | None:
+        """What former attempts have made may be passed on as far as it counts; nothing is added to it."""
+        number, history = announced.key.version, worker.history
+        newest = history.directive.attempts[-1] if history.directive.attempts else None
+        if announced.origin == "replicated" or announced.key in worker.holdings or newest is None:
+            return None
+        if attempt_of(number) >= newest.number or (history.is_visible(number) and not history.is_over(number)):
+            return None
+        return (
+            f"version {version_text(number)} cannot be published: attempt {newest.number} of {history.name} has begun "
+            f"at step {newest.step}. Who starts again calls Client.begin; who was replaced, ends"
+        )
 
     def cannot_be_new(self, worker: Worker, announced: m.Holding) -> str | None:
         """A worker that has just read a withdrawn version holds it, and says so; but it cannot be published again."""
@@ -49,14 +66,14 @@ class Publishing:
         if announced.key in worker.holdings:
             return None
         return (
-            f"version {number} was withdrawn and cannot be published again: publish under a higher number, or under "
-            "another run name when a run starts again"
+            f"version {number} was withdrawn and cannot be published again: publish under a higher number, or call "
+            "Client.begin when a run starts again"
         )
 
-    def hold(self, worker: Worker, announced: m.Holding, *, as_of: int, offered: int = 0) -> str | None:
+    def hold(self, worker: Worker, announced: m.Holding, now: float, *, as_of: int, offered: int = 0) -> str | None:
         """Record a holding; return what is wrong with it, if anything."""
         key, history = announced.key, worker.history
-        problem = self._cannot_be_held(worker, announced)
+        problem = self._cannot_be_held(worker, announced, now, is_new=bool(offered))
         if problem is not None:
             return problem
         version = history.versions[key.version]
@@ -80,41 +97,48 @@ class Publishing:
         if mine.complete:
             worker.depth.pop(key, None)
         self._registry.refresh_candidate(worker, key)
-        if version.visible or not mine.complete or key.version in history.withdrawn:
+        if version.visible or not mine.complete or history.is_over(key.version):
             return None
         if mine.origin == "replicated" or self.replica_is_whole(version, worker, key):
             self._show(history, version)
         return None
 
-    def _cannot_be_held(self, worker: Worker, announced: m.Holding) -> str | None:
+    def _cannot_be_held(self, worker: Worker, announced: m.Holding, now: float, *, is_new: bool) -> str | None:
         key = announced.key
         if key.version < 1 or key.shard >= key.shard_count:
             return f"no such shard: {key}"
-        if len(worker.holdings) >= HOLDINGS_PER_SESSION_MAX and key not in worker.holdings:
-            return f"more than {HOLDINGS_PER_SESSION_MAX} shards held by one worker"
+        if len(worker.holdings) >= m.HOLDINGS_MAX and key not in worker.holdings:
+            return f"more than {m.HOLDINGS_MAX} shards held by one worker"
+        recovers = not is_new and (self._registry.recovering(now) or not worker.history.newest_visible)
+        if not recovers and (problem := too_far_ahead(worker.history, key.version)) is not None:
+            return problem
+        begun = worker.history.directive.attempts
+        if is_new and announced.origin == "published" and attempt_of(key.version) > (begun[-1].number if begun else 0):
+            return f"version {version_text(key.version)}: that attempt was not begun: Client.begin says which is next"
+        if worker.role == "reader":
+            known, recovering = worker.history.versions.get(key.version), self._registry.recovering(now)
+            problem = cannot_be_passed_on(key, known, recovering=recovering)
+            if problem is not None:
+                return problem
         version = worker.history.version(key.version)
         said = announced.root, announced.size_bytes
         root, _ = version.contents.setdefault((key.layout, key.shard_count, key.shard), said)
         if root != announced.root:
             return (
                 f"other bytes are already published as {key}: a version is never changed; use a higher version, or "
-                "another run name when a run starts again"
+                "call Client.begin when a run starts again"
             )
         return None
 
     def replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
         """Rule 2: whether worker's replica by itself holds every shard."""
-        by_shard = version.holdings.get((key.layout, key.shard_count), {})
-        return all(
-            any(h.complete and h.worker.hello.replica == worker.hello.replica for h in by_shard.get(shard, {}).values())
-            for shard in range(key.shard_count)
-        )
+        return version.copies.replica_has_all(key.layout, key.shard_count, worker.hello.replica)
 
     def _show(self, history: History, version: Version) -> None:
-        version.visible = True
-        history.newest_visible = max(history.newest_visible, version.number)
+        version.visible = version.was_visible = True
+        history.show(version.number)
         self._registry.waiters.mark_changed(history, ANY_VERSION, room=False)
-        self._outbox.log(f"{history.name}: version {version.number} is visible")
+        self._outbox.log(f"{history.name}: version {version_text(version.number)} is visible")
 
     def lose_versions(self, history: History, numbers: Iterable[int], now: float) -> None:
         """Those of them that are not visible any more, because no worker holds them."""
@@ -124,12 +148,30 @@ class Publishing:
             version = history.versions.get(number)
             if version is None or not version.visible or not version.may_be_lost:
                 continue
-            version.may_be_lost = not version.is_held()
+            version.may_be_lost = not version.copies.is_held()
             if version.may_be_lost:
                 version.visible = False
                 self._registry.waiters.mark_changed(history, ANY_VERSION, room=False)
                 if version.number == history.newest_visible:
                     self._outbox.log(f"{history.name}: version {version.number} is lost with its last holder")
+
+    # --- a shard is doubted ---
+
+    def doubt(self, lease: Lease, shard: int, segments: tuple[int, ...]) -> None:
+        """A reader got other bytes than were published. Who sent them is told, and compares its own with their digests:
+        a reader alone, which may lie or sit behind a broken wire, withdraws nobody's copy."""
+        source, key = self._registry.workers.get(lease.sources.get(shard, b"")), lease.key(shard)
+        if source is None:
+            return
+        source.corrupt_segments += len(segments)
+        source.history.corrupt_segments += len(segments)
+        held = source.holdings.get(key)
+        if held is not None and not held.is_doubted:
+            held.is_doubted = True
+            self._outbox.log(
+                f"{source.history.name}: {lease.reader.name} got corrupt bytes of {key} from {source.name}"
+            )
+        self._outbox.send(source.session, m.Alive(doubted=(key, segments)))
 
     # --- a shard is given up ---
 
@@ -144,13 +186,13 @@ class Publishing:
         """The answer once the last reader has left, or at the deadline; None: not yet."""
         worker = pending.worker
         holdings = self._given_up(worker, unpublish)
-        leases = [lease for h in holdings for lease in self._registry.leases_on(worker, h.key)]
+        leases = _leases_on(worker, {h.key for h in holdings})
         if not unpublish.gone:
             # Rule 6: others may still have to say that they read it or hold it, or how many are retained.
             recovering = self._registry.recovering(now)
             if recovering and now < pending.deadline:
                 return None
-            if any(h.complete and (recovering or self.is_last_copy(worker.history, h, holdings)) for h in holdings):
+            if recovering and any(h.complete for h in holdings) or self._must_stay(worker.history, holdings):
                 return self._retain(worker, unpublish, holdings)
             if leases and now < pending.deadline:
                 return None
@@ -168,23 +210,65 @@ class Publishing:
 
     def _given_up(self, worker: Worker, unpublish: m.Unpublish) -> list[Holding]:
         """Not what it has begun to offer since, under the same name."""
-        held = (worker.holdings.get(key) for key in unpublish.keys)
+        held = (worker.holdings.get(key) for key in dict.fromkeys(unpublish.keys))  # one that comes twice is one
         return [h for h in held if h is not None and h.offered < unpublish.request_id]
 
+    def _must_stay(self, history: History, leaving: list[Holding]) -> bool:
+        """Rule 4: whether giving these up would lose a retained version."""
+        retained = history.retained()
+        return any(h.key.version in retained and self.is_last_copy(history, h, each) for h, each in _alike(leaving))
+
     def is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
-        """Rule 4: whether giving these up would lose a retained version, or its universal checkpoint layout."""
-        if holding.key.version not in history.retained():
-            return False
-        version = history.versions[holding.key.version]
-        without = frozenset(id(h) for h in leaving)
+        """Rule 4: whether giving these up would lose their version, or its universal checkpoint layout."""
+        copies = history.versions[holding.key.version].copies
+        without = [h.key for h in leaving if h.counted.stays]
         if holding.key.layout == CHECKPOINT:
-            return not version.has_whole(CHECKPOINT, without=without)
-        return not version.is_held(without=without)
+            return not copies.has_whole(CHECKPOINT, without=without)
+        return not copies.is_held(without=without)
 
     def spare_copies(self, worker: Worker) -> tuple[ShardKey, ...]:
         """Copies that had to be retained and are not the last ones any more."""
-        retained = [h for h in worker.holdings.values() if h.must_retain]
-        return tuple(h.key for h in retained if not self.is_last_copy(worker.history, h, [h]))
+        kept = [h for h in worker.holdings.values() if h.must_retain]
+        if not kept:
+            return ()
+        retained = worker.history.retained()
+        return tuple(
+            h.key for h in kept if h.key.version not in retained or not self.is_last_copy(worker.history, h, [h])
+        )
+
+
+def too_far_ahead(history: History, number: int) -> str | None:
+    """Why this version cannot follow the newest one; None: it can. One that is far too high (a time, a hash, a slip)
+    would be "latest" for good, and readers that have seen it would take no other."""
+    newest = history.newest_visible
+    known = step_of(newest) if attempt_of(newest) == attempt_of(number) else 0
+    known = max([known, *(begun.step for begun in history.directive.attempts if begun.number == attempt_of(number))])
+    if step_of(number) <= known + STEPS_AHEAD_MAX:
+        return None
+    return (
+        f"version {number} is {step_of(number) - known} steps above the newest of {history.name} ({newest or 'none'}), "
+        f"and no version may be more than {STEPS_AHEAD_MAX} ahead: publish the framework's global step"
+    )
+
+
+def _alike(holdings: list[Holding]) -> Iterator[tuple[Holding, list[Holding]]]:
+    """Of the complete ones, each that `is_last_copy` has to be asked of, and what leaves with it of its version."""
+    by_version: dict[int, list[Holding]] = {}
+    for h in holdings:
+        by_version.setdefault(h.key.version, []).append(h)
+    for alike in by_version.values():
+        one_each = {h.key.layout == CHECKPOINT: h for h in alike if h.complete}
+        for h in one_each.values():
+            yield h, alike
+
+
+def _leases_on(worker: Worker, keys: set[ShardKey]) -> list[Lease]:
+    """Those that read any of these shards from this worker."""
+    return [
+        lease
+        for lease in worker.readers.values()
+        if any(session == worker.session and lease.key(shard) in keys for shard, session in lease.sources.items())
+    ]
 
 
 def _remember_withdrawn(worker: Worker, unpublish: m.Unpublish) -> None:

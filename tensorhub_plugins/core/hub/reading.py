@@ -9,11 +9,13 @@ from __future__ import annotations
 import msgspec
 
 from tensorhub_plugins.core.hub import selection
+from tensorhub_plugins.core.hub.candidates import Verdict
 from tensorhub_plugins.core.hub.following import gone
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.security.leases import issue
+from tensorhub_plugins.core.types import CHECKPOINT, HOST, ShardKey
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -28,8 +30,9 @@ class Found(msgspec.Struct, frozen=True):
 class Reading:
     """Which source a reader is given, and who converts what nobody has."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, lease_key: bytes = b"") -> None:
         self._registry = registry
+        self._lease_key = lease_key
 
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
         """Sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
@@ -37,16 +40,18 @@ class Reading:
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
             return number
-        if number in history.withdrawn:
+        if history.is_over(number):
             return gone(acquire.request_id, history, number)
         if number and history.is_visible(number):
             version = history.versions[number]
             found = self.find_sources(worker, acquire, version, now)
+            if found is not None and len(found.sources) > m.GRANTS_MAX:
+                return _too_many(acquire, found)
             if found is not None:
                 return self._grant(pending, acquire, version, found, now)
         elif number and self._registry.is_gone(history, number, now):
             return gone(acquire.request_id, history, number)
-        return self._refuse_late(pending, acquire, number) if pending.deadline <= now else None
+        return self._refuse(pending, acquire, number, now)
 
     # --- which version ---
 
@@ -107,7 +112,7 @@ class Reading:
                 if converts and self._registry.recovering(now):
                     break
                 return Found(layout, shard_count, sources, converts)
-            if acquire.claim and self.is_converted_elsewhere(version, worker, layout):
+            if acquire.claim and self.is_converted_elsewhere(version, worker, layout, acquire.exclude):
                 return None  # wait for it instead of reading the next layout and doing the same work
         return None
 
@@ -117,15 +122,7 @@ class Reading:
         """A source for each of these shards, or None."""
         sources: dict[int, Worker] = {}
         for key in keys:
-            question = selection.Question(
-                reader=worker,
-                acquire=acquire,
-                key=key,
-                workers=self._registry.workers,
-                uplink=self._registry.uplink,
-                readers_per_source_max=self._registry.limits.readers_per_source_max,
-            )
-            choice = selection.choose(question, version)
+            choice = selection.choose(self._question(worker, acquire, key), version)
             if choice.uplink_full:
                 self._registry.uplink.wait(worker.hello.location.data_center, worker.history.id)
             if choice.session is None:
@@ -133,9 +130,41 @@ class Reading:
             sources[key.shard] = self._registry.workers[choice.session]
         return sources or None
 
+    def _question(self, worker: Worker, acquire: m.Acquire, key: ShardKey) -> selection.Question:
+        return selection.Question(
+            reader=worker,
+            acquire=acquire,
+            key=key,
+            workers=self._registry.workers,
+            uplink=self._registry.uplink,
+            readers_per_source_max=self._registry.limits.readers_per_source_max,
+        )
+
+    def _only_excluded_are_left(self, worker: Worker, acquire: m.Acquire, version: Version, now: float) -> bool:
+        """Whether this reader can wait as long as it likes: nobody else has a shard that it needs, or is to make it."""
+        if not acquire.exclude or acquire.beside or self._registry.recovering(now):
+            return False
+
+        def may_come(key: ShardKey) -> bool:
+            sources, question = version.sources.get(key), self._question(worker, acquire, key)
+            return sources is not None and any(
+                question.judge(session, HOST) is not Verdict.NEVER for session in sources.sessions()
+            )
+
+        for layout in acquire.layouts:
+            if self.is_converted_elsewhere(version, worker, layout, acquire.exclude):
+                return False
+            for shard_count in {count for held, count in version.layouts() if held == layout}:
+                shards = shards_needed(worker, acquire, layout, shard_count)
+                if shards and all(may_come(version.key(layout, shard, shard_count)) for shard in shards):
+                    return False
+        return True
+
     # --- who converts ---
 
-    def is_converted_elsewhere(self, version: Version, worker: Worker, layout: str) -> bool:
+    def is_converted_elsewhere(
+        self, version: Version, worker: Worker, layout: str, exclude: tuple[bytes, ...] = ()
+    ) -> bool:
         """Whether another worker is expected to publish this layout of the version."""
         # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
         # each would wait for the other: none can install, and so convert, before all its own workers are ready.
@@ -147,17 +176,15 @@ class Reading:
                 return True
         # all its holders may be busy, or on their way: that is still cheaper than to convert again
         return layout != CHECKPOINT and any(
-            h.unpublishing is None and h.worker is not worker for h in version.holders(mine).values()
+            h.unpublishing is None and h.worker is not worker and h.worker.session not in exclude
+            for h in version.holders(mine).values()
         )
 
     # --- the answer ---
 
     def _grant(self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, now: float) -> m.Granted:
         worker, registry = pending.worker, self._registry
-        grants = tuple(
-            _grant_of(version, version.key(found.layout, shard, found.shard_count), source)
-            for shard, source in found.sources.items()
-        )
+        grants = tuple(self._grant_of(pending, version, found, shard, now) for shard in found.sources)
         claim = None
         if found.converts:
             claim = _claim_key(version, worker, acquire.layouts[0])
@@ -169,7 +196,7 @@ class Reading:
             layout=found.layout,
             shard_count=found.shard_count,
             sources={shard: source.session for shard, source in found.sources.items()},
-            deadline=pending.deadline,
+            deadline=registry.lease_until(worker, acquire.request_id, pending.deadline, now),
             serves=acquire.serve,
             beside=bool(acquire.beside),
         )
@@ -190,10 +217,38 @@ class Reading:
             hub=registry.session,
         )
 
-    def _refuse_late(self, pending: Pending, acquire: m.Acquire, number: int) -> m.Refused:
-        """The deadline has passed: why there was nothing to grant."""
-        history = pending.worker.history
-        if number and history.is_visible(number):
+    def _grant_of(self, pending: Pending, version: Version, found: Found, shard: int, now: float) -> m.Grant:
+        key, source = version.key(found.layout, shard, found.shard_count), found.sources[shard]
+        root, size_bytes = version.contents[key.layout, key.shard_count, key.shard]
+        ticket = None
+        if self._lease_key:
+            until = self._registry.lease_until(pending.worker, pending.message.request_id, pending.deadline, now)
+            claim = m.Claim(self._registry.session, pending.worker.name, until)
+            ticket = issue(self._lease_key, source.hello.endpoints, key, claim)
+        held = source.holdings.get(key)
+        promised = [lease.request_id for lease in source.leases.values() if lease.serves]
+        return m.Grant(
+            shard=key.shard,
+            session=source.session,
+            worker=source.name,
+            endpoints=source.hello.endpoints,
+            location=source.hello.location,
+            root=root,
+            size_bytes=size_bytes,
+            as_of=held.as_of if held is not None else max(promised, default=0),
+            ticket=ticket,
+        )
+
+    def _refuse(self, pending: Pending, acquire: m.Acquire, number: int, now: float) -> m.Refused | None:
+        """Why there is nothing to grant, once that is sure: for good, or because the deadline has passed."""
+        worker, history = pending.worker, pending.worker.history
+        visible = number != 0 and history.is_visible(number)
+        if visible and self._only_excluded_are_left(worker, acquire, history.versions[number], now):
+            text = f"all that is left of version {number} is held by sources that this reader has excluded"
+            return m.Refused(acquire.request_id, "VersionGone", text)
+        if now < pending.deadline:
+            return None
+        if visible:
             text = (
                 f"version {number} is visible but no source had room or a readable layout "
                 f"({', '.join(acquire.layouts)}) before the deadline; held: {history.versions[number].held_text()}"
@@ -205,6 +260,11 @@ class Reading:
         return m.Refused(acquire.request_id, "NotPublished", f"{what} was not published before the deadline")
 
 
+def _too_many(acquire: m.Acquire, found: Found) -> m.Refused:
+    text = f"{len(found.sources)} shards of {found.layout} are more than the {m.GRANTS_MAX} that one reader may ask for"
+    return m.Refused(acquire.request_id, "UsageError", text)
+
+
 def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: int) -> tuple[int, ...]:
     """Of this layout in so many shards; none: the reader cannot use it."""
     if layout != CHECKPOINT and shard_count != worker.hello.shard_count:
@@ -212,22 +272,6 @@ def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: 
     if acquire.shards and (layout, shard_count) == (acquire.shards_layout, acquire.shard_count):
         return acquire.shards
     return tuple(range(shard_count)) if layout == CHECKPOINT else (worker.hello.shard,)
-
-
-def _grant_of(version: Version, key: ShardKey, source: Worker) -> m.Grant:
-    root, size_bytes = version.contents[key.layout, key.shard_count, key.shard]
-    held = source.holdings.get(key)
-    promised = [lease.request_id for lease in source.leases.values() if lease.serves]
-    return m.Grant(
-        shard=key.shard,
-        session=source.session,
-        worker=source.name,
-        endpoints=source.hello.endpoints,
-        location=source.hello.location,
-        root=root,
-        size_bytes=size_bytes,
-        as_of=held.as_of if held is not None else max(promised, default=0),
-    )
 
 
 def _claim_key(version: Version, worker: Worker, layout: str) -> ShardKey:

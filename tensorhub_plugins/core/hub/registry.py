@@ -9,11 +9,15 @@ true.
 from __future__ import annotations
 
 import heapq
+import zlib
+from collections import Counter
 from collections.abc import Iterable
+from typing import TypeVar
 
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.candidates import Candidate, Sources
+from tensorhub_plugins.core.hub.copies import Counted
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.selection import UplinkBudget
 from tensorhub_plugins.core.hub.state import (
@@ -31,9 +35,29 @@ from tensorhub_plugins.core.hub.waiters import Waiters
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
+Key = TypeVar("Key")
+LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_SWEPT_EVERY = 100_000
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
+
+
+def _count(lease: Lease, key: ShardKey, change: int) -> None:
+    """Its reader reads this shard under one lease more or less."""
+    for counter in (lease.reader.reading, lease.reader.passing_on)[: 1 + lease.serves]:
+        _add(counter, key, change)
+
+
+def _add(counter: Counter[Key], key: Key, change: int) -> None:
+    """Without what is zero."""
+    counter[key] += change
+    if not counter[key]:
+        del counter[key]
+
+
+def check_of(word: str) -> bytes:
+    """The end of the mark of an attempt that was begun with this word."""
+    return zlib.crc32(word.encode()).to_bytes(4, "big")
 
 
 class Registry:
@@ -47,12 +71,18 @@ class Registry:
         self.histories: dict[tuple[str, str], History] = {}
         self.waiters = Waiters()
         self.uplink = UplinkBudget(limits.uplink_readers_max)
+        self._marks = 0
         self._timers: list[tuple[float, int, Timed]] = []
         self._timers_set = 0
 
     def recovering(self, now: float) -> bool:
         """Within the time in which some workers may not have said Hello yet (rule 6)."""
         return now < self.started + self.limits.grace_s
+
+    def new_mark(self, word: str) -> bytes:
+        """Of an attempt that is begun with this word: no other hub, and no other attempt here, has the same."""
+        self._marks += 1
+        return self.session[:8] + self._marks.to_bytes(4, "big") + check_of(word)
 
     # --- time ---
 
@@ -109,7 +139,9 @@ class Registry:
         """A session said Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
         for other in history.replicas.get(hello.replica, {}).values():
-            if other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
+            if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
+                worker.is_replaced = True  # it was only away
+            elif other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
                 other.is_replaced = True
                 history.groups[hello.replica].forget_version()
                 for pending in list(other.pending.values()):  # asked by its former life
@@ -140,11 +172,16 @@ class Registry:
         del history.workers[worker.session]
         replica = history.replicas[worker.hello.replica]
         replica.pop(worker.session)
+        left = [other for other in replica.values() if other.hello.shard == worker.hello.shard]
+        if left and all(other.is_replaced for other in left):
+            left[-1].is_replaced = False  # who took its place has gone before it
+            history.groups[worker.hello.replica].forget_version()
         if not replica:
             del history.replicas[worker.hello.replica]
             history.groups.pop(worker.hello.replica, None)
         for key in list(worker.depth):
             self.refresh_candidate(worker, key)
+        self.waiters.mark_all_ready(history.beginning.values())  # it may have been the trainer before
         self.waiters.mark_dirty(history)
 
     # --- holdings ---
@@ -155,6 +192,18 @@ class Registry:
         worker.holdings[key] = holding
         by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
         by_shard.setdefault(key.shard, {})[worker.session] = holding
+        self.count_copy(holding)
+
+    def count_copy(self, holding: Holding | None, *, held: bool = True) -> None:
+        """After it has come, has changed or is to go (held=False)."""
+        if holding is None:
+            return
+        worker, key = holding.worker, holding.key
+        is_whole = held and holding.complete
+        counted = Counted(is_whole, is_whole and holding.stays)
+        if counted != holding.counted:
+            worker.history.versions[key.version].copies.change(key, worker.hello.replica, holding.counted, counted)
+            holding.counted = counted
 
     def remove_holding(self, holding: Holding) -> None:
         """Forget it, and end the leases on it."""
@@ -163,6 +212,7 @@ class Registry:
         worker.holdings_checksum = 0
         version = worker.history.versions[key.version]
         version.may_be_lost = True
+        self.count_copy(holding, held=False)
         by_shard = version.holdings[key.layout, key.shard_count]
         by_shard[key.shard].pop(worker.session, None)
         if not by_shard[key.shard]:
@@ -180,7 +230,8 @@ class Registry:
         if version is None:
             return
         held, sources = worker.holdings.get(key), version.sources.get(key)
-        arriving = held is None and any(lease.serves and key in lease.shard_keys() for lease in worker.leases.values())
+        self.count_copy(held)
+        arriving = held is None and key in worker.passing_on
         lives = self.workers.get(worker.session) is worker
         if lives and (arriving or (held is not None and held.stays)):
             candidate = Candidate(
@@ -210,6 +261,15 @@ class Registry:
             and lease.sources.get(key.shard) == worker.session
         ]
 
+    def lease_until(self, worker: Worker, request_id: int, wanted: float, now: float) -> float:
+        """When a lease of this request ends: no later than lease_s after it was first heard of, however often a Hello
+        says that there is time left."""
+        bounds = worker.lease_bounds
+        bound = bounds.setdefault(request_id, now + self.limits.lease_s)
+        while len(bounds) > LEASE_BOUNDS_KEPT_MAX:
+            del bounds[next(iter(bounds))]
+        return min(wanted, bound)
+
     def add_lease(self, lease: Lease) -> None:
         """A reader was granted sources."""
         reader, history = lease.reader, lease.reader.history
@@ -218,9 +278,11 @@ class Registry:
             self.end_lease(before)
         reader.leases[lease.request_id] = lease
         self.schedule(lease.deadline, lease)
-        for session in set(lease.sources.values()):
+        for session in lease.shards_of:
+            reader.sources[session] += 1
             self._attach(lease, session)
         for key in lease.shard_keys():
+            _count(lease, key, 1)
             source = history.workers.get(lease.sources[key.shard])
             known = source.depth.get(key, 0) if source is not None else 0
             if not lease.beside:
@@ -276,15 +338,23 @@ class Registry:
         """The reader is done with the source of one shard."""
         reader, key = lease.reader, lease.key(shard)
         session = lease.sources.pop(shard, None)
-        if session is not None and session not in lease.sources.values():
-            self._detach(lease, session)
+        if session is not None:
+            self._let_go(lease, key, session)
         if not lease.sources:
             reader.leases.pop(lease.request_id, None)
-        if not any(key in other.shard_keys() for other in reader.leases.values()):
+        if key not in reader.reading:
             held = reader.holdings.get(key)
             if held is None or held.complete:
                 reader.depth.pop(key, None)
         self.refresh_candidate(reader, key)
+
+    def _let_go(self, lease: Lease, key: ShardKey, session: bytes) -> None:
+        """This source is not read from any more for one shard, and perhaps for none."""
+        _count(lease, key, -1)
+        _add(lease.shards_of, session, -1)
+        if session not in lease.shards_of:
+            _add(lease.reader.sources, session, -1)
+            self._detach(lease, session)
 
     def _detach(self, lease: Lease, session: bytes) -> None:
         """From a source, which may not have said Hello since the hub's restart."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
+from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import Lease, Worker
+from tensorhub_plugins.core.hub.state import Lease, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.types import ShardKey, VersionInfo
 
 
@@ -20,6 +24,8 @@ def report(registry: Registry, now: float) -> dict[str, object]:
             "retain_newest": history.retain_newest,
             "pinned": history.directive.pin or None,
             "withdrawn": list(history.directive.withdrawn),
+            "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
+            "corrupt_segments": history.corrupt_segments,
             "versions": [_version(info) for info in history.version_infos()],
             "workers": [_worker(worker, now) for worker in history.workers.values()],
             "leases": [
@@ -46,6 +52,7 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "holds": sorted({h.key.version for h in complete}),
         "bytes_held": sum(h.size_bytes for h in complete),
         "pending": len(worker.pending),
+        "corrupt_segments": worker.corrupt_segments,
     }
 
 
@@ -61,6 +68,34 @@ def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
     }
 
 
+def _validate_copies(version: Version) -> None:
+    """What is counted is what is there."""
+    counted = Copies()
+    for by_shard in version.holdings.values():
+        for holders in by_shard.values():
+            for h in holders.values():
+                assert h.counted == Counted(h.complete, h.complete and h.stays)
+                counted.change(h.key, h.worker.hello.replica, Counted(), h.counted)
+    assert vars(counted) == vars(version.copies)
+
+
+def _validate_leases(registry: Registry, worker: Worker) -> None:
+    """Those under which it reads, and those under which it is read."""
+    for request, lease in worker.leases.items():
+        assert lease.request_id == request and lease.reader is worker and lease.sources
+        assert lease.shards_of == Counter(lease.sources.values())
+        for source_session in lease.shards_of:
+            source = worker.history.workers.get(source_session)
+            assert source is None or source.readers[worker.session, request] is lease
+    assert worker.reading == Counter(key for lease in worker.leases.values() for key in lease.shard_keys())
+    assert worker.sources == Counter(source for lease in worker.leases.values() for source in lease.shards_of)
+    serving = [lease for lease in worker.leases.values() if lease.serves]
+    assert worker.passing_on == Counter(key for lease in serving for key in lease.shard_keys())
+    for (reader, request), lease in worker.readers.items():
+        assert registry.workers[reader].leases[request] is lease
+        assert worker.session in lease.sources.values()
+
+
 def validate(registry: Registry) -> None:
     """Assert what is true between any two calls of handle."""
     for session, worker in registry.workers.items():
@@ -74,23 +109,19 @@ def validate(registry: Registry) -> None:
             0,
             m.holdings_checksum((key, h.complete) for key, h in worker.holdings.items()),
         )
-        for request, lease in worker.leases.items():
-            assert lease.request_id == request and lease.reader is worker and lease.sources
-            for source_session in lease.sources.values():
-                source = worker.history.workers.get(source_session)
-                assert source is None or source.readers[session, request] is lease
-        for (reader, request), lease in worker.readers.items():
-            assert registry.workers[reader].leases[request] is lease
-            assert session in lease.sources.values()
+        _validate_leases(registry, worker)
         for request, pending in worker.pending.items():
             assert worker.history.waiting[session, request] is pending
     for history in registry.histories.values():
         assert history.withdrawn == frozenset(history.directive.withdrawn)
-        assert history.directive.pin not in history.withdrawn
+        assert not history.is_over(history.directive.pin)
+        assert history.directive.attempts == merged(history.directive.attempts)
+        assert all(history.waiting.get(begins) is pending for begins, pending in history.beginning.items())
         for number, version in history.versions.items():
             assert version.number == number
-            assert not (version.visible and number in history.withdrawn)
-            assert not version.visible or version.may_be_lost or version.is_held()
+            assert not (version.visible and history.is_over(number))
+            assert not version.visible or version.may_be_lost or version.copies.is_held()
+            _validate_copies(version)
             for (layout, count), by_shard in version.holdings.items():
                 for shard, holders in by_shard.items():
                     assert shard < count and holders

@@ -18,6 +18,7 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
 Model = tuple[str, str]  # run and model
+LEASES_PER_SOURCE_MAX = 4  # of one reader: it reads a version or two, and what is converted
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -92,6 +93,11 @@ def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bo
     return len(source.readers) >= question.readers_per_source_max
 
 
+def serves_this_reader_often_enough(question: Question, source: Worker, far: int) -> bool:
+    """No reader takes all the places of a source."""
+    return question.reader.sources[source.session] >= LEASES_PER_SOURCE_MAX
+
+
 def has_failed(question: Question, source: Worker, far: int) -> bool:
     """It failed this reader, or another one and has not been heard since."""
     return source.session in question.acquire.avoid or source.suspect
@@ -104,6 +110,7 @@ RULES: tuple[tuple[Callable[[Question, Worker, int], bool], Verdict], ...] = (
     (is_far_without_need, Verdict.NEVER),
     (uplink_is_full, Verdict.UPLINK_FULL),
     (serves_as_many_as_it_may, Verdict.FULL),
+    (serves_this_reader_often_enough, Verdict.FULL),
     (has_failed, Verdict.LAST_RESORT),
 )
 

@@ -1,11 +1,14 @@
 """The hub on the network: a ZeroMQ ROUTER around the pure `Hub`. One thread, no state of its own.
 
-Who may talk: anybody who can reach the port, so every frame is decoded strictly, sizes are bounded before memory is
-taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log. What is
-larger than any message is not even received: ZeroMQ closes that connection.
+Who may talk: who has the run's secret, or a role's key made from it (../security); where the hub has no secret, anybody
+who can reach the port, which is on loopback then. Still every frame is decoded strictly, sizes are bounded before
+memory is taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log.
+What is larger than any message is not even received: ZeroMQ closes that connection. Who a message is from says the
+identity of its connection, which nobody else knows (names.py).
 
-A fault of ours must not end a run: when the machine fails over an event, that event is dropped and a new machine takes
-its place, as if the hub had been restarted, and the workers tell it all they know (rule 6).
+A fault of ours must not end a run: when the machine fails over a message, it goes on without the session that has sent
+it. Only when its records are not what they must be (report.validate) a new machine takes its place, as if the hub had
+been restarted, and the workers tell it all they know (rule 6).
 """
 
 from __future__ import annotations
@@ -16,18 +19,28 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import zmq
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.names import Names, public_name
+from tensorhub_plugins.core.hub.rates import Rates
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import check_address, new_session
+from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session
+from tensorhub_plugins.core.security import curve, secret
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.types import Role
 
 log = logging.getLogger("tensorhub.hub")
 
-SEND_QUEUE_MESSAGES_MAX = 10_000  # per worker; beyond that the worker does not read and its messages are dropped
+RECEIVE_QUEUE_MESSAGES_MAX = 32  # per connection; beyond that it is not read from, and TCP makes it wait
+SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; who does not read loses what is beyond
+FAILURES_PER_SESSION_MAX = 3  # over what one session says, before it is not listened to any more
+BARRED_MAX = 4096  # such sessions
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
 REFUSALS_LOGGED_PER_S = 10
@@ -40,29 +53,32 @@ def _router() -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
     workers are served in three quarters of the time (recipes/bench/hub). A wish, no more: who refuses it is slower.
     """
-    before = _threads()
     context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    for thread in _threads() - before:
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
+        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
+    return context, context.socket(zmq.ROUTER)
+
+
+def _may_run_in_batches() -> bool:
+    """Whether a thread of this process may set the policy. ZeroMQ aborts the process where it may not."""
+
+    def ask() -> bool:
         with contextlib.suppress(OSError):
-            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-    return context, socket
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            return True
+        return False
 
-
-def _threads() -> set[int]:
-    """Of this process; none where the system does not tell (it is not Linux)."""
-    try:
-        return set(map(int, os.listdir("/proc/self/task")))
-    except OSError:
-        return set()
+    with ThreadPoolExecutor(1) as thread:  # not this one, which would keep it
+        return thread.submit(ask).result()
 
 
 class Server:
     """A running hub.
 
     address: "tcp://host:port"; port 0 takes a free one. The address it got is in `.address`. limits: times and numbers,
-    see there. clock: seconds, steady. Raise UsageError when the address cannot be bound.
+    see there. keys: the run's secret; None: the environment's, and if that has none, workers of this host only.
+    insecure: without a secret listen where others reach it, too. clock: seconds, steady. Raise UsageError when the
+    address cannot be bound, or would be open to everybody.
     """
 
     def __init__(
@@ -70,24 +86,41 @@ class Server:
         address: str = "tcp://127.0.0.1:0",
         *,
         limits: HubLimits | None = None,
+        keys: Keys | None = None,
+        insecure: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_address(address)
+        keys = secret.from_environment() if keys is None else keys
+        if keys is None and not (insecure or is_loopback(address)):
+            raise UsageError(
+                f"without a secret everybody who reaches {address} could read and write weights: set "
+                f"{secret.FILE_VARIABLE} to one made by `tensorhub keygen`, listen on 127.0.0.1, or say --insecure "
+                "(insecure=True)"
+            )
+        admitted = {} if keys is None else keys.admitted()
+        self._lease_key = b"" if keys is None else keys.lease_key
         self._clock = clock
         self._limits = HubLimits() if limits is None else limits
         self._hub = self._new_hub(clock())
+        self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
+        self._failures: dict[bytes, int] = {}  # by the session that they cost
         self._context, self._socket = _router()
+        self._doorman: curve.Doorman | None = None
+        if keys is not None:
+            self._doorman = curve.Doorman(self._context, admitted)
+            curve.guard_hub(self._socket, keys)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, curve.HANDSHAKE_MS)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_CLIENT_SIZE_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close()
-            self._context.term()
+            self._free()
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._stop = threading.Event()
@@ -110,14 +143,19 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _free(self) -> None:
+        self._socket.close()
+        if self._doorman is not None:
+            self._doorman.socket.close()
+        self._context.term()
+
     def _new_hub(self, now: float) -> hub.Hub:
-        return hub.Hub(new_session(), now, self._limits)
+        return hub.Hub(new_session(), now, self._limits, self._lease_key)
 
     def _run(self) -> None:
         log.info("hub %s listens on %s", self._hub.session.hex()[:8], self.address)
         next_tick = self._clock()
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller = self._poller()
         try:
             while not self._stop.is_set():
                 now = self._clock()
@@ -125,30 +163,52 @@ class Server:
                     self._handle(hub.Tick(), now)
                     next_tick = self._hub.next_deadline(now)
                 if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
+                    self._let_in()
                     self._receive_burst()
+                    next_tick = min(next_tick, self._hub.next_deadline(now))  # what has come may be due sooner
         except Exception:
             log.exception("the hub has failed")
             raise
         finally:
-            self._socket.close()
-            self._context.term()
+            self._free()
+
+    def _poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._doorman is not None:
+            poller.register(self._doorman.socket, zmq.POLLIN)
+        return poller
+
+    def _let_in(self) -> None:
+        if self._doorman is not None:
+            self._doorman.answer()
 
     def _receive_burst(self) -> None:
         for _ in range(RECEIVE_BURST_MAX):
             try:
-                session, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
+                identity, frame, role = self._receive_one()
             except zmq.Again:
                 return
             more = self._drain() if self._socket.getsockopt(zmq.RCVMORE) else 0
+            if not self._listens_to(identity, len(frame)):
+                continue
             try:
-                if more or len(session) != 16:
+                if more or len(identity) != 16:
                     raise ProtocolError("not a tensorhub client: is something else talking to this port?")
                 message = messages.decode_from_client(frame)
             except ProtocolError as error:
-                self._log_refusal(session, error)
-                self._send(session, messages.Refused(0, "ProtocolError", str(error)))
+                self._log_refusal(identity, error)
+                self._send(identity, messages.Refused(0, "ProtocolError", str(error)))
                 continue
-            self._handle(hub.Received(session, message), self._clock())
+            self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._clock())
+
+    def _receive_one(self) -> tuple[bytes, bytes, Role]:
+        """The connection's identity, a frame, and its role: a publisher's, where the hub has no secret."""
+        identity = self._socket.recv(NOBLOCK)
+        if self._doorman is None:
+            return identity, self._socket.recv(NOBLOCK), "publisher"
+        frame = self._socket.recv(NOBLOCK, copy=False)
+        return identity, frame.bytes, cast(Role, frame.get(curve.USER))
 
     def _drain(self) -> int:
         """The rest of a message of several frames, which none of ours is."""
@@ -162,38 +222,86 @@ class Server:
         try:
             effects = self._hub.handle(event, now)
         except Exception:
-            log.exception("the hub has failed over %.1000r and starts afresh: please report this", event)
-            self._hub = self._new_hub(now)
-            if isinstance(event, hub.Received):  # or it would ask again, and again
-                hello = isinstance(event.message, messages.Hello)  # a refused Hello answers no request
-                request_id = 0 if hello else getattr(event.message, "request_id", 0)
-                refusal = messages.Refused(request_id, "ProtocolError", "the hub failed over this: its log says why")
-                self._send(event.session, refusal)
-            return
+            log.exception("the hub has failed over %.1000r: please report this", event)
+            effects = self._after_failure(event, now)
         self._carry_out(effects)
+
+    def _after_failure(self, event: hub.Event, now: float) -> list[hub.Effect]:
+        session = event.session if isinstance(event, hub.Received) else None
+        try:
+            effects = self._hub.survive(session, now)
+        except Exception:
+            log.exception("the hub starts afresh: its records were damaged")
+            self._hub, effects = self._new_hub(now), []
+        if isinstance(event, hub.Received):  # or it would ask again, and again
+            self._failures[event.session] = self._failures.pop(event.session, 0) + 1
+            while len(self._failures) > BARRED_MAX:
+                del self._failures[next(iter(self._failures))]
+            hello = isinstance(event.message, messages.Hello)  # a refused Hello answers no request
+            request_id = 0 if hello else getattr(event.message, "request_id", 0)
+            refusal = messages.Refused(request_id, "ProtocolError", "the hub failed over this: its log says why")
+            effects = [*effects, hub.Send(event.session, refusal)]
+        return effects
+
+    def _listens_to(self, identity: bytes, size_bytes: int) -> bool:
+        """Cheaply, and before anything is decoded: whether this session has said too much, or what we failed over."""
+        now = self._clock()
+        barred = self._failures and self._failures.get(public_name(identity), 0) >= FAILURES_PER_SESSION_MAX
+        if self._rates.admits(identity, size_bytes, now) and not barred:
+            return True
+        if self._rates.is_to_hear(identity, now):
+            why = "the hub has failed over this session too often: begin another one"
+            if not barred:
+                why = f"more than {self._limits.messages_per_s_max} messages a second for too long: some were dropped"
+            self._send(identity, messages.Refused(0, "UsageError", why))
+        return False
 
     def _carry_out(self, effects: list[hub.Effect]) -> None:
         for effect in effects:
             match effect:
                 case hub.Send(session, message):
-                    self._send(session, message)
+                    self._tell(session, message)
                 case hub.Log(text):
                     log.info("%s", text)
 
-    def _send(self, session: bytes, message: messages.HubMessage) -> None:
-        try:
-            self._socket.send(session, MORE)
-            self._socket.send(messages.encode(message), NOBLOCK)
-        except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
-            log.debug("message to %s dropped: %s", session.hex()[:8], error)
+    def _tell(self, session: bytes, message: messages.HubMessage) -> None:
+        identity = self._names.identity(session)
+        if identity is None:
+            return
+        if isinstance(message, messages.Status | messages.Versions):  # they took as long as there is to tell
+            self._rates.charge(identity, len(self._hub.workers))
+        self._send(identity, message)
 
-    def _log_refusal(self, session: bytes, error: ProtocolError) -> None:
+    def _send(self, identity: bytes, message: messages.HubMessage) -> None:
+        frame = _frame(message)
+        try:
+            self._socket.send(identity, MORE)
+            self._socket.send(frame, NOBLOCK)
+        except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
+            log.debug("message to %s dropped: %s", public_name(identity).hex()[:8], error)
+
+    def _log_refusal(self, identity: bytes, error: ProtocolError) -> None:
         now = self._clock()
         if now - self._refused_at[0] > 1.0:
             self._refused_at = [*self._refused_at[1:], now]
-            log.warning("refused a message from %s: %s", session.hex()[:8], error)
+            log.warning("refused a message from %s: %s", public_name(identity).hex()[:8], error)
 
 
-def start_server(address: str = "tcp://127.0.0.1:0", *, limits: HubLimits | None = None) -> Server:
+def _frame(message: messages.HubMessage) -> bytes:
+    """As it is sent; a refusal in the place of an answer that is too large for a client to take."""
+    frame = messages.encode(message)
+    if len(frame) <= messages.FROM_HUB_SIZE_BYTES_MAX:
+        return frame
+    text = f"the answer has {len(frame)} bytes, and none may have more than {messages.FROM_HUB_SIZE_BYTES_MAX}"
+    return messages.encode(messages.Refused(getattr(message, "request_id", 0), "UsageError", text))
+
+
+def start_server(
+    address: str = "tcp://127.0.0.1:0",
+    *,
+    limits: HubLimits | None = None,
+    keys: Keys | None = None,
+    insecure: bool = False,
+) -> Server:
     """A hub in a thread of this process, for adapters that bring their own and for tests."""
-    return Server(address, limits=limits)
+    return Server(address, limits=limits, keys=keys, insecure=insecure)

@@ -6,16 +6,23 @@ decides anything: `registry.Registry` keeps all indexes in step with each other,
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tensorhub_plugins.core.hub.candidates import Sources
+from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.types import (
+    Role,
     ShardKey,
     VersionInfo,
 )
+
+SHOWN_MAX = m.WITHDRAWN_MAX + 1  # so one is left if all that a directive can name are withdrawn
 
 
 @dataclass(slots=True)
@@ -32,6 +39,8 @@ class Holding:
     offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
     unpublishing: int | None = None  # the request that withdraws it
     must_retain: bool = False  # the worker wanted to give it up, and it is the last copy
+    is_doubted: bool = False  # a reader got other bytes from it than were published
+    counted: Counted = Counted()  # noqa: RUF009  (a tuple) kept by `Registry.count_copy`
 
     @property
     def stays(self) -> bool:
@@ -52,6 +61,10 @@ class Lease:
     deadline: float
     serves: bool = False  # what is read is passed on while it arrives
     beside: bool = False  # other sources are read from, too
+    shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
+
+    def __post_init__(self) -> None:
+        self.shards_of = Counter(self.sources.values())
 
     def shard_keys(self) -> list[ShardKey]:
         """The shards that are read."""
@@ -72,13 +85,17 @@ class Claim:
     deadline: float
 
 
+Waiting: TypeAlias = m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin  # may take a while
+
+
 @dataclass(eq=False, slots=True)
 class Pending:
     """A request that has no answer yet."""
 
     worker: Worker
-    message: m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw
+    message: Waiting
     deadline: float
+    since: float = 0.0  # when it arrived
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
     queue: tuple[int, object] | None = None  # where it is parked: version and `waiters.wait_key`
@@ -96,6 +113,8 @@ class Worker:
     hello: m.Hello
     history: History
     last_heard: float
+    role: Role = "publisher"
+    mark: bytes = b""  # of the attempt that it has begun as a trainer
     suspect: bool = False  # a reader lost it and it has not been heard since
     is_replaced: bool = False  # another process has said Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
@@ -104,16 +123,27 @@ class Worker:
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
     network_readers: int = 0  # of them, those on other hosts
+    lease_bounds: dict[int, float] = field(default_factory=dict)  # request -> when its lease ends, whatever is said
+    sources: Counter[bytes] = field(default_factory=Counter)  # as a reader: under how many leases from each
+    reading: Counter[ShardKey] = field(default_factory=Counter)  # under how many leases
+    passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same for leases that serve
     depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to a worker that has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
     replies: dict[int, m.Reply] = field(default_factory=dict)
+    replies_size_bytes: int = 0  # of them, about
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
+    corrupt_segments: int = 0  # that readers got from it
 
     @property
     def name(self) -> str:
         """As reports and errors name it: "replica/shard"."""
         return f"{self.hello.replica}/{self.hello.shard}"
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether it is a trainer of an attempt that is over."""
+        return b"" not in (self.mark, self.history.directive.mark) and self.mark != self.history.directive.mark
 
 
 @dataclass(eq=False, slots=True)
@@ -122,12 +152,14 @@ class Version:
 
     number: int
     visible: bool = False
+    was_visible: bool = False  # ever
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
     # (layout, shard_count) -> shard -> session -> holding
     contents: dict[tuple[str, int, int], tuple[bytes, int]] = field(default_factory=dict)
     # (layout, shard_count, shard) -> root, size in bytes
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
     may_be_lost: bool = True  # a complete copy has gone, or is about to, since one was seen
 
     def key(self, layout: str, shard: int, shard_count: int) -> ShardKey:
@@ -141,26 +173,6 @@ class Version:
     def layouts(self) -> Iterator[tuple[str, int]]:
         """(layout, shard count) of all that anybody holds."""
         return iter(self.holdings)
-
-    def has(
-        self, layout: str, shard_count: int, shards: Iterable[int], *, without: frozenset[int] = frozenset()
-    ) -> bool:
-        """Whether each of these shards has a complete holder that stays. without: ids of holdings not to count."""
-        by_shard = self.holdings.get((layout, shard_count), {})
-        return all(
-            any(h.complete and h.stays and id(h) not in without for h in by_shard.get(shard, {}).values())
-            for shard in shards
-        )
-
-    def has_whole(self, layout: str, *, without: frozenset[int] = frozenset()) -> bool:
-        """Whether all shards of this layout are held, whole. without: holdings, by their `id`, that do not count."""
-        return any(
-            self.has(layout, count, range(count), without=without) for held, count in self.holdings if held == layout
-        )
-
-    def is_held(self, *, without: frozenset[int] = frozenset()) -> bool:
-        """Whether any layout is held, whole."""
-        return any(self.has_whole(layout, without=without) for layout, _ in self.holdings)
 
     def held_text(self) -> str:
         """The layouts that are held, for people."""
@@ -203,7 +215,9 @@ class History:
     run: str
     model: str
     retain_newest: int = 1
-    newest_visible: int = 0  # ever
+    newest_visible: int = 0  # ever, but for those that are over
+    shown: list[int] = field(default_factory=list)  # the newest that ever were visible, sorted
+    corrupt_segments: int = 0  # that readers got, from workers that may have left since
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
@@ -215,6 +229,7 @@ class History:
     # source -> leases that readers have announced, after a hub's restart, before the source has said Hello
     # Kept by `waiters.Waiters`:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival
+    beginning: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # of them, those that begin an attempt
     ready: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # to be tried again
     changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues are; True: there may be room
     wait_queues: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
@@ -243,6 +258,17 @@ class History:
         """The newest first."""
         return sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
 
+    def show(self, number: int) -> None:
+        """This version is visible."""
+        if number not in self.shown:
+            insort(self.shown, number)
+            del self.shown[:-SHOWN_MAX]
+        self._refresh_newest()
+
+    def _refresh_newest(self) -> None:
+        """A newest version that is over is forgotten: what is older is not gone, and what comes is not too low."""
+        self.newest_visible = next((n for n in reversed(self.shown) if not self.is_over(n)), 0)
+
     def retained(self) -> set[int]:
         """The versions whose last copy is not given up: the newest ones, and the pinned one."""
         visible = self.visible()
@@ -251,7 +277,12 @@ class History:
     def direct(self, directive: m.Directive) -> None:
         """Take over what operators want of this history."""
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
+        self._refresh_newest()
         self.directive_checksum = m.directive_checksum(directive)
+
+    def is_over(self, number: int) -> bool:
+        """Whether nobody is to have this version any more: it was withdrawn, or a newer attempt has ended it."""
+        return number in self.withdrawn or is_superseded(number, self.directive.attempts)
 
     def newest(self, at_least: int, without: Iterable[int] = ()) -> int | None:
         """The newest visible version from this one on."""
@@ -266,8 +297,8 @@ class History:
         return self.newest(at_least)
 
     def floor(self, seen: int) -> int:
-        """The version below which a worker that has seen this one does not go: none, if it was withdrawn."""
-        return 0 if seen in self.withdrawn else seen
+        """The version below which a worker that has seen this one does not go: none, if that is over."""
+        return 0 if self.is_over(seen) else seen
 
     def version_infos(self) -> tuple[VersionInfo, ...]:
         """What `Client.versions` returns, oldest version first."""

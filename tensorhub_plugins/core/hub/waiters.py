@@ -16,6 +16,7 @@ from tensorhub_plugins.core.hub.state import History, Pending
 from tensorhub_plugins.core.protocol import messages as m
 
 ANY_VERSION = 0  # in the place of a version: that one becomes visible, or is lost
+LEASES_ALIKE_MAX = 4  # who has more may have too many on one source, see selection.py
 Queue = dict[tuple[bytes, int], Pending]
 
 
@@ -34,6 +35,8 @@ class Waiters:
         pending.order = self._arrivals
         pending.worker.pending[pending.message.request_id] = pending
         pending.worker.history.waiting[pending.id] = pending
+        if isinstance(pending.message, m.Begin):
+            pending.worker.history.beginning[pending.id] = pending
         self.mark_ready(pending)
 
     def remove(self, pending: Pending) -> None:
@@ -41,6 +44,7 @@ class Waiters:
         history = pending.worker.history
         pending.worker.pending.pop(pending.message.request_id, None)
         history.waiting.pop(pending.id, None)
+        history.beginning.pop(pending.id, None)
         history.ready.pop(pending.id, None)
         _leave_queue(pending)
 
@@ -119,7 +123,7 @@ class Waiters:
 def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
     """Equal for requests that can be served by the same sources."""
     worker, hello = pending.worker, pending.worker.hello
-    if acquire.avoid or acquire.exclude or acquire.shards or worker.readers:
+    if acquire.avoid or acquire.exclude or acquire.shards or worker.readers or len(worker.leases) >= LEASES_ALIKE_MAX:
         return pending.id
     if any(held.version == number for held in worker.holdings):
         return pending.id

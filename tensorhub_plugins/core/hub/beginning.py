@@ -1,0 +1,174 @@
+"""A trainer starts, or starts again: which attempt it is, and who may not speak for the model any more. PURE.
+
+An attempt is begun by all shards of one replica together, so that its ranks agree. Only one trainer is at work on a
+model: while another one that has published, or begun, sends heartbeats, a Begin is refused; while it is silent, the
+Begin waits until it is given up. What the former attempts made above the step is superseded (protocol/lineage.py), and
+who belongs to them changes nothing from then on: it may read.
+"""
+
+from __future__ import annotations
+
+from tensorhub_plugins.core.hub.following import Following
+from tensorhub_plugins.core.hub.outbox import Outbox
+from tensorhub_plugins.core.hub.registry import Registry, check_of
+from tensorhub_plugins.core.hub.state import History, Pending, Worker
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt
+from tensorhub_plugins.core.types import ATTEMPTS_MAX, CHECKPOINT, attempt_of
+
+RIVALS_NAMED_MAX = 8
+
+
+class Beginning:
+    """Answers those who begin an attempt."""
+
+    def __init__(self, registry: Registry, outbox: Outbox, following: Following) -> None:
+        self._registry = registry
+        self._outbox = outbox
+        self._following = following
+
+    def try_begin(self, pending: Pending, begin: m.Begin, now: float) -> m.Reply | None:
+        """The attempt, once all shards ask for it and no other trainer is left; None: not yet."""
+        worker, history = pending.worker, pending.worker.history
+        if worker.is_replaced:
+            text = f"another process has said Hello as {worker.name} since: it is the trainer now"
+            return m.Refused(begin.request_id, "Superseded", text)
+        if self._registry.recovering(now):
+            return self._not_in_time(pending, now, "the hub has just been started and does not know yet who lives")
+        members = _members(history, pending)
+        if _may_join(history, pending):
+            worker.mark = history.directive.mark
+            return m.Begun(begin.request_id, history.directive.attempts[-1], self._registry.session)
+        rivals = [w for w in history.workers.values() if _is_rival(w, pending, members)]
+        if rivals and not begin.waits:
+            names = tuple(w.name for w in rivals)[:RIVALS_NAMED_MAX]
+            return m.Rivals(begin.request_id, names, tuple(w.hello.process for w in rivals if w.hello.process)[:1024])
+        lives = [w for w in rivals if w.last_heard > pending.since + self._registry.limits.heartbeat_s]
+        if lives:
+            return m.Refused(begin.request_id, "UsageError", _lives(history, lives))
+        if rivals:
+            text = f"{_listed(rivals)} of a former attempt may still live, and is given up after"
+            return self._not_in_time(pending, now, f"{text} {self._registry.limits.session_timeout_s:g} s of silence")
+        missing = [shard for shard in range(worker.hello.shard_count) if shard not in members]
+        if missing:
+            return self._not_in_time(pending, now, f"shards {missing[:RIVALS_NAMED_MAX]} have not begun it as well")
+        return self._begin(pending, begin, list(members.values()))
+
+    def _not_in_time(self, pending: Pending, now: float, why: str) -> m.Refused | None:
+        if now < pending.deadline:
+            return None
+        return m.Refused(pending.message.request_id, "DeadlineExceeded", f"the attempt was not begun in time: {why}")
+
+    def _begin(self, pending: Pending, begin: m.Begin, members: list[Pending]) -> m.Reply:
+        history, old, hub = pending.worker.history, pending.worker.history.directive, self._registry.session
+        number = _next_number(history)
+        if number >= ATTEMPTS_MAX:
+            text = f"{ATTEMPTS_MAX} attempts were begun in {history.name}: use another run name"
+            return m.Refused(begin.request_id, "UsageError", text)
+        attempt = Attempt(number, begin.step, self._registry.new_mark(begin.word))
+        for member in members:
+            member.worker.mark = attempt.mark
+        self._outbox.log(f"{history.name}: {pending.worker.hello.replica} begins attempt {number} at step {begin.step}")
+        self._following.direct(history, m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,))))
+        for member in members:
+            if member is not pending:
+                self._registry.waiters.remove(member)
+                self._outbox.reply(member.worker, m.Begun(member.message.request_id, attempt, hub))
+        return m.Begun(begin.request_id, attempt, hub)
+
+    def former_lives(self, history: History, begin: m.Begin) -> list[Worker]:
+        """Trainers whose processes are gone, as this Begin says."""
+        gone = frozenset(begin.gone)
+        return [w for w in history.workers.values() if w.hello.process in gone and _is_trainer(w)] if gone else []
+
+
+def over(worker: Worker, message: m.Request) -> str | None:
+    """Why who belongs to a former attempt is refused this; None: it is not. It may read, and say what it has lost."""
+    match message:
+        case m.Publish(_, holding):
+            changes = holding.origin == "published"
+        case m.Unpublish():
+            changes = not message.gone
+        case m.Retain() | m.Pin() | m.Withdraw():
+            changes = True
+        case _:
+            changes = False
+    if not changes or not worker.is_zombie:
+        return None
+    newest = worker.history.directive.attempts[-1]
+    return (
+        f"{worker.name} belongs to a former attempt of {worker.history.name}: attempt {newest.number} has begun at "
+        f"step {newest.step}. End this process"
+    )
+
+
+def _members(history: History, pending: Pending) -> dict[int, Pending]:
+    """By shard: who begins the same as this one."""
+    asked, hello = pending.message, pending.worker.hello
+    assert isinstance(asked, m.Begin)
+    return {
+        other.worker.hello.shard: other
+        for other in history.beginning.values()
+        if isinstance(other.message, m.Begin)
+        and (other.message.step, other.message.word) == (asked.step, asked.word)
+        and (other.worker.hello.replica, other.worker.hello.shard_count) == (hello.replica, hello.shard_count)
+        and not other.worker.is_replaced
+    }
+
+
+def _may_join(history: History, pending: Pending) -> bool:
+    """Whether its other shards have begun just this attempt, and it is late: it did not hear the answer, perhaps that
+    of a hub before this one, or a rank of the start before was taken for it."""
+    asked, hello, directive = pending.message, pending.worker.hello, history.directive
+    assert isinstance(asked, m.Begin)
+    if not directive.mark or directive.attempts[-1].step != asked.step:
+        return False
+    if not directive.mark.endswith(check_of(asked.word)) or hello.shard_count == 1:
+        return False
+    workers = [w for w in history.replicas[hello.replica].values() if w is not pending.worker and not w.is_replaced]
+    mates = [w for w in workers if w.mark == directive.mark]
+    begun = directive.attempts[-1].number
+    return bool(mates) and not any(attempt_of(version) == begun for version in _made(history))
+
+
+def _made(history: History) -> list[int]:
+    """Versions that somebody has made."""
+    made = {*history.versions, *history.withdrawn, *history.shown}
+    made |= {w.seen_version for w in history.workers.values() if w.role != "reader"}
+    return sorted(made - {0})
+
+
+def _is_trainer(worker: Worker) -> bool:
+    holds = any(h.origin == "published" and key.layout == CHECKPOINT for key, h in worker.holdings.items())
+    return holds or bool(worker.mark) or any(isinstance(p.message, m.Begin) for p in worker.pending.values())
+
+
+def _is_rival(worker: Worker, pending: Pending, members: dict[int, Pending]) -> bool:
+    """Whether this is another trainer that may live. Not: one that a newer attempt has ended, a later one that begins
+    as well, or another client of the same process."""
+    if any(worker is member.worker for member in members.values()):
+        return False
+    processes = {member.worker.hello.process for member in members.values()} - {""}
+    if worker.hello.process in processes or worker.is_zombie:
+        return False
+    asked = [p for p in worker.pending.values() if isinstance(p.message, m.Begin)]
+    if asked and not worker.mark:
+        return any(other.order < pending.order for other in asked)
+    return _is_trainer(worker)
+
+
+def _next_number(history: History) -> int:
+    """Above all that anybody has made; the very first one is 0, and its versions are plain steps."""
+    numbers = [attempt.number for attempt in history.directive.attempts]
+    return max([*numbers, *map(attempt_of, _made(history))], default=-1) + 1
+
+
+def _lives(history: History, rivals: list[Worker]) -> str:
+    return (
+        f"{_listed(rivals)} is the trainer of {history.name} and still sends heartbeats: a second one is refused. End "
+        "it, or take another run or model name"
+    )
+
+
+def _listed(workers: list[Worker]) -> str:
+    return ", ".join(worker.name for worker in workers[:RIVALS_NAMED_MAX])

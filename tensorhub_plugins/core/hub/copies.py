@@ -1,0 +1,71 @@
+"""How many copies there are of each shard of a version, counted as they come and go. PURE.
+
+A version may have 65,536 shards, and one message may bring or take thousands of them: to look at all of them for each
+would take the square of that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias, TypeVar
+
+from tensorhub_plugins.core.types import ShardKey
+
+Cut: TypeAlias = tuple[str, int]  # layout, shard count
+
+
+class Counted(NamedTuple):
+    """As what a holding is counted: a whole shard, and one that may be read and counts as a copy."""
+
+    is_whole: bool = False
+    stays: bool = False
+
+
+class Copies:
+    """Of one version."""
+
+    def __init__(self) -> None:
+        self._staying: dict[Cut, Counter[int]] = {}  # -> shard -> copies
+        self._of_replica: dict[tuple[Cut, str], Counter[int]] = {}
+
+    def change(self, key: ShardKey, replica: str, before: Counted, after: Counted) -> None:
+        """A holding of this shard, by a worker of this replica, counts as something else from now on."""
+        cut = key.layout, key.shard_count
+        _count(self._of_replica, (cut, replica), key.shard, after.is_whole - before.is_whole)
+        _count(self._staying, cut, key.shard, after.stays - before.stays)
+
+    def replica_has_all(self, layout: str, shard_count: int, replica: str) -> bool:
+        """Whether this replica by itself has every shard, whole."""
+        return len(self._of_replica.get(((layout, shard_count), replica), ())) == shard_count
+
+    def has_whole(self, layout: str, *, without: Iterable[ShardKey] = ()) -> bool:
+        """Whether every shard of this layout has a copy. without: of these one copy each that does not count."""
+        leaving = Counter(without)
+        return any(self._is_whole(cut, leaving) for cut in self._staying if cut[0] == layout)
+
+    def is_held(self, *, without: Iterable[ShardKey] = ()) -> bool:
+        """The same for any layout."""
+        leaving = Counter(without)
+        return any(self._is_whole(cut, leaving) for cut in self._staying)
+
+    def _is_whole(self, cut: Cut, leaving: Counter[ShardKey]) -> bool:
+        counts = self._staying[cut]
+        lost = sum(
+            (key.layout, key.shard_count) == cut and number >= counts[key.shard] > 0 for key, number in leaving.items()
+        )
+        return len(counts) - lost == cut[1]
+
+
+Name = TypeVar("Name")
+
+
+def _count(counters: dict[Name, Counter[int]], name: Name, shard: int, change: int) -> None:
+    """Without what is zero."""
+    if change:
+        counter = counters.setdefault(name, Counter())
+        counter[shard] += change
+        if not counter[shard]:
+            del counter[shard]
+        if not counter:
+            del counters[name]
