@@ -10,6 +10,7 @@ of these decides by class alone; the fields are for people and for logs.
 | NotPublished     | wait: it may still appear                                 |
 | VersionGone      | give up on this version                                   |
 | UsageError       | fix your code or configuration                            |
+| Superseded       | end this process: a newer attempt of its trainer runs     |
 | VersionRefused   | publish a version that fits; the old one goes on          |
 | ProtocolError    | fix the peer: it speaks another protocol, or is broken    |
 | DeadlineExceeded | raise the deadline, or look at the peer that is named     |
@@ -17,6 +18,8 @@ of these decides by class alone; the fields are for people and for logs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class TensorHubError(Exception):
@@ -69,7 +72,16 @@ class SourceLost(TensorHubError):
 
 
 class CorruptBytes(SourceLost):
-    """Bytes arrived whose digest is not the published one: a broken contract or a broken wire."""
+    """Bytes arrived whose digest is not the published one: a broken contract or a broken wire.
+
+    segment: of the source's stream; None: its manifest is not the published one. tensors: that lie in it.
+    """
+
+    def __init__(
+        self, message: str, *, segment: int | None = None, tensors: tuple[str, ...] = (), **context: Any
+    ) -> None:
+        super().__init__(message, **context)
+        self.segment, self.tensors = segment, tensors
 
 
 class NotPublished(TensorHubError):
@@ -78,6 +90,10 @@ class NotPublished(TensorHubError):
 
 class VersionGone(TensorHubError):
     """The version was visible and is not any more: unpublished, withdrawn, or lost with its last holder."""
+
+
+class Superseded(TensorHubError):
+    """This process belongs to an attempt of its trainer that is over: a newer one has begun."""
 
 
 class UsageError(TensorHubError, ValueError):
@@ -105,10 +121,11 @@ REFUSALS: dict[str, type[TensorHubError]] = {
     "NotPublished": NotPublished,
     "VersionGone": VersionGone,
     "UsageError": UsageError,
+    "Superseded": Superseded,
     "DeadlineExceeded": DeadlineExceeded,
 }
 
 
-def refusal(name: str, message: str, *, phase: str | None = None) -> TensorHubError:
+def refusal(name: str, message: str, **context: Any) -> TensorHubError:
     """A refusal on the wire as the error that it names: the only place where one becomes the other."""
-    return REFUSALS.get(name, ProtocolError)(message, phase=phase)
+    return REFUSALS.get(name, ProtocolError)(message, **context)

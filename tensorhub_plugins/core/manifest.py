@@ -12,33 +12,45 @@ What makes two shards interchangeable
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple, overload
 from weakref import WeakValueDictionary
 
 import msgspec
-import xxhash
 
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, KNOWN, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
+from tensorhub_plugins.core.types import DECODE_ERRORS
 
 SEGMENT_SIZE_BYTES = 4 << 20  # at most: per-segment work vanishes at 10 GB/s, and a repair stays small
 SEGMENT_SIZE_BYTES_MIN = 256 << 10
 SEGMENTS_AIM = 256  # of one shard: a chain of readers delays its end by one segment each
-DIGEST_SIZE_BYTES = 16
-DIGEST_ALGORITHM = "xxh3_128"  # position sensitive, memory speed; guards against accidents, not forgery
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
+LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: at once they would keep all other threads waiting
+ELEMENTS_MAX = 1 << 62  # that torch's numbers can hold
 ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
-NO_DIGESTS = "none"  # the digests are random bytes then, which stand for one publish and nothing else
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a tensor lies in a larger one of the same name: that one's shape, and where this one's first element is."""
+    """Where a tensor lies in a larger one of the same name: that one's shape, and where this one's first element is.
+
+    A box has a start in every dimension. A run has one number, whatever the shape of the larger one: it is a
+    tensor of one dimension, whose elements follow that many of the larger one's in row-major order. Trainers that cut
+    parameters as flat memory (FSDP1, ZeRO-3) hold runs that begin and end anywhere in a row.
+    """
 
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
+
+    @property
+    def is_run(self) -> bool:
+        """Of one dimension in a larger tensor of another number of them. In a vector a run is a box."""
+        return len(self.start) == 1 != len(self.global_shape)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # thousands, and no cycles
@@ -99,8 +111,11 @@ class TensorTable(Sequence[TensorSpec]):
         """The table that `encoded` stands for. ProtocolError, or msgspec's, for one that does not hold together."""
         known = _tables.get(encoded)
         if known is None:
-            known = cls(_specs.decode(encoded)).check()
+            is_large = len(encoded) > LARGE_SIZE_BYTES
+            known = cls(map(_spec.decode, _raws.decode(encoded)) if is_large else _specs.decode(encoded)).check()
             known = _tables.setdefault(known.encoded, known)
+            if is_large:  # it takes seconds: here, in the thread of who has sent it, and not where a deadline is kept
+                assert len(known.block_offsets) == len(known.offsets) >= len(known.spans)
         return known.check()
 
     def check(self) -> TensorTable:
@@ -116,6 +131,9 @@ class TensorTable(Sequence[TensorSpec]):
             raise ProtocolError("manifest tensors are not sorted by unique name")
         if any(spec.size_bytes < 0 or min(spec.shape, default=0) < 0 for spec in self.specs):
             raise ProtocolError("manifest has a tensor of negative size")
+        for spec in self.specs:
+            if not _is_consistent(spec):
+                raise ProtocolError(f"the manifest's tensor {spec.name!r:.80} has sizes that contradict each other")
         return True
 
     # --- what follows from the specs ---
@@ -203,8 +221,36 @@ class TensorTable(Sequence[TensorSpec]):
         return f"<TensorTable, {len(self)} tensors, {self.size_bytes} bytes>"
 
 
+def _is_consistent(spec: TensorSpec) -> bool:
+    """Whether its sizes agree with each other: whoever plans a read divides by them."""
+    count = prod(spec.shape)
+    if spec.size_bytes % count if count else spec.size_bytes:
+        return False
+    stride = spec.stride or ()
+    if stride and (len(stride) != len(spec.shape) or min(stride) < 0):
+        return False
+    if max((prod(max(size, 1) for size in spec.shape), *stride)) > ELEMENTS_MAX:  # also of what is empty
+        return False
+    part = spec.part
+    if part is not None and prod(max(size, 1) for size in part.global_shape) > ELEMENTS_MAX:
+        return False
+    if part is not None and part.is_run:
+        return min(part.global_shape, default=0) >= 0 and holds_run(part, spec.shape)
+    return part is None or (
+        len(part.start) == len(part.global_shape) == len(spec.shape)
+        and all(0 <= s <= g - n for s, n, g in zip(part.start, spec.shape, part.global_shape, strict=True))
+    )
+
+
+def holds_run(part: Part, shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is a run of the larger one's elements."""
+    return len(shape) == 1 and 0 <= part.start[0] <= prod(part.global_shape) - shape[0]
+
+
 _tables: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()  # by their encoding, while they are used
 _specs = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
+_raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_spec = msgspec.msgpack.Decoder(TensorSpec)
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
@@ -214,7 +260,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     tensors: TensorTable
     digests: bytes
     segment_size_bytes: int = SEGMENT_SIZE_BYTES
-    digest_algorithm: str = DIGEST_ALGORITHM
+    digest_algorithm: str = XXH3
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -236,13 +282,21 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         start = segment * self.segment_size_bytes
         return start, min(start + self.segment_size_bytes, self.size_bytes)
 
+    def names_in(self, segments: Iterable[int]) -> tuple[str, ...]:
+        """The tensors that have bytes in these segments, in the stream's order."""
+        positions: dict[int, None] = {}
+        for start, stop in map(self.segment_range, segments):
+            first, last = bisect_right(self.offsets, start) - 1, bisect_left(self.offsets, stop)
+            positions.update(dict.fromkeys(p for p in range(first, last) if self.tensors[p].size_bytes))
+        return tuple(self.tensors[position].name for position in sorted(positions))
+
     @property
     def has_digests(self) -> bool:
         """Whether `digest` has something to say; else a reader trusts the source's word that nothing changed."""
         return self.digest_algorithm != NO_DIGESTS
 
     def digest(self, segment: int) -> bytes:
-        """Of a segment's bytes: xxh3_128, DIGEST_SIZE_BYTES long; every bit and its position counts. segment: from 0 to
+        """Of a segment's bytes, DIGEST_SIZE_BYTES long; every bit and its position counts. segment: from 0 to
         segment_count - 1; meaningless without `has_digests`."""
         return self.digests[segment * DIGEST_SIZE_BYTES : (segment + 1) * DIGEST_SIZE_BYTES]
 
@@ -252,7 +306,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _root(self) -> bytes:
-        return xxhash.xxh3_128_digest(self.encoded)
+        return digest_of((self.encoded,), self.digest_algorithm)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -267,7 +321,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         try:
             outline = _outlines.decode(encoded)
             tensors = TensorTable.decode(bytes(outline.tensors))
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"a manifest that does not decode: {error}") from error
         manifest = cls(tensors, outline.digests, outline.segment_size_bytes, outline.digest_algorithm)
         manifest.__dict__["encoded"] = encoded  # passed on, and its root taken, as it came
@@ -281,8 +335,8 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     def _check_segments(self) -> Manifest:
         if self.size_bytes > SHARD_SIZE_BYTES_MAX:
             raise ProtocolError(f"manifest claims {self.size_bytes} bytes, the limit is {SHARD_SIZE_BYTES_MAX}")
-        if self.digest_algorithm not in (DIGEST_ALGORITHM, NO_DIGESTS):
-            raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build {DIGEST_ALGORITHM!r}")
+        if self.digest_algorithm not in KNOWN:
+            raise ProtocolError(f"manifest uses digest {self.digest_algorithm!r}, this build {', '.join(KNOWN)}")
         if self.segment_size_bytes <= 0 or len(self.digests) != DIGEST_SIZE_BYTES * (
             self.segment_count if self.has_digests else 1
         ):

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
 
 # What a worker uses when it names none, best first, as far as its machine has them.
@@ -36,6 +37,7 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.
     serve_from: Literal["host", "live"] | None = None
+    digest: Algorithm = "xxh3_128"  # blake3: nobody on the way can forge it, and engines take nothing else
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
 
 

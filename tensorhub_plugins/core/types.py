@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeGuard
+from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
 
-VERSION_MAX = 1 << 48  # what a message can hold; a step every microsecond for nine years
+VERSION_MAX = 1 << 48  # what a message can hold
+STEPS_PER_ATTEMPT = 10**9  # version = attempt * STEPS_PER_ATTEMPT + step: a trainer that starts again makes newer ones
+STEPS_AHEAD_MAX = (
+    10**6
+)  # above the newest version of a model: more is a slip, and readers would never go below it again
+ATTEMPTS_MAX = VERSION_MAX // STEPS_PER_ATTEMPT  # 281,474 starts of one trainer
 SHARDS_MAX = 1 << 16
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
 LATEST = "latest"
+# What decoding of a stranger's bytes raises: text that is no UTF-8, and arrays in arrays in arrays, among them.
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
+Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key lets its owner do, see hub/permissions.py
 HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
+
+
+Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
 
 
 class Location(msgspec.Struct, frozen=True, gc=False):
     """Where a worker is, from far to near; an empty string means unknown."""
 
-    data_center: str = ""
-    rack: str = ""
-    host: str = ""
+    data_center: Place = ""
+    rack: Place = ""
+    host: Place = ""
 
 
 def distance(a: Location, b: Location) -> int:
@@ -60,6 +71,39 @@ def check_version(version: object) -> int:
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
         raise UsageError(f"version must be a positive integer (the framework's global step), not {version!r}")
     return version
+
+
+def attempt_of(version: int) -> int:
+    """Which attempt of its trainer made this version; 0: of one that has named none. Later attempts are newer."""
+    return version // STEPS_PER_ATTEMPT
+
+
+def step_of(version: int) -> int:
+    """The framework's global step: what people see of a version. 0 for no version."""
+    return version % STEPS_PER_ATTEMPT
+
+
+def version_of(attempt: int, step: int) -> int:
+    """The version of this step in this attempt: ordered as (attempt, step). UsageError for what no version can hold."""
+    are_numbers = type(step) is int and type(attempt) is int
+    if not are_numbers or not 0 <= step < STEPS_PER_ATTEMPT or not 0 <= attempt < ATTEMPTS_MAX:
+        raise UsageError(
+            f"step {step!r} of attempt {attempt!r}: a step is below {STEPS_PER_ATTEMPT}, "
+            f"an attempt below {ATTEMPTS_MAX}"
+        )
+    return attempt * STEPS_PER_ATTEMPT + step
+
+
+def steps_behind(version: int, newest: int) -> int:
+    """By how many steps a version is behind the newest one: 1 at least, when it is of a former attempt."""
+    steps = step_of(newest) - step_of(version)
+    return steps if attempt_of(version) == attempt_of(newest) else max(1, steps)
+
+
+def version_text(version: int) -> str:
+    """For people: "6", or "6 of attempt 1"."""
+    attempt, step = attempt_of(version), step_of(version)
+    return f"{step} of attempt {attempt}" if attempt else str(step)
 
 
 def check_name(what: str, name: object) -> str:

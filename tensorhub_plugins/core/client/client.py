@@ -20,11 +20,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 import torch
 
+from tensorhub_plugins.core import digests
 from tensorhub_plugins.core.client import session
+from tensorhub_plugins.core.client.arguments import check_budget, check_identity, check_written, usable
+from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
@@ -35,9 +39,13 @@ from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import check_tensors, contiguous_spec
+from tensorhub_plugins.core.memory.tensors import check_tensors, copied_spec
+from tensorhub_plugins.core.process import check_not_forked, identity
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import address_towards
+from tensorhub_plugins.core.security import secret
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
@@ -45,20 +53,17 @@ from tensorhub_plugins.core.transports import (
     DEFAULT_LIMITS,
     DEFAULT_TRANSPORTS,
     Offer,
-    Transport,
     TransportLimits,
-    create,
-    unavailable,
 )
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
-    SHARDS_MAX,
     Location,
     ShardKey,
     VersionInfo,
     check_name,
     check_version,
+    version_of,
 )
 
 log = logging.getLogger("tensorhub.client")
@@ -69,16 +74,24 @@ LAYOUTS_MAX = 8  # that one fetch names
 class Client:
     """One worker's way into the store.
 
-    address: the hub's, "tcp://host:port". run, model: name the history. replica, shard, shard_count: which part of
-    which copy this worker is; the names of live replicas must differ. location: defaults to `here()`. transports:
-    names in order of preference; those that do not work here are left out, which the log says. advertise_host:
-    the address under which peers reach this host; defaults to the one that faces the hub.
+    address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.
+    replica, shard, shard_count: which part of which copy this worker is; the names of live replicas must differ.
+    location: defaults to `here()`. transports: names in order of preference; those that do not work here are left out,
+    which the log says. advertise_host: the address under which peers reach this host; defaults to the one that faces
+    the hub.
 
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
+    digest: what it is published with. With "blake3", which no host on the way can forge, nothing else is read, either.
+
+    keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
 
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
     when a connection counts as lost, how many readers are served; see TransportLimits.
+
+    memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
+    half of this machine's). What goes beyond is said in the log, or, with over_budget="refuse", not published
+    (UsageError); it says which versions take it. The last copy of a retained version is kept all the same.
 
     Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
     HubUnreachable, when it has not answered shortly after timeout_s, and UsageError, for arguments that can never work
@@ -100,39 +113,31 @@ class Client:
         advertise_host: str | None = None,
         connect_timeout_s: float = 10.0,
         verify: bool = True,
+        digest: digests.Algorithm = digests.XXH3,
+        keys: Keys | None = None,
         limits: TransferLimits | None = None,
         transport_limits: TransportLimits = DEFAULT_LIMITS,
+        memory_budget_bytes: int | None = None,
+        over_budget: Literal["warn", "refuse"] = "warn",
     ) -> None:
-        _check_identity(shard, shard_count, run=run, model=model, replica=replica)
+        check_identity(shard, shard_count, run=run, model=model, replica=replica)
+        check_budget(memory_budget_bytes, over_budget)
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._worker = f"{replica}/{shard}"
-        self._verify = verify
+        keys = secret.from_environment() if keys is None else keys
+        self._verify, self._digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = here() if location is None else location
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()
-        self._seen = 0  # the newest version that was read or published here
-        self._closed = False
-        self._serving = Serving(self._worker, SlabPool())
-        self._transports = _usable(transports, advertise_host or address_towards(address), transport_limits)
+        self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
+        refuses = over_budget == "refuse"
+        self._serving = Serving(self._worker, SlabPool(), budget_bytes=memory_budget_bytes, refuses=refuses)
+        self._gate = None if keys is None else Gate(keys.lease_key)
+        host = advertise_host or address_towards(address)
+        self._transports = usable(transports, host, transport_limits, self._gate)
         try:
-            endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
-            self._hub = self._serving.hub = HubLink(
-                address,
-                messages.Hello(
-                    run=run,
-                    model=model,
-                    replica=replica,
-                    shard=shard,
-                    shard_count=shard_count,
-                    location=self._location,
-                    endpoints=endpoints,
-                ),
-                connect_timeout_s=connect_timeout_s,
-                on_source_gone=self._source_gone,
-                on_may_release=lambda effect: self._serving.may_release(effect.keys),
-                on_directive=self._directed,
-            )
+            self._hub = self._serving.hub = self._link(address, self._hello(run, model), connect_timeout_s, keys)
         except BaseException:
             self._close_local()
             raise
@@ -152,10 +157,10 @@ class Client:
     ) -> PublishReport:
         """Offer a version to all readers; returns when the hub knows of it. Until unpublish its bytes must not change.
 
-        tensors: name -> tensor of any dtype, shape and device (but meta); copied into host memory (copy=True) or
-        adopted in place (copy=False: dense tensors, all on the CPU or all on one device). A Slab is published as it is,
-        every tensor of it written, and belongs to the client from then on. parts: those of the tensors that are a part
-        of what the whole replica holds under that name, and where in it: start and global_shape in elements, by axis.
+        tensors: name -> tensor of any dtype, shape and device (but meta); copied into host memory (copy=True; a dense
+        one with its strides) or adopted in place (copy=False: dense tensors, all on the CPU or all on one device). A
+        Slab is published as it is, every tensor of it written, and belongs to the client from then on. parts: tensors
+        that are a part of what the replica holds under that name, and where: start, global_shape in elements, by axis.
         Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
         back, with the same bytes. So is an older one that operators make the fleet return to (`pin`, `withdraw`).
         strict: names, dtypes and shapes must be those of the version published before in this layout, by this client.
@@ -171,7 +176,7 @@ class Client:
         self._check_open()
         self._serving.check(key)
         began = time.monotonic()
-        slab = self._slab_of(tensors, version, copy=copy)
+        slab = self._slab_of(tensors, version, parts, copy=copy)
         copied = time.monotonic()
         try:
             manifest, changed = self._describe(key, slab, parts, strict=strict)
@@ -195,10 +200,23 @@ class Client:
         last copy of a retained version is moved to host memory first and served from there until it is not needed; so
         is a copy about which the hub does not answer, as it may be the last one: this does not raise HubUnreachable.
         A version that is not offered here is no error. UsageError while it is still being read here.
+
+        Of tensors that were published in place a few segments are compared with their digests: the log and
+        `UnpublishReport.damaged` say which were written to meanwhile. `recheck` compares all.
         """
         check_version(version)
         self._check_open()
         return self._serving.unpublish(version, layout, bounded(timeout_s))
+
+    def recheck(self, version: int, layout: str | None = None) -> tuple[str, ...]:
+        """The tensors of a version offered here (layout None: in every layout) whose bytes are not those that were
+        published; empty: all are right, or nothing of it is offered, or it was published with verify=False.
+
+        It reads all of them, at the speed of memory. What is damaged is offered no more.
+        """
+        check_version(version)
+        self._check_open()
+        return self._serving.recheck(version, layout)
 
     def replicate(
         self,
@@ -209,6 +227,7 @@ class Client:
         timeout_s: float = 60.0,
         serve: bool = True,
         parts: Mapping[str, Part] | None = None,
+        repair: bool = False,
     ) -> ReplicateReport:
         """Read a version into these tensors, in place, from the best holders, and become a source of it.
 
@@ -220,12 +239,16 @@ class Client:
         published in parts is put together. Only the segments that are needed are read.
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
-        read into a `fetch`ed slab instead). Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, or
-        UsageError naming the tensor that does not fit, or two that are the same memory here (tied weights) and were
-        published with different bytes. Further names of the same memory take host memory while they are read.
+        read into a `fetch`ed slab instead). repair: they are mixed, or damaged: what has the right digest already stays
+        as it is, which takes one look at all bytes, and only the other segments are read, from any holder.
+
+        Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, CorruptBytes when no source is left that has
+        sent the published bytes, or UsageError naming the tensor that does not fit, or two that are the same memory
+        here (tied weights) and were published with different bytes. Further names of the same memory take host memory
+        while they are read.
         """
         self._serving.check_free(tensors)
-        destinations = Destinations(self._serving, serve=serve, into=LiveMemory(tensors, parts))
+        destinations = Destinations(self._serving, serve=serve, into=LiveMemory(tensors, parts, repairs=repair))
         return ReplicateReport.of(self._transfer(destinations, version, (layout,), timeout_s, claim=False))
 
     def fetch(
@@ -237,6 +260,7 @@ class Client:
         converts: bool = True,
         serve: bool = False,
         into: Mapping[str, torch.Tensor] | None = None,
+        repair: bool = False,
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
 
@@ -245,14 +269,14 @@ class Client:
         converts: when nobody has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
         layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
         serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
-        into: tensors for layouts[0], which is read in place, as by `replicate`; Fetched has no slabs then.
+        into, repair: tensors for layouts[0], which is read in place as by `replicate`; Fetched has no slabs then.
         """
         if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
             raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
         live = None
         if into is not None:
             self._serving.check_free(into)
-            live = LiveMemory(into)
+            live = LiveMemory(into, repairs=repair)
         destinations = Destinations(self._serving, serve=serve, into=live, in_place=layouts[0])
         outcome = self._transfer(destinations, version, tuple(layouts), timeout_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
@@ -271,6 +295,7 @@ class Client:
     def abandon(self, version: int, layout: str) -> None:
         """Give up a conversion that `fetch` has put on this worker; another is chosen. Does not wait for the hub."""
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
+        check_not_forked(self._pid, "client")
         self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
 
     def wait(self, version: int | str = LATEST, *, newer_than: int = 0, timeout_s: float = 60.0) -> int:
@@ -330,6 +355,28 @@ class Client:
         number = check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
+    def begin(self, step: int = 0, *, word: str = "", timeout_s: float = 60.0) -> int:
+        """A trainer starts, and resumes from `step` (0: from none). Returns its attempt, for `version_of`.
+
+        Versions of former attempts above that step are superseded: nobody reads or runs them any more. What this
+        attempt publishes is newer than all before, whatever its steps. The first attempt of all is 0, whose versions
+        are plain steps; so are those of a trainer that never begins. Every shard of this replica calls it, with the
+        same step, and word: what its ranks share, and those of another start do not.
+
+        A former trainer that was killed is waited for until its session ends, or not at all when its process was on
+        this host. UsageError when it lives; DeadlineExceeded with what was missing, after timeout_s; Superseded when
+        another process has taken this one's place. From then on what belongs to a former attempt publishes nothing,
+        takes nothing back and retains nothing: Superseded.
+        """
+        version_of(0, step)
+        return begin(self._ask, step, word, bounded(timeout_s)).number
+
+    @property
+    def attempt(self) -> int:
+        """The trainer's newest attempt, as far as this worker has heard; 0: the first, or none was begun."""
+        attempts = self._hub.directive.attempts
+        return attempts[-1].number if attempts else 0
+
     def versions(self, *, timeout_s: float = 10.0) -> list[VersionInfo]:
         """The versions that the hub knows, oldest first, and which workers hold them in which layout."""
         reply = self._ask(messages.AskVersions, timeout_s)
@@ -355,6 +402,7 @@ class Client:
 
     def serving(self) -> list[ShardKey]:
         """The shards this worker offers now, sorted."""
+        check_not_forked(self._pid, "client")
         return self._serving.keys()
 
     @property
@@ -364,10 +412,13 @@ class Client:
 
     def find(self, key: ShardKey) -> Offer | None:
         """What this shard is served from now: its slab, and who reads it; None: it is not offered."""
+        check_not_forked(self._pid, "client")
         return self._serving.find(key)
 
     def close(self) -> None:
-        """Leave: readers are cut off and go elsewhere. Closing twice is fine."""
+        """Leave: readers are cut off and go elsewhere. Closing twice is fine; in a forked child it does nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -383,6 +434,35 @@ class Client:
         self.close()
 
     # --- inside ---
+
+    def _hello(self, run: str, model: str) -> messages.Hello:
+        """Who this worker is, and where it is served from: from now on it is."""
+        endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
+        if self._gate is not None:
+            self._gate.serves_at(endpoints)
+        return messages.Hello(
+            run=run,
+            model=model,
+            replica=self.replica,
+            shard=self.shard,
+            shard_count=self.shard_count,
+            location=self._location,
+            endpoints=endpoints,
+            process=identity(),
+        )
+
+    def _link(self, address: str, identity: messages.Hello, connect_timeout_s: float, keys: Keys | None) -> HubLink:
+        return HubLink(
+            address,
+            identity,
+            connect_timeout_s=connect_timeout_s,
+            on_source_gone=self._source_gone,
+            on_may_release=lambda effect: self._serving.may_release(effect.keys),
+            on_directive=self._directed,
+            on_doubted=lambda effect: self._serving.doubt(effect.key, effect.segments),
+            keys=keys,
+            gate=self._gate,
+        )
 
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], timeout_s: float, *, claim: bool
@@ -401,6 +481,7 @@ class Client:
             deadline=Deadline.after(timeout_s),
             timeout_s=timeout_s,
             verify=self._verify,
+            algorithm=self._digest if self._digest == digests.BLAKE3 else None,
             serve=destinations.serve,
             location=self._location,
             limits=self._limits,
@@ -408,10 +489,13 @@ class Client:
         transfer = Transfer(machine, self._hub, self._transports, destinations)
         with self._lock:
             self._transfers.add(transfer)
-        destinations.begin()
+        transfer.direct(self._hub.directive)
+        destinations.begin(machine.deadline)
         try:
             outcome = transfer.run()
             destinations.complete(outcome.version)
+            if self._hub.directive.is_over(outcome.version):  # since a moment
+                self._serving.supersede(self._hub.directive.attempts)
         except BaseException:
             destinations.fail()
             if machine.claimed is not None:
@@ -427,16 +511,17 @@ class Client:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
 
-    def _slab_of(self, tensors: Mapping[str, torch.Tensor] | Slab, version: int, *, copy: bool) -> Slab:
+    def _slab_of(self, tensors: Mapping[str, torch.Tensor] | Slab, version: int, parts: object, *, copy: bool) -> Slab:
         """What is to be published, as a slab."""
         if isinstance(tensors, Slab):
-            _check_written(tensors, version)
+            check_written(tensors, version)
             self._serving.pool.reclaim(tensors)
             return tensors
         if not copy:
             return Slab.adopt(tensors)
         check_tensors(tensors)
-        slab = self._serving.take(contiguous_spec(name, t.dtype, t.shape) for name, t in tensors.items())
+        cut = parts if isinstance(parts, Mapping) else {}
+        slab = self._serving.take(copied_spec(name, t, is_part=name in cut) for name, t in tensors.items())
         try:
             for name, tensor in tensors.items():
                 slab.write(name, tensor)
@@ -462,7 +547,7 @@ class Client:
                     "change is meant, take a new run or model name, or pass strict=False",
                     version=key.version,
                 )
-        return msgspec.structs.replace(slab.manifest(digests=self._verify), tensors=described), changed
+        return msgspec.structs.replace(slab.manifest(algorithm=self._digest), tensors=described), changed
 
     def _releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
         """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""
@@ -475,13 +560,17 @@ class Client:
         return release
 
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
+        check_not_forked(self._pid, "client")
         return self._hub.ask(make, Deadline.after(timeout_s)).result()  # the session ends every request at its deadline
 
     def _directed(self, directive: messages.Directive) -> None:
         with self._lock:
             transfers = list(self._transfers)
+            self._seen = 0 if directive.is_over(self._seen) else self._seen
         for transfer in transfers:
-            transfer.withdrawn(directive.withdrawn)
+            transfer.direct(directive)
+        if directive.attempts:
+            self._serving.supersede(directive.attempts)
 
     def _source_gone(self, gone: bytes) -> None:
         with self._lock:
@@ -490,6 +579,7 @@ class Client:
             transfer.source_gone(gone)
 
     def _check_open(self) -> None:
+        check_not_forked(self._pid, "client")
         if self._closed:
             raise UsageError("the client is closed")
 
@@ -502,13 +592,6 @@ class Client:
 # --- small things ---
 
 
-def _check_identity(shard: int, shard_count: int, **names: str) -> None:
-    for what, name in names.items():
-        check_name(what, name)
-    if not 0 <= shard < shard_count <= SHARDS_MAX:
-        raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
-
-
 def here() -> Location:
     """This worker's location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
     return Location(
@@ -516,33 +599,3 @@ def here() -> Location:
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
     )
-
-
-def _check_written(slab: Slab, version: int) -> None:
-    if slab.kind == "allocated" and slab.unwritten:
-        raise UsageError(
-            f"{len(slab.unwritten)} tensors of the slab were never written, first {list(slab.unwritten[:5])}: write "
-            "them all, or call mark_written for those that were filled through their views",
-            version=version,
-        )
-
-
-def _usable(names: Sequence[str], advertise_host: str, limits: TransportLimits) -> dict[str, Transport]:
-    transports: dict[str, Transport] = {}
-    for name in names:
-        reason = unavailable(name)
-        if reason is None:
-            try:
-                transports[name] = create(name, advertise_host=advertise_host, limits=limits)
-            except BaseException:
-                for made in transports.values():
-                    made.close()
-                raise
-        else:
-            # Nobody who names no transport wants to hear on every worker that it has no RDMA card.
-            log.log(
-                logging.INFO if tuple(names) == DEFAULT_TRANSPORTS else logging.WARNING, "no %s here: %s", name, reason
-            )
-    if not transports:
-        raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
-    return transports

@@ -16,17 +16,22 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
+from typing import Any
 
 import zmq
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import session
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError, refusal
+from tensorhub_plugins.core.process import close_at_exit
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
-    check_address,
+    hub_addresses,
     new_session,
 )
+from tensorhub_plugins.core.security import curve
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.leases import Gate
 
 log = logging.getLogger("tensorhub.client")
 
@@ -37,11 +42,12 @@ CONNECT_TIMEOUT_MS = 2000
 BYE_LINGER_MS = 200  # for the last word to leave this process; without it the hub would miss us for a session timeout
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes) -> zmq.Socket[bytes]:
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys | None) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
+    curve.guard_client(socket, keys)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, messages.MESSAGE_SIZE_BYTES_MAX),
+        (zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX),
         (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine sends again what matters
         (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
@@ -56,10 +62,12 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes) -> zmq.Sock
 
 
 class HubLink:
-    """A session with the hub at `address`.
+    """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: what it asks for;
+    None: it has no secret. gate: is told its clock. redial_s: of silence, after which it connects anew.
 
-    on_source_gone, on_may_release, on_directive: called in the link's thread, must not block. Raise UsageError for a
-    malformed address, HubUnreachable when no hub answers within connect_timeout_s.
+    on_source_gone, on_may_release, on_directive, on_doubted: called in the link's thread, must not block. Raise
+    UsageError for a malformed address and for a hub that does not let us in, HubUnreachable when no hub answers within
+    connect_timeout_s.
     """
 
     def __init__(
@@ -71,29 +79,34 @@ class HubLink:
         on_source_gone: Callable[[bytes], None],
         on_may_release: Callable[[session.MayRelease], None],
         on_directive: Callable[[messages.Directive], None] = lambda directive: None,
+        on_doubted: Callable[[session.Doubted], None] = lambda effect: None,
+        keys: Keys | None = None,
+        gate: Gate | None = None,
+        redial_s: float | None = None,
     ) -> None:
-        self.address = check_address(address)
+        self._addresses, self._dialed = hub_addresses(address), 0
         self.session = new_session()
         self._name = f"{identity.replica}/{identity.shard}"
-        self._on_source_gone = on_source_gone
-        self._on_may_release = on_may_release
-        self._on_directive = on_directive
-        self._machine = session.Session(identity, time.monotonic())
+        self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
+        self._on_directive, self._on_doubted, self._gate = on_directive, on_doubted, gate
+        often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
+        redial_s = often if redial_s is None else redial_s
+        self._machine = session.Session(identity, time.monotonic(), redial_s=redial_s)
         self._lock = threading.RLock()
-        self._futures: dict[int, Future[messages.Reply]] = {}
+        self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._outbox: deque[bytes] = deque()
         self._welcomed: Future[None] = Future()
         self._closing = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._context = zmq.Context()
-        self._socket = _dealer(self._context, self.session)
+        self._context, self._keys, self._is_to_redial = zmq.Context(), keys, False
         try:
-            self._socket.connect(address)
+            self._dial()
         except zmq.ZMQError as error:
             self._free()
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
         self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
         self._thread.start()
+        close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
         try:
             self._welcomed.result(timeout=connect_timeout_s)
         except FutureTimeout:
@@ -134,22 +147,25 @@ class HubLink:
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
-            number = self._machine.next_request_id()
-            self._futures[number] = future
-            self._carry_out(self._machine.handle(session.Ask(make(number), deadline), time.monotonic()))
+            request = make(self._machine.next_request_id())
+            self._futures[request.request_id] = future, request
+            self._carry_out(self._machine.handle(session.Ask(request, deadline), time.monotonic()))
         self._wake()
         return future
 
-    def end_lease(self, request: int, shard: int | None = None, *, lost: bool = False) -> None:
+    def end_lease(
+        self, request: int, shard: int | None = None, *, lost: bool = False, corrupt: tuple[int, ...] = ()
+    ) -> None:
         """Tell the hub that nothing more is read under this grant. Returns at once; it is sent again until the hub
         knows.
 
-        shard: None for all of them. lost: the source failed, so that the hub stops offering it to others.
+        shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
+        segments that it has sent with other bytes than were published.
         """
         with self._lock:
             if self._closing:
                 return
-            self._carry_out(self._machine.handle(session.EndLease(request, shard, lost), time.monotonic()))
+            self._carry_out(self._machine.handle(session.EndLease(request, shard, lost, corrupt), time.monotonic()))
         self._wake()
 
     def close(self) -> None:
@@ -161,22 +177,50 @@ class HubLink:
         self._wake()
         self._thread.join()
 
+    @property
+    def address(self) -> str:
+        """Where the hub is, or is looked for now."""
+        return self._addresses[self._dialed % len(self._addresses)]
+
     # --- the thread ---
+
+    def _dial(self) -> None:
+        self._socket = _dealer(self._context, self.session, self._keys)
+        self._handshakes = curve.Handshakes(self._socket, self.address, self._keys)
+        self._socket.connect(self.address)
+
+    def _redial_if_due(self, poller: select.poll) -> None:
+        """A new connection, for which the name of the host is looked up again; to the next address."""
+        if not self._is_to_redial:
+            return
+        for each in (self._socket, self._handshakes.socket):
+            poller.unregister(int(each.getsockopt(zmq.FD)))
+        self._handshakes.close()
+        self._socket.close(linger=0)
+        self._is_to_redial, self._dialed = False, self._dialed + 1
+        log.info("%s: connects anew to the hub, at %s", self._name, self.address)
+        self._dial()
+        self._register(poller)
+
+    def _register(self, poller: select.poll) -> None:
+        for each in (self._socket, self._handshakes.socket):
+            poller.register(int(each.getsockopt(zmq.FD)), select.POLLIN)
 
     def _run(self) -> None:
         poller = select.poll()
-        zmq_fd = int(self._socket.getsockopt(zmq.FD))
-        poller.register(zmq_fd, select.POLLIN)
+        self._register(poller)
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
                 self._flush()
                 if self._closing:
                     return
+                self._look_at_handshakes()
                 self._receive_all()
                 with self._lock:
                     self._carry_out(self._machine.handle(session.Tick(), time.monotonic()))
                     wait_s = self._machine.next_deadline() - time.monotonic()
+                self._redial_if_due(poller)
                 self._flush()
                 if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     continue  # the descriptor is edge triggered: nothing may be left when it is waited for
@@ -188,11 +232,28 @@ class HubLink:
         finally:
             with self._lock:
                 self._closing = True
-                futures = list(self._futures.values())
+                asked = list(self._futures.values())
                 self._futures.clear()
-            for future in futures:
+            for future, _ in asked:
                 future.set_exception(UsageError("the client was closed while it waited for the hub"))
             self._free()
+
+    def _note(self, message: messages.HubMessage) -> None:
+        """That we are welcome, and the hub's clock, for the leases of those who read here."""
+        if isinstance(message, messages.Welcome) and not self._welcomed.done():
+            self._welcomed.set_result(None)
+        hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock
+        if self._gate is not None and hub is not None and tells:
+            self._gate.hear(hub, tells, time.monotonic())
+
+    def _look_at_handshakes(self) -> None:
+        problem = self._handshakes.problem(time.monotonic())
+        if problem is None:
+            return
+        if not self._welcomed.done():
+            self._welcomed.set_exception(UsageError(problem, peer=self.address, phase="connect"))
+        else:
+            log.error("%s: %s", self._name, problem)
 
     def _receive_all(self) -> None:
         while True:
@@ -209,8 +270,7 @@ class HubLink:
                 continue
             with self._lock:
                 self._carry_out(self._machine.handle(session.Heard(message), time.monotonic()))
-            if isinstance(message, messages.Welcome) and not self._welcomed.done():
-                self._welcomed.set_result(None)
+            self._note(message)
 
     def _carry_out(self, effects: list[session.Effect]) -> None:
         for effect in effects:
@@ -227,19 +287,23 @@ class HubLink:
                     self._on_may_release(effect)
                 case session.Directed(directive):
                     self._on_directive(directive)
+                case session.Doubted():
+                    self._on_doubted(effect)
                 case session.HubAway(silent_s):
                     log.warning("%s: no word from the hub at %s for %.0f s", self._name, self.address, silent_s)
+                case session.Redial():
+                    self._is_to_redial = True
                 case session.HubBack(restarted):
                     log.info("%s: the hub is back%s", self._name, ", restarted: told it all" if restarted else "")
                 case _:
                     assert_never(effect)
 
     def _resolve(self, request: int, reply: messages.Reply) -> None:
-        future = self._futures.pop(request, None)
-        if future is not None and isinstance(reply, messages.Refused):
-            future.set_exception(refusal(reply.error, reply.message))
-        elif future is not None:
-            future.set_result(reply)
+        asked = self._futures.pop(request, None)
+        if asked is not None and isinstance(reply, messages.Refused):
+            asked[0].set_exception(refusal(reply.error, reply.message, peer=self.address, **_described(asked[1])))
+        elif asked is not None:
+            asked[0].set_result(reply)
         elif request == 0:  # the hub refuses us altogether
             assert isinstance(reply, messages.Refused)
             if self._welcomed.done():
@@ -248,10 +312,11 @@ class HubLink:
                 self._welcomed.set_exception(refusal(reply.error, reply.message, phase="connect"))
 
     def _expire(self, request: int, *, hub_silent: bool) -> None:
-        future = self._futures.pop(request, None)
-        if future is not None:
+        asked = self._futures.pop(request, None)
+        if asked is not None:
             why = "the hub does not answer" if hub_silent else "the hub did not decide in time"
-            future.set_exception(HubUnreachable(why, peer=self.address, phase="hub"))
+            why = self._handshakes.shut_out or why
+            asked[0].set_exception(HubUnreachable(why, peer=self.address, **_described(asked[1])))
 
     def _flush(self) -> None:
         while self._outbox:
@@ -271,9 +336,36 @@ class HubLink:
                 os.write(self._wake_write, b"x")
 
     def _free(self) -> None:
+        self._handshakes.close()
         self._socket.close(linger=BYE_LINGER_MS)
         self._context.term()
         with self._lock:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._wake_read = self._wake_write = -1
+
+
+PHASES = {
+    messages.Acquire: "find sources",
+    messages.Target: "wait",
+    messages.AskVersions: "versions",
+}
+
+
+def _described(request: session.Request) -> dict[str, Any]:
+    """What an error says of the request that failed: its phase, and the version that it was about."""
+    phase = PHASES.get(type(request), type(request).__name__.lower())
+    match request:
+        case messages.Publish(_, holding):
+            version = holding.key.version
+        case messages.Unpublish(_, keys):
+            version = keys[0].version if keys else 0
+        case messages.Abandon(_, key):
+            version = key.version
+        case messages.Begin():
+            version = request.step
+        case messages.Acquire() | messages.Wait() | messages.Pin() | messages.Withdraw():
+            version = request.version
+        case _:
+            version = 0
+    return {"phase": phase, "version": version or None}

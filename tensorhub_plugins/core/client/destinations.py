@@ -9,6 +9,7 @@ import torch
 
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
+from tensorhub_plugins.core.memory.assembly import check_size, check_whole, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
@@ -16,12 +17,16 @@ from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 
 class LiveMemory:
-    """The caller's tensors, read into in place. parts: where they lie in larger ones.
+    """The caller's tensors, read into in place. parts: where they lie in larger ones. repairs: what they hold already
+    need not be read.
 
     UsageError for what cannot be a target, before anything moves.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None = None, *, repairs: bool = False
+    ) -> None:
+        self.repairs = repairs
         self.live = LiveTensors(tensors)
         self._names = tensors.keys()
         self._whole: Slab | None = self.live.adopt()  # until a source shard has been given it
@@ -67,10 +72,13 @@ class Destinations:
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
-        self.allocated: dict[int, Slab] = {}  # those of them that are from the pool
+        # From the pool: by source shard, and under negative numbers what several of them hold parts of.
+        self.allocated: dict[int, Slab] = {}
+        self._parted: dict[int, TensorTable] = {}  # source shards that hold parts
 
-    def begin(self) -> None:
+    def begin(self, deadline: float) -> None:
         """Sources are asked for from now on."""
+        self._deadline = deadline
         if self.serve:
             self._read = self._serving.begin_read()
 
@@ -83,9 +91,23 @@ class Destinations:
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         slab = self.slabs[key.shard] = self._memory_for(key, manifest)
         if self.serve and slab.specs == manifest.tensors:
+            if slab.kind == "view":
+                self._serving.lend(slab, self.allocated.values())
             self._offered[key.shard] = key
             self._serving.prepare(self._read, key, manifest, slab)
         return slab
+
+    def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that are not in place already, as their digests tell; the others are served from now on."""
+        slab = self.slabs[key.shard]
+        repairs = self._live is not None and self._live.repairs
+        if not (repairs and manifest.has_digests and slab.specs == manifest.tensors):
+            return needed
+        damaged = frozenset(slab.damaged(manifest))
+        for segment in needed:
+            if segment not in damaged:
+                self.verified(key.shard, segment)
+        return tuple(segment for segment in needed if segment in damaged)
 
     def verified(self, shard: int, segment: int) -> None:
         if shard in self._offered:
@@ -102,8 +124,12 @@ class Destinations:
             self._live.live.check(version)
             for offer in self._serving.arriving(self._read) if self.serve else ():
                 offer.move(self._live.live.settled(offer.slab))
-        for slab in self.allocated.values():
-            slab.mark_written()
+        if self._parted:
+            check_whole(self._parted)
+            self._serving.remember_parts(self._parted)
+        names = {spec.name for table in self._parted.values() for spec in table}
+        for number, slab in self.allocated.items():
+            slab.mark_written(None if number >= 0 else names)
         self._serving.holds_fetched(self.allocated.values())
         if self.serve:
             self._serving.complete(self._read)
@@ -118,16 +144,38 @@ class Destinations:
         if self._into is not None and self._in_place in (None, key.layout):
             self._live = self._into
             return self._into.of(key, manifest)
-        slab = self.allocated[key.shard] = self._serving.take(manifest.tensors)
+        if key.layout == CHECKPOINT and has_parts(manifest.tensors):
+            return self._place_parts(key.shard, manifest.tensors)
+        slab = self.allocated[key.shard] = self._serving.take(manifest.tensors, self._deadline)
         return slab
+
+    def _place_parts(self, shard: int, table: TensorTable) -> Slab:
+        """A view of the whole tensors, with memory for those of which no other shard has come with a part yet."""
+        self._parted[shard] = table
+        blocks = [self.allocated[number] for number in self.allocated if number < 0]
+        placed = {name for block in blocks for name in block.specs.positions}
+        missing = [whole_of(spec) for spec in table if spec.part is not None and spec.name not in placed]
+        if missing:
+            check_size(missing)
+            wanted = TensorTable.of(missing)
+            if not blocks:  # what came in parts the last time, at once: so it fits the slabs in the pool
+                wanted = self._serving.parts_as_before(shard, table) or wanted
+            self.allocated[-1 - len(blocks)] = slab = self._serving.take(wanted, self._deadline)
+            blocks.append(slab)
+        alone = TensorTable.of(spec for spec in table if spec.part is None)
+        if alone:
+            self.allocated[shard] = slab = self._serving.take(alone, self._deadline)
+            blocks.insert(0, slab)
+        return view_of(table, blocks)
 
     def _drop(self, *, restarts: bool) -> None:
         if self.serve:
             self._serving.drop(self._read, restarts=restarts)
         for slab in self.allocated.values():
             self._serving.recycle(slab)
+        self._serving.remember_parts({})  # they may be why it failed
         if self._live is not None:
             self._live.restart()
         self._live = None
-        for each in (self._offered, self.slabs, self.allocated):
+        for each in (self._offered, self.slabs, self.allocated, self._parted):
             each.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,39 +20,35 @@ import msgspec
 import torch
 
 from tensorhub_plugins.core.client.client import Client
+from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import (
+    Manifest,
+    Part,
     TensorSpec,
     TensorTable,
 )
-from tensorhub_plugins.core.memory.moves import difference
+from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, spec_of
 from tensorhub_plugins.core.run_log import enabled, record
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
+    NAME_LENGTH_MAX,
+    version_of,
 )
 
 log = logging.getLogger(__name__)
 
+BEGIN_S = 60.0  # at least: a former life on another host is given up after 15 s of silence
 UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
 
 
-class Ownership:
-    """Which of `ranks` trainer ranks keeps which tensor: the one with the fewest bytes so far, the lowest of equals.
-
-    All ranks see the same tensors in the same order (gathering each is a collective), so all of them decide the same
-    without a message.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self.bytes = [0] * ranks
-
-    def give(self, size_bytes: int) -> int:
-        """The owner of the next tensor."""
-        owner = min(range(len(self.bytes)), key=lambda rank: (self.bytes[rank], rank))
-        self.bytes[owner] += size_bytes
-        return owner
+def _start_of_ranks() -> str:
+    """What the ranks of one start share, as torch's launchers tell them: where they meet."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    life = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    return f"{address} {port} {life}".strip()[:NAME_LENGTH_MAX]
 
 
 class Publisher:
@@ -62,6 +59,9 @@ class Publisher:
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
     is then no different from the others.
+
+    begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
+    makes an end of what its former life published from that step on. Versions are those of `version` then.
 
     Every version must consist of the same tensors, by name, dtype and shape; else it is a UsageError that names what is
     missing, new or changed, and nothing is published. All ranks together are compared, which every rank sees pass: a
@@ -79,8 +79,10 @@ class Publisher:
         timeout_s: float,
         dtype: torch.dtype | None = None,
         model: Sequence[TensorSpec] = (),
+        begins: bool = False,
     ) -> None:
         self.client = client
+        self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype = keep, timeout_s, dtype
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
@@ -90,7 +92,7 @@ class Publisher:
         self._is_fixed = bool(model)
         self._whole = TensorTable.of(model)  # of all ranks, of the last version
         self._published: deque[int] = deque()
-        self._root = b""  # of the last version
+        self._sent: Manifest | None = None  # of the last version
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
         self._retiring.start()
@@ -100,16 +102,44 @@ class Publisher:
         """Of the last version: the shares of all ranks together."""
         return sum(spec.size_bytes for spec in self._whole)
 
-    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    def begin(self, step: int) -> None:
+        """Go on from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`."""
+        timeout_s = max(self.timeout_s, BEGIN_S)
+        self.attempt = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s)
+
+    def version(self, step: int) -> int:
+        """The version that this step has, in the attempt that was begun."""
+        return version_of(self.attempt or 0, step)
+
+    def publish(self, step: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
         """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 
         Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
-        started = time.monotonic()
+        if self.attempt is None:
+            self.begin(step - 1)
+        version, started = self.version(step), time.monotonic()
         slab, whole = self._snapshot(version, weights)
+        return self._offer(version, slab, whole, {}, started)
+
+    def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
+        """Publish what this rank holds of a model that is sharded: no rank waits for another, and nothing is gathered.
+
+        held: every tensor of the model, on every rank in the same order, see parts.py. Metrics as from `publish`. The
+        memory it takes is the slab, and one part as it is cast.
+        """
+        if self.attempt is None:
+            self.begin(step - 1)
+        version, started = self.version(step), time.monotonic()
+        slab, whole, parts = self._snapshot_parts(version, held)
+        return self._offer(version, slab, whole, parts, started)
+
+    def _offer(
+        self, version: int, slab: Slab, whole: TensorTable, parts: dict[str, Part], started: float
+    ) -> dict[str, float]:
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
-            return self._again(version, slab)
-        report = self.client.publish(version, slab, CHECKPOINT, timeout_s=self.timeout_s, strict=True)
+            return self._again(version, slab, parts)
+        report = self.client.publish(version, slab, CHECKPOINT, timeout_s=self.timeout_s, parts=parts, strict=True)
         ended = time.monotonic()
         record(
             "publish",
@@ -123,7 +153,7 @@ class Publisher:
             digests = {self._digest_key(): report.manifest.root().hex()}
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
-        self._root = report.manifest.root()
+        self._sent = report.manifest
         self._whole = whole
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
@@ -133,17 +163,24 @@ class Publisher:
             "tensorhub/publish/bytes": float(slab.size_bytes),
         }
 
-    def _again(self, version: int, slab: Slab) -> dict[str, float]:
+    def _again(self, version: int, slab: Slab, parts: dict[str, Part]) -> dict[str, float]:
         """A version that was sent before. Fine if nothing changed; else the readers would keep the old weights."""
-        same = version == self._published[-1] and slab.manifest().root() == self._root
+        same = version == self._published[-1] and self._is_sent(slab, parts)
         slab.close()
         if same:
             return {}
         raise UsageError(
             "other weights were given for a version that is already published (versions must grow): after a rollback "
-            "start a new history under another run name",
+            "begin anew, with Publisher.begin",
             version=version,
         )
+
+    def _is_sent(self, slab: Slab, parts: dict[str, Part]) -> bool:
+        sent = self._sent
+        if sent is None:
+            return False
+        manifest = slab.manifest(algorithm=sent.digest_algorithm)
+        return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root() == sent.root()
 
     def _digest_key(self) -> str:
         return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
@@ -177,6 +214,25 @@ class Publisher:
         if slab is not None and not buffered and written == self._mine.positions.keys():
             return slab, whole
         return self._reshape(slab, written, buffered), whole
+
+    def _snapshot_parts(self, version: int, held: Iterable[Held]) -> tuple[Slab, TensorTable, dict[str, Part]]:
+        """A slab with this rank's parts, what the whole tensors are, and where the parts lie in them."""
+        mine = list(held)
+        whole = TensorTable.of(self._cast_spec(one.whole) for one in mine)
+        if self._whole and whole != self._whole:
+            raise self._not_the_same(version, whole)
+        tensors = {one.whole.name: one.tensor for one in mine if one.tensor is not None}
+        slab = self.client.allocate(
+            self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape)) for name, tensor in tensors.items()
+        )
+        for name, tensor in tensors.items():
+            slab.write(name, self._cast(tensor.detach()))
+        return slab, whole, {one.whole.name: one.part for one in mine if one.part is not None}
+
+    def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
+        """What `_cast` makes of such a tensor."""
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return contiguous_spec(spec.name, self._cast(torch.empty(0, dtype=dtype)).dtype, spec.shape)
 
     def _not_the_same(self, version: int, whole: TensorTable) -> UsageError:
         found = difference(self._whole, whole)

@@ -30,13 +30,15 @@ class UnpublishReport:
     """What `unpublish` did, in so many seconds.
 
     cut_off: "replica/shard" of the readers that had not finished by the deadline. kept: it was the last copy of a
-    retained version, or may have been, and is served on from memory of the store's own.
+    retained version, or may have been, and is served on from memory of the store's own. damaged: tensors that were
+    written to while they were published in place, as far as a sample of their digests tells.
     """
 
     version: int
     seconds: float
     cut_off: tuple[str, ...] = ()
     kept: bool = False
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ReplicateReport:
     transports: dict[str, int]
     losses: tuple[str, ...]
     roots: dict[int, str]  # source shard -> hex of its manifest's root
+    algorithms: dict[int, str]  # source shard -> what its digests, and the root, are made with
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
@@ -68,12 +71,14 @@ class ReplicateReport:
             dict(outcome.transports),
             outcome.losses,
             {shard: manifest.root().hex() for shard, manifest in outcome.manifests.items()},
+            {shard: manifest.digest_algorithm for shard, manifest in outcome.manifests.items()},
         )
 
 
 @dataclass
 class Fetched:
-    """One version in memory of its own. slabs and manifests are by source shard.
+    """One version in memory of its own. slabs and manifests are by source shard; tensors of which several shards hold
+    parts are whole in slabs of their own, under negative numbers.
 
     converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it.
     """
@@ -101,11 +106,14 @@ class Fetched:
         found: dict[str, torch.Tensor] = {}
         shard_of: dict[str, int] = {}
         for shard, slab in sorted(self.slabs.items()):  # in the order of shards, whichever came first
+            nothing = frozenset(slab.unwritten)  # memory for parts that did not come this time
             for name, tensor in slab.tensors().items():
+                if name in nothing:
+                    continue
                 if name in found and not same_bytes(found[name], tensor):
                     raise VersionRefused(
-                        f"tensor {name!r} is published by shard {shard_of[name]} and by shard {shard}, with different "
-                        "bytes: publish it in one of them",
+                        f"tensor {name!r} is published by {_text(shard_of[name])} and by {_text(shard)}, with "
+                        "different bytes: publish it in one of them",
                         version=self.version,
                     )
                 found[name], shard_of[name] = tensor, shard
@@ -116,3 +124,7 @@ class Fetched:
         if self._release is not None:
             self._release()
         self._release, self.slabs = None, {}
+
+
+def _text(shard: int) -> str:
+    return f"shard {shard}" if shard >= 0 else "several shards in parts"

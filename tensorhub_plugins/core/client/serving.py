@@ -7,11 +7,13 @@ are taken under one lock; what they have led to, a word to the hub or a reader t
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -22,19 +24,24 @@ from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
 from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline
-from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
-from tensorhub_plugins.core.manifest import Manifest, TensorSpec
+from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.assembly import whole_of
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import share_memory
 from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
 BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
-ANNOUNCE_S = 1.0  # a hub that is there has long answered by then; one that is away is told when it is back
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # "max": none
+NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
+SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
+ANNOUNCE_S = 0.3  # a hub that is there has long answered by then; one that is away is told when it is back
 
 
 class Serving:
@@ -42,12 +49,18 @@ class Serving:
 
     hub: HubLink
 
-    def __init__(self, worker: str, pool: SlabPool) -> None:
+    def __init__(self, worker: str, pool: SlabPool, *, budget_bytes: int | None = None, refuses: bool = False) -> None:
+        """budget_bytes, refuses: as in `Client`."""
         self.worker = worker
         self.pool = pool
+        self._budget_bytes = half_of_memory_bytes() if budget_bytes is None else budget_bytes
+        self._refuses = refuses
+        self._is_over = False
         self._shelf: Shelf[Offer] = Shelf()
         self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
         self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
+        self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered, and whose memory they are
+        self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
 
     # --- for the transports' serving threads ---
@@ -108,12 +121,24 @@ class Serving:
 
     def may_release(self, keys: Iterable[ShardKey]) -> None:
         """The hub says that these copies need not be retained any more. Does not block."""
-        with suppress(RuntimeError):  # closed meanwhile
-            self._background.submit(self._release, tuple(keys))
-
-    def _release(self, keys: tuple[ShardKey, ...]) -> None:
         with self._changed:
             ticket = self._shelf.may_release(keys)
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._release, ticket)
+
+    def supersede(self, lineage: Lineage) -> None:
+        """A newer attempt of the trainer has begun: what it has ended is offered no more. Does not block."""
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._drop_superseded, lineage)
+
+    def _drop_superseded(self, lineage: Lineage) -> None:
+        with self._changed:
+            effects = self._shelf.supersede(lambda version: is_superseded(version, lineage))
+        self._carry_out(effects)
+
+    def _release(self, ticket: shelf.Ticket) -> None:
+        with self._changed:  # there may have been others before it, and by now it is published again
+            ticket = self._shelf.still_meant(ticket)
         try:
             self._unpublish(0, ticket, BACKGROUND_TIMEOUT_S)
         except TensorHubError as error:
@@ -129,10 +154,77 @@ class Serving:
         except HubUnreachable:  # it may be the last copy; the hub says when it is back
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
+        damaged = self._check_sample(ticket)
         with self._changed:
             effects = self._shelf.unpublished(ticket, keep=reply.must_retain)
         self._carry_out(effects, deadline)
-        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, reply.must_retain)
+        kept = reply.must_retain and not damaged
+        return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, damaged)
+
+    # --- whether what is offered is what was published ---
+
+    def recheck(self, version: int, layout: str | None) -> tuple[str, ...]:
+        """As `Client.recheck`."""
+        with self._changed:
+            entries = self._shelf.entries.items()
+            keys = [k for k, e in entries if k.version == version and layout in (None, k.layout) and not e.is_arriving]
+        return tuple(dict.fromkeys(name for key in keys for name in self._check(key, None)))
+
+    def doubt(self, key: ShardKey, segments: Sequence[int]) -> None:
+        """A reader says that it got other bytes than were published. Does not block."""
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._look_into, key, segments)
+
+    def _look_into(self, key: ShardKey, segments: Sequence[int]) -> None:
+        try:
+            if not self._check(key, segments):
+                log.warning("%s: a reader got corrupt bytes of %s, and they are right here", self.worker, key)
+        except TensorHubError as error:
+            log.info("%s: cannot look into what a reader says of %s: %s", self.worker, key, error)
+
+    def _check_sample(self, keys: Iterable[ShardKey]) -> tuple[str, ...]:
+        """Of tensors that were published in place: whoever has written to them meanwhile is to hear of it."""
+        with self._changed:
+            found = {key: self._shelf.find(key) for key in keys}
+        offers = {key: offer for key, offer in found.items() if offer is not None and offer.slab.kind == "adopted"}
+        return tuple(
+            name
+            for key, offer in offers.items()
+            for name in self._check(key, sample(offer.manifest.segment_count, key.version))
+        )
+
+    def _check(self, key: ShardKey, segments: Sequence[int] | None) -> tuple[str, ...]:
+        """The tensors that lie where the bytes (None: all) are not what their digests say: then the shard is offered no
+        more."""
+        with self._changed:
+            ticket, offer = self._shelf.offering(key), self._shelf.find(key)
+        if offer is None:
+            return ()
+        try:
+            reader = offer.attach(lambda: None)  # while it is looked at, nobody uses its memory for anything else
+        except VersionGone:
+            return ()
+        try:
+            if segments is not None:
+                segments = [k for k in segments if k < offer.manifest.segment_count and offer.poll_ready(k, 0.0)]
+            found = offer.slab.damaged(offer.manifest, segments)
+        finally:
+            offer.detach(reader)
+        if not found:
+            return ()
+        names = offer.manifest.names_in(found)
+        log.error(
+            "%s: %s was written to while it was published, and is offered no more: %d tensors, first %s. Nothing may "
+            "change them between publish and unpublish; publish with copy=True otherwise",
+            self.worker,
+            key,
+            len(names),
+            list(names[:NAMES_SHOWN_MAX]),
+        )
+        with self._changed:
+            effects = self._shelf.damaged(ticket)
+        self._carry_out(effects)
+        return names
 
     # --- what is read is served on ---
 
@@ -191,11 +283,35 @@ class Serving:
                     "these tensors are published: unpublish that version before they change", version=key.version
                 )
 
-    def take(self, specs: Iterable[TensorSpec]) -> Slab:
+    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
         """A slab for these tensors, a used one where there is one."""
-        slab = self.pool.take(specs)
+        table = TensorTable.of(specs)
+        self._spend(table.size_bytes, refuses=self._refuses and deadline == NEVER)  # what is read is not refused
+        slab = self.pool.take(table, deadline)
         self._fetched.discard(slab)
         return slab
+
+    def _spend(self, size_bytes: int, *, refuses: bool) -> None:
+        """So much is about to be added to what is offered from memory of our own."""
+        with self._changed:
+            offered = [(key, entry) for key, entry in self._shelf.entries.items() if entry.offer.slab.kind != "adopted"]
+        spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
+        was_over, self._is_over = self._is_over, spent + size_bytes > self._budget_bytes
+        if not self._is_over or (was_over and not refuses):  # said once, until it was below again
+            return
+        newest = [
+            f"version {key.version} {key.layout} {entry.offer.slab.size_bytes / 1e6:.1f} MB"
+            f"{', retained' if entry.is_retained else ''}"
+            for key, entry in offered[-NAMES_SHOWN_MAX:]
+        ]
+        text = (
+            f"{self.worker} offers {len(offered)} copies of {spent / 1e6:.1f} MB, and {size_bytes / 1e6:.1f} MB more "
+            f"are above its budget of {self._budget_bytes / 1e6:.1f} MB; the last: {'; '.join(newest) or 'none'}. "
+            "Unpublish versions that are over, retain fewer, or raise memory_budget_bytes"
+        )
+        if refuses:
+            raise UsageError(text)
+        log.warning("%s", text)
 
     def holds_fetched(self, slabs: Iterable[Slab]) -> None:
         """These slabs hold what was read from others, until they are used for something else."""
@@ -204,9 +320,30 @@ class Serving:
     def recycle(self, slab: Slab, hand_out: int | None = None) -> None:
         """Nobody uses this slab any more, unless it is on the shelf. hand_out: as in `SlabPool.give_back`."""
         with self._changed:
+            blocks = self._lent.pop(slab, ())
             is_offered = any(entry.offer.slab is slab for entry in self._shelf.entries.values())
+            is_offered = is_offered or any(slab in lent for lent in self._lent.values())
+        for block in blocks:
+            self.recycle(block)
         if not is_offered:
             self.pool.give_back(slab, hand_out)
+
+    def lend(self, view: Slab, blocks: Iterable[Slab]) -> None:
+        """The memory of these slabs is offered as the view, and goes back to the pool with the last view of it."""
+        with self._changed:
+            self._lent[view] = tuple(blocks)
+
+    def remember_parts(self, tables: Mapping[int, TensorTable]) -> None:
+        """What has come in parts, by source shard: the next version will almost always come in the same."""
+        self._parts = dict(tables)
+
+    def parts_as_before(self, shard: int, table: TensorTable) -> TensorTable | None:
+        """All whole tensors of which parts came the last time; None if this shard had others."""
+        before = self._parts
+        if before.get(shard) != table:
+            return None
+        wholes = {spec.name: whole_of(spec) for each in before.values() for spec in each if spec.part is not None}
+        return TensorTable.of(wholes.values())
 
     def close(self) -> None:
         """Nothing more is promised: what waits for an offer hears so. Idempotent."""
@@ -262,8 +399,9 @@ class Serving:
 
     def _retain(self, key: ShardKey, offer: Offer, deadline: Deadline) -> None:
         """Rule 4: serve the last copy on, from memory that the caller does not touch."""
-        if offer.slab.kind == "allocated":
+        if offer.slab.kind != "adopted":
             return
+        self._spend(offer.slab.size_bytes, refuses=False)  # rule 4 counts more
         copy = self.pool.take_once(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
         for name, tensor in offer.slab.tensors().items():
             copy.write(name, tensor)
@@ -281,3 +419,17 @@ class Serving:
         """Whether operators make the fleet go back from the newest version that was published here to this one."""
         directive, last = self.hub.directive, self._shelf.published.get(key.layout)
         return key.version == directive.pin or (last is not None and last.version in directive.withdrawn)
+
+
+def half_of_memory_bytes() -> int:
+    """Half of what this process may have, as far as the system says."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        total = min(total, int(CONTAINER_LIMIT.read_text()))
+    return total // 2
+
+
+def sample(count: int, seed: int) -> list[int]:
+    """SAMPLED_SEGMENTS of so many, spread over all of them, and others for the next seed."""
+    taken = min(count, SAMPLED_SEGMENTS)
+    return sorted({(seed * 7919 + each * count // taken) % count for each in range(taken)})

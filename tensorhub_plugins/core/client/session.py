@@ -26,12 +26,13 @@ from tensorhub_plugins.core.types import (
 )
 
 HELLO_EVERY_S = 0.5
+HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it
 HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is away
-ANSWER_MARGIN_S = 2.0  # beyond a request's own deadline, for the hub's answer that it has passed
+REDIAL_S = 20.0  # without a word: the connection may be dead without knowing it, or lead to where the hub was
+REDIAL_SEVERAL_S = 5.0  # the same where the hub may be at several addresses
+ANSWER_MARGIN_S = 0.4  # beyond a request's own deadline, for the hub's answer that it has passed: it says more
 
-Request: TypeAlias = (
-    m.Publish | m.Unpublish | m.Acquire | m.Abandon | m.Wait | m.Target | m.Pin | m.Withdraw | m.Retain | m.AskVersions
-)
+Request: TypeAlias = m.Request
 
 # --- events ---
 
@@ -49,6 +50,7 @@ class EndLease(msgspec.Struct, frozen=True):
     request_id: int
     shard: int | None = None
     lost: bool = False
+    corrupt: tuple[int, ...] = ()
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -99,9 +101,16 @@ class MayRelease(msgspec.Struct, frozen=True):
 
 
 class Directed(msgspec.Struct, frozen=True):
-    """Operators have decided something new."""
+    """Operators have decided something new, or a trainer has begun an attempt."""
 
     directive: m.Directive
+
+
+class Doubted(msgspec.Struct, frozen=True):
+    """A reader says that it got other bytes from us than were published."""
+
+    key: ShardKey
+    segments: tuple[int, ...]
 
 
 class HubAway(msgspec.Struct, frozen=True):
@@ -110,13 +119,19 @@ class HubAway(msgspec.Struct, frozen=True):
     silent_s: float
 
 
+class Redial(msgspec.Struct, frozen=True):
+    """Nothing was heard for so long that a new connection is worth a try, to the next address if there are several."""
+
+
 class HubBack(msgspec.Struct, frozen=True):
     """The hub is heard again. restarted: it had forgotten this worker, which has told it everything anew."""
 
     restarted: bool
 
 
-Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayRelease | Directed | HubAway | HubBack
+Effect: TypeAlias = (
+    Send | Answered | Expired | SourceGone | MayRelease | Directed | Doubted | HubAway | HubBack | Redial
+)
 
 # --- the machine ---
 
@@ -125,6 +140,7 @@ Effect: TypeAlias = Send | Answered | Expired | SourceGone | MayRelease | Direct
 class _Asked:
     message: Request
     deadline: float
+    asked_at: float
     announced: bool = False  # Publish: the hub was told of this shard before
 
 
@@ -157,13 +173,15 @@ class Session:
     resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
     generation: int = 0
     directive: m.Directive = m.NO_DIRECTIVE
+    mark: bytes = b""  # of the attempt that we have begun
     heartbeat_s: float = 1.0
+    redial_s: float = REDIAL_S
 
     def __post_init__(self) -> None:
         self._welcomed = False
         self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
         self._retry_retained = False
-        self.heard_at = self.now
+        self.heard_at = self._dialed_at = self.now
         self._away = False
         self._next_hello = self.now
         self._next_heartbeat = self.now
@@ -180,8 +198,8 @@ class Session:
         match event:
             case Ask(message, deadline):
                 self._ask(message, deadline, now)
-            case EndLease(request_id, shard, lost):
-                self._end_lease(request_id, shard, lost)
+            case EndLease():
+                self._end_lease(event)
             case Heard(message):
                 self._hear(message, now)
             case Tick():
@@ -207,10 +225,10 @@ class Session:
                 self._drop(key)
             for overtaken in self._publishing(message):
                 del self.asked[overtaken]
-                self._effects.append(Answered(overtaken, m.Done(overtaken)))
+                self._effects.append(Answered(overtaken, self._overtaken(overtaken, message.keys)))
         elif isinstance(message, m.Retain):
             self.retain_newest = message.newest
-        self.asked[message.request_id] = _Asked(message, deadline, announced)
+        self.asked[message.request_id] = _Asked(message, deadline, now, announced)
         self._send_asked(message.request_id, now)
 
     def _send_asked(self, request_id: int, now: float) -> None:
@@ -230,15 +248,22 @@ class Session:
             and request_id < message.request_id
         ]
 
+    def _overtaken(self, request_id: int, keys: tuple[ShardKey, ...]) -> m.Reply:
+        """The answer to a Publish of what is not here any more: perhaps because a newer attempt has just begun."""
+        if not any(self.directive.is_over(key.version) for key in keys):
+            return m.Done(request_id)
+        return m.Refused(request_id, "Superseded", "a newer attempt of the trainer has begun: end this process")
+
     def _dated(self, request_id: int, now: float) -> Request:
         """The request with the seconds that are left of its deadline."""
         asked = self.asked[request_id]
-        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw):
+        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin):
             left_s = bounded(remaining_s(asked.deadline, now))
             return msgspec.structs.replace(asked.message, timeout_s=left_s)
         return asked.message
 
-    def _end_lease(self, request_id: int, shard: int | None, lost: bool) -> None:
+    def _end_lease(self, ended: EndLease) -> None:
+        request_id, shard = ended.request_id, ended.shard
         self.asked.pop(request_id, None)
         lease = self.leases.get(request_id)
         if lease is not None:
@@ -247,7 +272,7 @@ class Session:
             if shard is None or not lease.sources:
                 del self.leases[request_id]
         if self._welcomed:
-            self._send(m.Release(request_id, shard, lost))
+            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt))
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self.heard_at = now
@@ -257,8 +282,8 @@ class Session:
             case m.Unknown(hub):
                 if self._welcomed or hub != self.addressed:
                     self._hello_to(hub, now)
-            case m.Alive(resend, directive):
-                self._hub_lives(resend, directive, now)
+            case m.Alive():
+                self._hub_lives(message, now)
             case m.SourceGone(session):
                 self._effects.append(SourceGone(session))
             case m.MayRelease(keys):
@@ -268,7 +293,8 @@ class Session:
             case _:
                 # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
                 # what was said before would change what the hub has been told.
-                late = isinstance(message, m.Granted) and message.hub not in (b"", self.hub)  # of a hub before this one
+                # So would one of a hub before this one: this hub is asked again, and may begin another attempt.
+                late = isinstance(message, m.Granted | m.Begun) and message.hub not in (b"", self.hub)
                 if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
 
@@ -290,14 +316,17 @@ class Session:
             self._send_asked(request_id, now)
         self._retry_retained = True
 
-    def _hub_lives(self, resend: Iterable[int], directive: m.Directive | None, now: float) -> None:
+    def _hub_lives(self, alive: m.Alive, now: float) -> None:
         """The answer to a heartbeat: what the hub has not heard."""
+        directive = alive.directive
+        if alive.doubted is not None:
+            self._effects.append(Doubted(*alive.doubted))
         if self._away:
             self._away = False
             self._effects.append(HubBack(False))
         if directive is not None and not self._direct(directive) and self._welcomed:
             self._hello_to(self.addressed, now)  # it has not heard all that we have
-        for request_id in resend:
+        for request_id in alive.resend:
             if request_id in self.asked:
                 self._send_asked(request_id, now)
         if self._retry_retained:
@@ -316,8 +345,13 @@ class Session:
         merged = m.merge(self.directive, directive)
         if merged != self.directive:
             self.directive = merged
+            self._has_seen(0)
             self._effects.append(Directed(merged))
         return merged == directive
+
+    def _has_seen(self, version: int) -> None:
+        """What is over is forgotten: nothing has to be newer than that."""
+        self.seen = max((n for n in (self.seen, version) if not self.directive.is_over(n)), default=0)
 
     def _answered(self, reply: m.Reply, now: float) -> None:
         asked = self.asked.pop(reply.request_id, None)
@@ -338,13 +372,16 @@ class Session:
                 self.leases[reply.request_id] = _Lease(
                     reply.version, reply.layout, sources, asked.deadline, reply.shard_count
                 )
-                self.seen = max(self.seen, reply.version)
+                self._has_seen(reply.version)
                 if reply.generation:
                     self.resolved, self.generation = reply.version, reply.generation
                 if reply.claim is not None:
                     self.claims[reply.claim] = None
+            case m.Begin(), m.Begun(_, attempt):
+                self.mark = attempt.mark
+                self._direct(m.Directive(attempts=(attempt,)))
             case m.Wait() | m.Target(), m.Visible(_, version):
-                self.seen = max(self.seen, version)
+                self._has_seen(version)
             case _:
                 pass
         self._effects.append(Answered(reply.request_id, reply))
@@ -398,12 +435,16 @@ class Session:
                     case _:
                         pass
                 self._send_unblocked(asked.message, now)
-                self._effects.append(Expired(request_id, now - self.heard_at > ANSWER_MARGIN_S))
+                is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S
+                self._effects.append(Expired(request_id, is_silent))
         for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request_id]
         if not self._away and now - self.heard_at > HUB_SILENT_S:
             self._away = True
             self._effects.append(HubAway(now - self.heard_at))
+        if now - max(self.heard_at, self._dialed_at) > self.redial_s:
+            self._dialed_at = now
+            self._effects.append(Redial())
         if not self._welcomed:
             if now >= self._next_hello:
                 self._hello(now)
@@ -442,6 +483,7 @@ class Session:
                 generation=self.generation,
                 directive=self.directive,
                 hub=self.addressed,
+                mark=self.mark,
             )
         )
 

@@ -18,7 +18,7 @@ as another offering: what was asked about an earlier one says nothing about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -140,6 +140,8 @@ class Shelf(Generic[OfferT]):
 
         returns: operators make the fleet go back to this version from the newest one.
         """
+        if self.closed:
+            raise UsageError("the client is closed")
         if key in self.entries:
             raise UsageError("this version is published here already: unpublish it first", version=key.version)
         last = self.published.get(key.layout)
@@ -184,16 +186,37 @@ class Shelf(Generic[OfferT]):
         """The hub says that these need not be kept any more: what is to be asked about them."""
         return self._ticket(key for key in keys if key in self.entries and not self.entries[key].is_arriving)
 
+    def still_meant(self, ticket: Ticket) -> Ticket:
+        """Without what has gone, or was put here anew, since the ticket was made."""
+        # Two threads may give up the same, and one of them read it again before the other hears.
+        meant = {key: offering for key, offering in ticket.items() if key in self.entries}
+        return {key: offering for key, offering in meant.items() if self.entries[key].offering == offering}
+
     def unpublished(self, ticket: Ticket, *, keep: bool) -> list[Effect[OfferT]]:
         """The hub's answer, or keep=True when there is none: it may be the last copy."""
-        # Two threads may give up the same, and one of them read it again before the other hears.
-        keys = [key for key, offering in ticket.items() if key in self.entries]
-        keys = [key for key in keys if self.entries[key].offering == ticket[key]]
+        keys = self.still_meant(ticket)
         if not keep:
             return self._remove(keys)
         for key in keys:
             self.entries[key].is_retained = True
         return [Retain(key, self.entries[key].offer) for key in keys]
+
+    def offering(self, key: ShardKey) -> Ticket:
+        """What is offered of this shard now, to be named in `damaged`; empty: nothing."""
+        return self._ticket(key for key in (key,) if key in self.entries)
+
+    def damaged(self, ticket: Ticket) -> list[Effect[OfferT]]:
+        """Its bytes are not the published ones any more: nobody is to read it, and it is no copy that counts."""
+        return self._take_back(list(self.still_meant(ticket)))
+
+    def supersede(self, is_over: Callable[[int], bool]) -> list[Effect[OfferT]]:
+        """These versions are over, and nobody is to read them. What still arrives ends with its read."""
+        keys = [key for key, entry in self.entries.items() if is_over(key.version) and not entry.is_arriving]
+        return self._take_back(keys)
+
+    def _take_back(self, keys: list[ShardKey]) -> list[Effect[OfferT]]:
+        """Offered no more, and the hub hears of it."""
+        return [Retract(tuple(keys)), *self._remove(keys)] if keys else []
 
     def replace(self, key: ShardKey, old: OfferT, new: OfferT) -> bool:
         """The same bytes are served from other memory; False: the old offer was withdrawn meanwhile."""
@@ -250,7 +273,7 @@ class Shelf(Generic[OfferT]):
             return []
         keys = self._arriving(reading)
         reading.granted, reading.arriving = None, set()
-        return [Retract(tuple(keys)), *self._remove(keys)] if keys else []
+        return self._take_back(keys)
 
     def close(self) -> list[Effect[OfferT]]:
         """Nothing is offered any more, and nothing will be. The hub hears of it otherwise."""

@@ -11,12 +11,13 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.runs import Run, Runs, memory_of
@@ -31,12 +32,12 @@ class Block:
     fd: of the memfd, -1 where the system has none and the memory is private to this process. Owned by who closes it.
     """
 
-    def __init__(self, table: TensorTable, *, pin: bool | None = None) -> None:
+    def __init__(self, table: TensorTable, *, pin: bool | None = None, deadline: float = NEVER) -> None:
         """pin: register the memory with CUDA (None: where CUDA is there and allows it; True: or raise UsageError).
 
-        UsageError for specs that do not hold together: they may come from a peer, and memory is handed out by what
-        they say."""
-        _check_specs(table)
+        DeadlineExceeded when so many tensors take longer. UsageError for specs that do not hold together: they may come
+        from a peer, and memory is handed out by what they say."""
+        _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
         self.fd = _sealed_memfd(max(size_bytes, mmap.PAGESIZE))
         if self.fd >= 0:
@@ -51,15 +52,17 @@ class Block:
         else:
             base = _bytes_over(None, max(size_bytes, 1))
             memory = memory_of(base)
+        self.pinned = 0  # the address, 0: not pinned
         try:
-            self.pinned = _pin(base, required=bool(pin)) if pin is not False else 0  # the address, 0: not pinned
+            self.tensors = {
+                spec.name: _tensor_at(base, spec, offset)
+                for spec, offset in zip(until(deadline, table), table.block_offsets, strict=True)
+            }
+            self.pinned = _pin(base, required=bool(pin)) if pin is not False else 0
         except BaseException:
             if self.fd >= 0:
                 os.close(self.fd)
             raise
-        self.tensors = {
-            spec.name: _tensor_at(base, spec, offset) for spec, offset in zip(table, table.block_offsets, strict=True)
-        }
         self.runs = Runs(
             [
                 Run(span.start, span.size_bytes, base.data_ptr() + span.offset, memory[span.slice])
@@ -74,11 +77,11 @@ def unpin(address: int) -> None:
         _cudart().cudaHostUnregister(address)
 
 
-def _check_specs(table: Sequence[TensorSpec]) -> None:
+def _check_specs(table: Iterable[TensorSpec]) -> None:
     for spec in table:
         dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"tensor {spec.name!r} is {spec.dtype!r}, which torch {torch.__version__} does not know")
+        if not isinstance(dtype, torch.dtype) or spec.dtype.startswith("q"):  # quantized: its bytes do not say all
+            raise UsageError(f"tensor {spec.name!r} is {spec.dtype!r}: torch {torch.__version__} makes no such tensor")
         if min(spec.shape, default=0) < 0 or spec.size_bytes != math.prod(spec.shape) * dtype.itemsize:
             raise UsageError(f"tensor {spec.name!r} claims {spec.size_bytes} bytes for {spec.dtype}{list(spec.shape)}")
         if spec.stride is not None and (

@@ -1,4 +1,4 @@
-"""Bytes from views to views, from a device to the host and back, and the digests of what a stream holds."""
+"""Bytes from views to views, from a device to the host and back, and the digests of a whole stream."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-import xxhash
 
 from tensorhub_plugins.core.memory.runs import memory_of
-
-# 30 GB/s on one core where memcpy reaches 13, releases the GIL, and sees two swapped blocks (an XOR or a sum does not).
-DIGESTER = xxhash.xxh3_128
 
 COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
@@ -85,15 +81,6 @@ def synchronize(device: torch.device) -> None:
 
 
 # --- digests ---
-
-
-def digest_of(views: Iterable[memoryview]) -> bytes:
-    """Digest of these bytes, one after the other: 16 bytes that depend on every byte and on its position."""
-    digester = DIGESTER()
-    for view in views:
-        digester.update(view)
-    result: bytes = digester.digest()
-    return result
 
 
 def digests_of_segments(

@@ -1,8 +1,9 @@
 """Read planning. PURE: source table x target table -> moves, which say which bytes go where.
 
-A tensor may be a part of a larger one, at the source, at the target, or at both: what they have in common is a box, and
-a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are one for
-each row. Runs that follow each other in both streams are one move: equal shards are read in a single move.
+A tensor may be a part of a larger one, at the source, at the target, or at both: what two boxes have in common is a
+box, and a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are
+one for each row. A part may also be a run by itself, of any elements that follow each other in the larger tensor. Runs
+that follow each other in both streams are one move: equal shards are read in a single move.
 
 What cannot be placed is an error that names it, never a tensor left as it was.
 """
@@ -10,7 +11,7 @@ What cannot be placed is an error that names it, never a tensor left as it was.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, holds_run
 
 NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
 
@@ -147,7 +148,8 @@ def _check_part(spec: TensorSpec, part: object) -> None:
         raise UsageError(f"tensor {spec.name!r} is said to be {part}: pass tuples of int")
     bounds = zip(part.start, spec.shape, part.global_shape, strict=False)
     alike = len(part.start) == len(spec.shape) == len(part.global_shape)
-    if not alike or any(start < 0 or start + size > whole for start, size, whole in bounds):
+    fits = alike and all(start >= 0 and start + size <= whole for start, size, whole in bounds)
+    if not (holds_run(part, spec.shape) if part.is_run else fits):
         raise UsageError(f"tensor {spec.name!r} {_text(spec)} is no part of {list(part.global_shape)} at {part.start}")
     if spec.stride is not None:
         raise UsageError(f"tensor {spec.name!r} is a part and strided {spec.stride}: pass a contiguous copy")
@@ -159,6 +161,8 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
         return [Move(0, 0, source.size_bytes)]
     _check_same_whole(source, target)
     element = source.size_bytes // prod(source.shape)
+    if any(spec.part is not None and spec.part.is_run for spec in (source, target)):
+        return _common(_runs_of(source), _runs_of(target), element)
     ones, others = _start(source), _start(target)
     low = [max(a, b) for a, b in zip(ones, others, strict=True)]
     high = [min(a + m, b + n) for a, m, b, n in zip(ones, source.shape, others, target.shape, strict=True)]
@@ -181,13 +185,50 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
     return runs
 
 
+def _runs_of(spec: TensorSpec) -> Iterator[tuple[int, int, int]]:
+    """(element of the whole, of this part, how many) of what lies in one piece in both, in the whole's order."""
+    part = spec.part
+    if part is None or part.is_run:
+        yield (part.start[0] if part else 0), 0, prod(spec.shape)
+        return
+    depth = len(spec.shape) - 1  # the dimensions after it are there in full
+    while depth > 0 and spec.shape[depth] == part.global_shape[depth]:
+        depth -= 1
+    steps = _steps(part.global_shape)
+    count = prod(spec.shape[depth:])
+    first = sum(start * step for start, step in zip(part.start, steps, strict=True))
+    for number, outer in enumerate(product(*map(range, spec.shape[:depth]))):
+        yield first + sum(at * step for at, step in zip(outer, steps, strict=False)), number * count, count
+
+
+def _common(source: Iterator[tuple[int, int, int]], target: Iterator[tuple[int, int, int]], element: int) -> list[Move]:
+    """What two rows of runs, each in the whole's order, have in common. element: size in bytes."""
+    found: list[Move] = []
+    mine, theirs = next(source, None), next(target, None)
+    while mine is not None and theirs is not None:
+        low, high = max(mine[0], theirs[0]), min(mine[0] + mine[2], theirs[0] + theirs[2])
+        if low < high:
+            found.append(
+                Move(
+                    element * (mine[1] + low - mine[0]),
+                    element * (theirs[1] + low - theirs[0]),
+                    element * (high - low),
+                )
+            )
+        if mine[0] + mine[2] <= theirs[0] + theirs[2]:
+            mine = next(source, None)
+        else:
+            theirs = next(target, None)
+    return found
+
+
 def _check_same_whole(source: TensorSpec, target: TensorSpec) -> None:
     whole, mine = _whole(source), _whole(target)
     strided = source.stride != target.stride or (source.stride and source != target)
     if source.dtype != target.dtype or whole != mine or strided:
         raise UsageError(
             f"tensor {source.name!r} is {_text(source)} at the source but {_text(target)} here: "
-            "publish and replicate the same dtype, shape and stride, or another layout"
+            "publish and replicate the same dtype, shape and stride (tensor.contiguous()), or another layout"
         )
 
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
+from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
 
@@ -28,7 +29,7 @@ class SlabPool:
         self._takes = 0
         self._closed = False
 
-    def take(self, specs: Iterable[TensorSpec]) -> Slab:
+    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
         """Host memory for these tensors, none of them written; that of a version that is over, where there is some."""
         wanted = TensorTable.of(specs)
         with self._lock:
@@ -43,7 +44,7 @@ class SlabPool:
         if found is not None:
             found.expect_writes()
             return found
-        slab = Slab.allocate(wanted)
+        slab = Slab.allocate(wanted, deadline=deadline)
         with self._lock:
             self._handed_out[slab] = 1
         return slab

@@ -1,10 +1,11 @@
 """One shard's memory, seen as one flat stream of bytes.
 
-A slab turns tensors into the stream that `manifest` describes and back. Two kinds:
+A slab turns tensors into the stream that `manifest` describes and back. Three kinds:
 
 * adopted: the live tensors themselves (a model's parameters), wherever they lie, CPU or accelerator;
 * allocated: one block the tensors are written into, an anonymous memfd, so that it can be passed to a reader on the
-  same host and nothing is left behind when this process is killed.
+  same host and nothing is left behind when this process is killed;
+* view: what one source shard holds, in parts, of the tensors of allocated slabs. See assembly.py.
 
 On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
 memory is copied through pinned host memory; a range is committed to the device when `writable` is left without an
@@ -16,16 +17,19 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
+import msgspec
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import (
-    DIGEST_SIZE_BYTES,
-    NO_DIGESTS,
     Manifest,
     TensorSpec,
     TensorTable,
@@ -35,7 +39,6 @@ from tensorhub_plugins.core.memory import block
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.copying import (
     copy_view,
-    digest_of,
     digests_of_segments,
     host_buffer,
     synchronize,
@@ -55,12 +58,12 @@ class Slab:
 
     specs: TensorTable
     size_bytes: int
-    kind: Literal["adopted", "allocated"]
+    kind: Literal["adopted", "allocated", "view"]
     ties: Mapping[str, str]  # of adopted tensors: name -> the first other name of the very same memory
 
     def __init__(
         self,
-        kind: Literal["adopted", "allocated"],
+        kind: Literal["adopted", "allocated", "view"],
         specs: TensorTable,
         runs: Runs,
         *,
@@ -68,7 +71,7 @@ class Slab:
         fd: int = -1,
         pinned: int = 0,
     ) -> None:
-        """Private: use `adopt` or `allocate`."""
+        """Private: use `adopt` or `allocate`, or `assembly.view_of`."""
         self.kind = kind
         self.specs = specs
         self.size_bytes = runs.size_bytes
@@ -111,14 +114,14 @@ class Slab:
         return slab
 
     @classmethod
-    def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None) -> Slab:
+    def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None, deadline: float = NEVER) -> Slab:
         """One zeroed block of host memory for these tensors, mappable by other processes of this host.
 
         pin: register the block with CUDA (None: where CUDA is there and allows it; True: or raise UsageError). Where
         the system has no memfd the block is private memory and `shared_fd` is None.
         """
         table = TensorTable.of(specs)
-        made = block.Block(table, pin=pin)
+        made = block.Block(table, pin=pin, deadline=deadline)
         return cls("allocated", table, made.runs, tensors=made.tensors, fd=made.fd, pinned=made.pinned)
 
     # --- tensors ---
@@ -208,17 +211,17 @@ class Slab:
             to_device(host, self._cut_flats(start, stop))
         synchronize(self._device)
 
-    def digest(self, start: int, stop: int) -> bytes:
+    def digest(self, start: int, stop: int, algorithm: str = XXH3) -> bytes:
         """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
-        return digest_of(self.readable(start, stop))
+        return digest_of(self.readable(start, stop), algorithm)
 
     def manifest(
-        self, segment_size_bytes: int | None = None, *, threads: int | None = None, digests: bool = True
+        self, segment_size_bytes: int | None = None, *, threads: int | None = None, algorithm: str = XXH3
     ) -> Manifest:
         """Names, sizes and the digest of every segment, from the bytes as they are now.
 
-        segment_size_bytes, threads: None picks by size. digests: False for a manifest without them. On an accelerator
-        this first waits for the work queued on the device, so that it is the finished bytes that are described.
+        segment_size_bytes, threads: None picks by size. algorithm: of digests.py, also for none. On an accelerator this
+        first waits for the work queued on the device, so that it is the finished bytes that are described.
         """
         self._check_open()
         if segment_size_bytes is None:
@@ -227,10 +230,33 @@ class Slab:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        if not digests:
+        if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
-        joined = digests_of_segments(self.digest, self.size_bytes, segment_size_bytes, threads=threads)
-        return Manifest(self.specs, joined, segment_size_bytes)
+        digest = partial(self.digest, algorithm=algorithm)
+        joined = digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads)
+        return Manifest(self.specs, joined, segment_size_bytes, algorithm)
+
+    def damaged(self, manifest: Manifest, segments: Sequence[int] | None = None) -> list[int]:
+        """Of these segments (None: all) those whose bytes are not the ones that the manifest's digests were taken of.
+
+        manifest: of this very stream. Without digests there is nothing to compare: none are found.
+        """
+        self._check_open()
+        if not manifest.has_digests:
+            return []
+        wanted = range(manifest.segment_count) if segments is None else segments
+        storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
+        freed = [k for k in wanted if storages and any(self._is_freed(n, storages[n]) for n in manifest.names_in([k]))]
+        if freed:
+            return freed  # there is nothing to be read any more
+        digest = partial(self.digest, algorithm=manifest.digest_algorithm)
+        if segments is None:
+            found = digests_of_segments(digest, self.size_bytes, manifest.segment_size_bytes)
+            if found == manifest.digests:
+                return []
+            now = msgspec.structs.replace(manifest, digests=found)
+            return [k for k in range(manifest.segment_count) if now.digest(k) != manifest.digest(k)]
+        return [k for k in segments if digest(*manifest.segment_range(k)) != manifest.digest(k)]
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
         """Where a stream range lies in this process's memory; None on a device."""
@@ -280,6 +306,13 @@ class Slab:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the slab is closed")
+
+    def _is_freed(self, name: str, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory of an adopted tensor has been taken away: it was resized, as FSDP does."""
+        position = self.specs.positions[name]
+        start, size_bytes = self.specs.offsets[position], self.specs[position].size_bytes
+        address = self._runs.all[bisect_right(self._runs.starts, start) - 1].address
+        return not storage.data_ptr() <= address <= storage.data_ptr() + storage.nbytes() - size_bytes
 
     def _check_range(self, start: int, stop: int) -> None:
         self._check_open()

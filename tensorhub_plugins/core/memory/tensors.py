@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeAlias, cast
 
+import msgspec
 import torch
 
 from tensorhub_plugins.core.errors import UsageError
@@ -45,6 +46,15 @@ def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> Tens
     """Describe a contiguous tensor that need not exist yet. shape: in elements."""
     shape = tuple(shape)
     return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
+
+
+def copied_spec(name: str, tensor: torch.Tensor, *, is_part: bool = False) -> TensorSpec:
+    """Describe a copy of this tensor: with its strides where it is a permutation of a contiguous one, as a transposed
+    or channels_last weight is, so that it can be read into its twin; else contiguous, as every part is."""
+    spec, stride = contiguous_spec(name, tensor.dtype, tensor.shape), stride_of(tensor)
+    if is_part or stride is None or not spec.size_bytes or not is_dense(spec.shape, stride):
+        return spec
+    return msgspec.structs.replace(spec, stride=stride)
 
 
 def check_tensors(tensors: object) -> list[str]:

@@ -42,13 +42,17 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first."""
+    """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first.
+
+    tensors: that have bytes in it, where it is not intact.
+    """
 
     shard: int
     session: bytes
     segment: int
     intact: bool
     waited: bool = False
+    tensors: tuple[str, ...] = ()
 
 
 class SourceWaiting(msgspec.Struct, frozen=True):
@@ -80,10 +84,10 @@ class SourceGone(msgspec.Struct, frozen=True):
     session: bytes
 
 
-class Withdrawn(msgspec.Struct, frozen=True):
-    """Operators have withdrawn these versions."""
+class Directed(msgspec.Struct, frozen=True):
+    """Which versions are over, as the worker has heard."""
 
-    versions: tuple[int, ...]
+    directive: m.Directive
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -91,7 +95,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event: TypeAlias = (
-    Begin | Answer | Opened | Prepared | Arrived | SourceWaiting | EpochChecked | Lost | SourceGone | Withdrawn | Tick
+    Begin | Answer | Opened | Prepared | Arrived | SourceWaiting | EpochChecked | Lost | SourceGone | Directed | Tick
 )
 
 # --- effects ---
@@ -148,11 +152,13 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class EndLease(msgspec.Struct, frozen=True):
-    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed."""
+    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed. corrupt:
+    segments that came with other bytes than were published."""
 
     request_id: int
     shard: int | None
     lost: bool
+    corrupt: tuple[int, ...] = ()
 
 
 class Verified(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     # Asking again after a loss.
     backoff_first_s: float = 0.1
     backoff_max_s: float = 2.0
-    hub_answer_s: float = 1.0  # beyond the deadline: the hub's own answer that it has passed says more than we know
+    hub_answer_s: float = 0.45  # beyond the deadline: the hub's own answer that it has passed says more than we know
     # How much a source is asked for ahead.
     sources_max: int = 3  # of one shard at a time; more only take each other's bandwidth
     window_s: float = 0.5  # beyond any round trip, and little to do again when the source is lost

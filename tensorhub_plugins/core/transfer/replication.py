@@ -32,6 +32,7 @@ from tensorhub_plugins.core.transfer.events import (
     Close,
     Complete,
     ConfirmEpoch,
+    Directed,
     Effect,
     EndLease,
     EpochChecked,
@@ -48,7 +49,6 @@ from tensorhub_plugins.core.transfer.events import (
     SourceWaiting,
     Tick,
     Verified,
-    Withdrawn,
 )
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.sharing import Assign, Leave, Shard, Source, plan, reason_for_more
@@ -60,12 +60,14 @@ from tensorhub_plugins.core.types import (
     distance,
 )
 
+NAMES_SHOWN_MAX = 5  # of tensors, in an error's message
 LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
 
 
 @dataclass
 class Replication:
     """layouts: in order of preference. claim, serve: as in Acquire. verify: whether the shell compares digests.
+    algorithm: the only one of digests that is believed; None: any.
 
     deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors.
     """
@@ -80,6 +82,7 @@ class Replication:
     serve: bool = False
     location: Location = Location()  # of the reader
     limits: TransferLimits = TransferLimits()
+    algorithm: str | None = None
     layout: str = ""
     shard_count: int = 0
     shards: dict[int, Shard] = field(default_factory=dict)
@@ -96,7 +99,8 @@ class Replication:
         self._avoid: dict[bytes, None] = {}
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
-        self._withdrawn: tuple[int, ...] = ()
+        self._damage: errors.TensorHubError | None = None  # the last
+        self._directive = m.NO_DIRECTIVE  # the last that was heard
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -128,8 +132,8 @@ class Replication:
                 self._lost(shard, session, why, now)
             case SourceGone(session):
                 self._gone(session, now)
-            case Withdrawn(versions):
-                self._withdraw(versions)
+            case Directed(directive):
+                self._direct(directive)
             case Tick():
                 for shard in self.shards:
                     self._look(shard, now)
@@ -199,16 +203,16 @@ class Replication:
         self._asking = False
         if isinstance(reply, errors.TensorHubError):
             unheard = isinstance(reply, errors.HubUnreachable)
-            self._give_up(self._no_hub() if unheard else self._explained(reply))
+            self._give_up(self._no_hub(reply.peer) if unheard else self._explained(reply))
             return
         if (reply.layout, reply.shard_count) != (self.layout, self.shard_count):
             self._begin_layout(reply)
         self.version = reply.version
         if reply.claim is not None:
             self.claimed = reply.claim
-        if self.version in self._withdrawn:  # a moment after it was granted
+        if self._directive.is_over(self.version):  # a moment after it was granted
             self._effects.append(EndLease(request_id, None, False))
-            self._give_up(self._was_withdrawn())
+            self._give_up(self._is_over())
             return
         self._take(request_id, reply, now, sources_max=1)
         if self._ask_at is None and any(not s.sources and not s.is_done for s in self.shards.values()):
@@ -248,16 +252,9 @@ class Replication:
 
     def _opened(self, shard: int, session: bytes, manifest: Manifest, now: float) -> None:
         source = self._current(shard, session)
-        if source is None or source.is_open:
+        if source is None or source.is_open or not self._believes(shard, session, manifest, now):
             return
         state = self.shards[shard]
-        if manifest.root() != state.root:
-            self._exclude[session] = None
-            self._lost(shard, session, "its manifest is not the one that was published", now)
-            return
-        if self.verify and not manifest.has_digests:
-            self._give_up(self._no_digests(shard, source.grant.worker))
-            return
         source.is_open = True
         source.heard(now)
         if state.missing is not None:
@@ -265,6 +262,22 @@ class Replication:
         elif not state.is_preparing:
             state.is_preparing = True
             self._effects.append(Prepare(self._key(shard), manifest))
+
+    def _believes(self, shard: int, session: bytes, manifest: Manifest, now: float) -> bool:
+        """Whether this is what was published, with digests that we take; if not, its source is done with."""
+        peer = self.shards[shard].sources[session].grant.worker
+        if manifest.root() != self.shards[shard].root:
+            why = "its manifest is not the one that was published"
+            self._exclude_opened(shard, session, why, self._corrupt_bytes(shard, session, why), now)
+            return False
+        if self.verify and not manifest.has_digests:
+            self._give_up(self._no_digests(shard, peer))
+            return False
+        if self.algorithm not in (None, manifest.digest_algorithm):  # by the publisher, or by who has forged the root
+            error = self._other_digests(shard, peer, manifest.digest_algorithm)
+            self._exclude_opened(shard, session, error.message, error, now)
+            return False
+        return True
 
     def _prepared(self, shard: int, needed: tuple[int, ...], now: float) -> None:
         state = self.shards[shard]
@@ -328,7 +341,25 @@ class Replication:
         self._corrupt[event.session] += 1
         if self._corrupt[event.session] >= self.limits.corrupt_segments_max:
             self._exclude[event.session] = None
-        self._lost(event.shard, event.session, f"segment {event.segment} arrived corrupt", now)
+        shown = ", ".join(map(repr, event.tensors[:NAMES_SHOWN_MAX]))
+        more = f" and {len(event.tensors) - NAMES_SHOWN_MAX} more" if len(event.tensors) > NAMES_SHOWN_MAX else ""
+        why = f"segment {event.segment} arrived corrupt" + (f" (of {shown}{more})" if shown else "")
+        self._damage = self._corrupt_bytes(event.shard, event.session, why, event.segment, event.tensors)
+        self._lost(event.shard, event.session, why, now, corrupt=(event.segment,))
+
+    def _exclude_opened(self, shard: int, session: bytes, why: str, error: errors.TensorHubError, now: float) -> None:
+        """error: to be raised when no other source is left."""
+        self._exclude[session] = None
+        self._damage = error
+        self._lost(shard, session, why, now)
+
+    def _corrupt_bytes(
+        self, shard: int, session: bytes, why: str, segment: int | None = None, tensors: tuple[str, ...] = ()
+    ) -> errors.CorruptBytes:
+        peer = self.shards[shard].sources[session].grant.worker
+        context = {"version": self.version, "shard": shard, "peer": peer, "phase": "read", "timeout_s": self.timeout_s}
+        text = f"{why}; no source is left that has not sent other bytes than were published"
+        return errors.CorruptBytes(text, segment=segment, tensors=tensors, **context)
 
     def _shard_done(self, shard: int, state: Shard) -> None:
         """All bytes are here: what is left is to ask those they came from whether they still stand by them."""
@@ -360,11 +391,11 @@ class Replication:
 
     # --- losses ---
 
-    def _leave(self, shard: int, state: Shard, session: bytes, *, lost: bool) -> None:
+    def _leave(self, shard: int, state: Shard, session: bytes, *, lost: bool, corrupt: tuple[int, ...] = ()) -> None:
         source = state.remove(session, lost=lost)
-        self._effects += [Close(shard, session), EndLease(source.request_id, shard, lost)]
+        self._effects += [Close(shard, session), EndLease(source.request_id, shard, lost, corrupt)]
 
-    def _lost(self, shard: int, session: bytes, why: str, now: float) -> None:
+    def _lost(self, shard: int, session: bytes, why: str, now: float, *, corrupt: tuple[int, ...] = ()) -> None:
         source = self._current(shard, session)
         if source is None:
             return
@@ -372,7 +403,7 @@ class Replication:
         self.losses.append(f"shard {shard} from {source.grant.worker}: {why}")
         state.peer = source.grant.worker
         self._avoid[session] = None
-        self._leave(shard, state, session, lost=True)
+        self._leave(shard, state, session, lost=True, corrupt=corrupt)
         if state.is_whole:
             self._complete_if_done()  # every byte had arrived intact: nothing is lost with the source
             return
@@ -391,10 +422,10 @@ class Replication:
             if session in state.sources:
                 self._lost(shard, session, "the hub gave it up", now)
 
-    def _withdraw(self, versions: tuple[int, ...]) -> None:
-        self._withdrawn = versions
-        if self.version in versions:
-            self._give_up(self._was_withdrawn())
+    def _direct(self, directive: m.Directive) -> None:
+        self._directive = directive
+        if self.layout and directive.is_over(self.version):  # before that the hub says so, and says more
+            self._give_up(self._is_over())
 
     def _current(self, shard: int, session: bytes) -> Source | None:
         """The source's state, if it still is one: words of a source that was left are ignored."""
@@ -416,6 +447,8 @@ class Replication:
 
     def _explained(self, error: errors.TensorHubError) -> errors.TensorHubError:
         """What the hub has refused with, and what this transfer knows besides."""
+        if self._damage is not None and isinstance(error, errors.VersionGone):
+            return self._damage
         return error.within(
             self._with_losses(error.message),
             version=self.version or None,
@@ -424,23 +457,29 @@ class Replication:
             timeout_s=self.timeout_s,
         )
 
-    def _no_hub(self) -> errors.TensorHubError:
+    def _no_hub(self, peer: str | None = None) -> errors.TensorHubError:
         return errors.HubUnreachable(
             "the hub did not answer a request for sources",
             version=self.version or None,
+            peer=peer,
             phase="find sources",
             timeout_s=self.timeout_s,
         )
 
-    def _was_withdrawn(self) -> errors.TensorHubError:
+    def _is_over(self) -> errors.TensorHubError:
+        why = "withdrawn" if self.version in self._directive.withdrawn else "superseded by a newer attempt"
         return errors.VersionGone(
-            "the version was withdrawn while it was read, and nobody is to use it any more",
+            f"the version was {why} while it was read, and nobody is to use it any more",
             version=self.version,
             phase="read",
         )
 
     def _no_digests(self, shard: int, peer: str) -> errors.TensorHubError:
         text = "was published without digests: read with verify=False, or publish with verify=True"
+        return errors.UsageError(f"{self._key(shard)} {text}", peer=peer)
+
+    def _other_digests(self, shard: int, peer: str, found: str) -> errors.UsageError:
+        text = f"is offered with digests by {found}, and this reader believes {self.algorithm} only: publish with that"
         return errors.UsageError(f"{self._key(shard)} {text}", peer=peer)
 
     def _unsure(self, shard: int, peer: str) -> errors.TensorHubError:
@@ -459,10 +498,11 @@ class Replication:
         segments = sum(len(s.missing) for s in missing if s.missing is not None)
         unopened = sum(s.missing is None for s in missing)
         what = [f"{segments} segments"] * (segments > 0) + [f"{unopened} shards not yet opened"] * (unopened > 0)
+        preparing = any(s.is_preparing and s.missing is None for s in missing)
         return errors.DeadlineExceeded(
             self._with_losses(f"{' and '.join(what)} were still missing"),
             version=self.version or None,
-            phase="read",
+            phase="prepare" if preparing else "read",
             peer=self._peers(),
             timeout_s=self.timeout_s,
         )

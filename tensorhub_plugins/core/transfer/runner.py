@@ -20,7 +20,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.deadline import remaining_s
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
@@ -34,6 +34,8 @@ from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
+OPENING_S = 0.2  # for who has not been asked for bytes: it may be decoding what a peer has sent, and writes nothing
+
 
 class Hub(Protocol):
     """The hub, as a transfer asks it; `client.connection.HubLink` is one."""
@@ -44,8 +46,11 @@ class Hub(Protocol):
         The future holds Granted, or raises what the hub refused with, or HubUnreachable.
         """
 
-    def end_lease(self, request_id: int, shard: int | None = None, *, lost: bool = False) -> None:
-        """The lease of an Acquire is over, whole (shard None) or for one shard. lost: the source has failed."""
+    def end_lease(
+        self, request_id: int, shard: int | None = None, *, lost: bool = False, corrupt: tuple[int, ...] = ()
+    ) -> None:
+        """The lease of an Acquire is over, whole (shard None) or for one shard. lost: the source has failed. corrupt:
+        segments of that shard that it has sent with other bytes than were published."""
 
 
 class Destinations(Protocol):
@@ -56,6 +61,9 @@ class Destinations(Protocol):
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         """Memory for this source shard. Raise UsageError when its tensors do not fit."""
+
+    def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
+        """Of these segments of what was prepared those that are to be read: the others are in place already."""
 
     def verified(self, shard: int, segment: int) -> None:
         """The bytes of this segment are in place, and what was published."""
@@ -113,9 +121,9 @@ class Transfer:
         """The hub has given that worker up. May be called from any thread."""
         self._events.put((None, events.SourceGone(session)))
 
-    def withdrawn(self, versions: tuple[int, ...]) -> None:
-        """Operators have withdrawn these versions. May be called from any thread."""
-        self._events.put((None, events.Withdrawn(versions)))
+    def direct(self, directive: messages.Directive) -> None:
+        """Which versions are over. May be called from any thread."""
+        self._events.put((None, events.Directed(directive)))
 
     def run(self) -> Outcome:
         """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
@@ -187,10 +195,7 @@ class Transfer:
                 self._readers[key.shard, grant.session] = reader
                 reader.start()
             case events.Prepare(key, manifest):
-                slab = self._destinations.prepare(key, manifest)
-                target = Target(manifest, slab, moves.plan(manifest.tensors, slab.specs))
-                self._targets[key.shard] = target
-                self._next.append(events.Prepared(key.shard, moves.needed(manifest, target.moves)))
+                self._next.append(self._prepare(key, manifest))
             case events.Read(shard, session, segments):
                 self._left = [reader for reader in self._left if reader.lives]
                 after = [reader for reader in self._left if reader.shard == shard and reader.writes]
@@ -207,8 +212,8 @@ class Transfer:
                 reader = self._readers.pop((shard, session))
                 reader.close()
                 self._left.append(reader)
-            case events.EndLease(request_id, shard, lost):
-                self._hub.end_lease(request_id, shard, lost=lost)
+            case events.EndLease(request_id, shard, lost, corrupt):
+                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt)
                 if shard is None:
                     self._leases.discard(request_id)
             case events.Complete():
@@ -217,6 +222,15 @@ class Transfer:
                 self._ended, self._error = True, error
             case _:
                 assert_never(effect)
+
+    def _prepare(self, key: ShardKey, manifest: Manifest) -> events.Event:
+        try:
+            slab = self._destinations.prepare(key, manifest)
+        except DeadlineExceeded:  # of its many tensors
+            return events.Tick()  # who it came from, and what is missing, the machine knows
+        target = self._targets[key.shard] = Target(manifest, slab, moves.plan(manifest.tensors, slab.specs))
+        needed = moves.needed(manifest, target.moves)
+        return events.Prepared(key.shard, self._destinations.missing(key, manifest, needed))
 
     def _ask(self, acquire: messages.Acquire) -> None:
         numbers: list[int] = []
@@ -246,7 +260,7 @@ class Transfer:
         for reader in readers:
             reader.close()
         for reader in readers:
-            reader.join()
+            reader.join(None if reader.writes else OPENING_S)
 
     def _end(self) -> None:
         """Nothing writes into the destinations and no lease is held once run() has returned, however it ended."""

@@ -127,10 +127,10 @@ class SourceReader:
         if link is not None:
             link.close()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float | None = None) -> None:
         """Wait for the end of its thread, if it was started."""
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
 
     # --- the thread ---
 
@@ -187,7 +187,7 @@ class SourceReader:
                         link.close()
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
                     self._link = link
-                link.digests = self._verify
+                link.digests, link.ticket = self._verify, self.grant.ticket
                 manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
                 self.transport = name
                 return link, manifest
@@ -213,7 +213,8 @@ class SourceReader:
             with self._changed:  # the caller's thread adds to it
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
-            self._tell(events.Arrived(self.shard, self.grant.session, segment, intact, waited))
+            names = () if intact else manifest.names_in([segment])
+            self._tell(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.options import DEFAULT_TRANSPORTS
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Link, LinkProgress, More, NotServable, Shelf, Transport
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -45,16 +46,22 @@ MODULES: dict[str, tuple[str, str]] = {
 }
 
 
-def create(name: str, *, advertise_host: str | None = None, limits: TransportLimits = DEFAULT_LIMITS) -> Transport:
+def create(
+    name: str,
+    *,
+    advertise_host: str | None = None,
+    limits: TransportLimits = DEFAULT_LIMITS,
+    gate: Gate | None = None,
+) -> Transport:
     """A transport by name. UsageError when there is none of that name, or it does not work here (and why).
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
-    limits: for transports with peers in other processes.
+    limits: for transports with peers in other processes. gate: what lets their readers in; None: all are let in.
     """
     reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
-    options: dict[str, Any] = {} if name == "memory" else {"limits": limits}
+    options: dict[str, Any] = {} if name == "memory" else {"limits": limits, "gate": gate}
     if name in ("tcp", "rdma"):
         options["advertise_host"] = advertise_host
     return cast(Transport, _kind(name)(**options))

@@ -14,6 +14,7 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
@@ -85,6 +86,7 @@ class MemoryLink:
         self._copying = False
         self._closed = False
         self.digests = True
+        self.ticket: Ticket | None = None  # who is in this process is no stranger
         self.progress = LinkProgress()
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tensorhub_plugins.core.errors import UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.types import ShardKey
 
@@ -128,11 +129,12 @@ class Link(Protocol):
     """One reader's way to one source, used by one thread at a time; `close` may come from any thread. After an error
     other than VersionGone and NotServable it is closed.
 
-    progress: what the source was last heard to do. digests: whether `read` computes them, for `digest`.
-    """
+    progress: what the source was last heard to do. digests: whether `read` computes them, for `digest`. ticket: of
+    the lease, for `open`."""
 
     progress: LinkProgress
     digests: bool
+    ticket: Ticket | None
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport.

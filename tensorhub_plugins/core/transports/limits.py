@@ -16,7 +16,8 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 10.0  # a source that says nothing for so long, not even that it waits, is frozen or unreachable
     # A source.
     readers_max: int = 256  # each has a thread here; the hub spreads readers long before
-    hello_s: float = 10.0  # a peer introduces itself at once, or is none; and says at once what it has begun to say
+    readers_per_peer_max: int = 128  # from one address: a host alone does not take all places
+    hello_s: float = 10.0  # a peer introduces itself, asks for an offer, and says what it has begun to say, at once
     send_stall_s: float = 60.0  # a reader that takes nothing for so long has lost the connection, not only its turn
     alive_s: float = 0.25  # how often a waiting source says that it lives; below what a reader takes for slow
     vanished_s: float = 0.25  # how soon a waiting source notices that its reader has gone
@@ -30,7 +31,7 @@ class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     dial_s: float = 10.0  # a reader that has opened makes its queue pairs at once
 
     def __post_init__(self) -> None:
-        check_numbers(self, above_0=("stall_s", "readers_max", "alive_s", "vanished_s"))
+        check_numbers(self, above_0=("stall_s", "readers_max", "readers_per_peer_max", "alive_s", "vanished_s"))
 
 
 DEFAULT_LIMITS = TransportLimits()

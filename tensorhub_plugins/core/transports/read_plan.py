@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest
-from tensorhub_plugins.core.memory.copying import digest_of
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.runs import Extents
 from tensorhub_plugins.core.memory.slab import Slab
@@ -77,7 +77,7 @@ class ReadPlan:
                 views = _with_spill(pieces, views)
             yield views
             if self._computes:
-                self._digests[segment] = digest_of(views)
+                self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
 
     def addresses(self, start: int, stop: int) -> Extents | None:
         """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,

@@ -18,6 +18,7 @@ from functools import partial
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -56,6 +57,7 @@ class TcpTransport:
         streams: int = 1,
         offload_size_bytes: int | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
+        gate: Gate | None = None,
     ) -> None:
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
@@ -66,6 +68,7 @@ class TcpTransport:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if (os.cpu_count() or 1) >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
         self._limits = limits
+        self._gate = gate
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
         self._closed = False
@@ -79,7 +82,7 @@ class TcpTransport:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, TcpSource(), self._limits)
+        self._server = StreamServer(listener, shelf, TcpSource(), self._limits, self._gate)
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:

@@ -37,6 +37,7 @@ class RdmaSource(SourceBackend):
     """Serves registered memory, or a ring through which it passes where it cannot be registered."""
 
     name = "rdma"
+    keeps_connections = True
 
     def __init__(self, nics: Sequence[Nic], memory: Registry, limits: TransportLimits) -> None:
         self._limits = limits

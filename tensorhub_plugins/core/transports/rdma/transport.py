@@ -43,6 +43,7 @@ from collections.abc import Sequence
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.rdma.link import Connection, RdmaLink
@@ -73,11 +74,13 @@ class RdmaTransport:
         devices: Sequence[str] | None = None,
         gid_index: int | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
+        gate: Gate | None = None,
     ) -> None:
         """UsageError when the devices named are not usable; VerbsError stays inside."""
         self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
         self._port = port
         self._limits = limits
+        self._gate = gate
         ports, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
         chosen = choose_ports(ports, wanted, _current_cuda_device())
@@ -107,7 +110,9 @@ class RdmaTransport:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits)
+        self._server = StreamServer(
+            listener, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits, self._gate
+        )
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:

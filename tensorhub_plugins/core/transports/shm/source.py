@@ -31,16 +31,22 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def check_owner(sock: socket.socket) -> int:
+    """The process at the other end. ProtocolError when it is another user's: the abstract namespace has no permissions
+    of its own, so a stranger may connect to us, and one may wait where we connect to."""
+    pid, uid = peer_of(sock)
+    if uid not in (os.geteuid(), 0):
+        raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+    return pid
+
+
 class ShmSource(SourceBackend):
     """Serves memory of this host by its file, by its addresses, or by a shared copy of it."""
 
     name = "shm"
 
     def accept_peer(self, sock: socket.socket) -> str:
-        pid, uid = peer_of(sock)
-        if uid not in (os.geteuid(), 0):  # the abstract namespace has no permissions of its own
-            raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
-        return f"pid {pid}"
+        return f"pid {check_owner(sock)}"
 
     def __init__(self, limits: TransportLimits) -> None:
         self._limits = limits
@@ -147,7 +153,7 @@ class ShmSource(SourceBackend):
         """The caller holds `_guard`. The copy of this offer to read from: where there is one, or memory for one, or if
         `several` want to read at the same time."""
         shared = self._copies.get(offer)
-        if shared is None and offer.slab.kind == "adopted":
+        if shared is None and offer.slab.kind != "allocated":
             if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
                 shared = self._take_idle()
             elif several:
@@ -159,7 +165,7 @@ class ShmSource(SourceBackend):
 
 
 class SharedCopy:
-    """A shareable copy of an adopted shard, made as it is read."""
+    """A shareable copy of a shard that lies in no file of its own, made as it is read."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.slab = Slab.allocate(manifest.tensors, pin=False)

@@ -31,13 +31,14 @@ from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.pump import OrderedWork, pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
-from tensorhub_plugins.core.transports.shm.source import ShmSource, peer_of
+from tensorhub_plugins.core.transports.shm.source import ShmSource, check_owner, peer_of
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.link import SocketLink, greet
 from tensorhub_plugins.core.transports.stream.messages import READY
@@ -60,11 +61,17 @@ class ShmTransport:
     name = "shm"
 
     def __init__(
-        self, *, copy_threads: int | None = None, map_from: int = 2, limits: TransportLimits = DEFAULT_LIMITS
+        self,
+        *,
+        copy_threads: int | None = None,
+        map_from: int = 2,
+        limits: TransportLimits = DEFAULT_LIMITS,
+        gate: Gate | None = None,
     ) -> None:
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
         self._by_address = _process.available()  # until it turns out to be forbidden
         self._limits = limits
+        self._gate = gate
         self._mappings = MappingCache(map_from)
         self._pool: ThreadPoolExecutor | None = None
         self._server: StreamServer | None = None
@@ -89,7 +96,7 @@ class ShmTransport:
             listener.close()
             raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
         _process.let_others_read()
-        self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits)
+        self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits, self._gate)
         return SCHEME + name
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
@@ -102,7 +109,8 @@ class ShmTransport:
         try:
             sock.settimeout(max(0.001, min(deadline - time.monotonic(), self._limits.stall_s)))
             sock.connect("\0" + name)
-        except OSError as error:
+            check_owner(sock)
+        except (OSError, ProtocolError) as error:
             sock.close()
             raise SourceLost(f"not on this host, or gone: {error}", peer=endpoint, phase="connect") from error
         channel = greet(sock, endpoint, stall_s=self._limits.stall_s, deadline=deadline)

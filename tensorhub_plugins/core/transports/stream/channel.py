@@ -20,7 +20,9 @@ from typing import TypeVar, cast
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.process import close_in_children
 from tensorhub_plugins.core.transports.stream.messages import CONTROL, HEADER
+from tensorhub_plugins.core.types import DECODE_ERRORS
 
 DESCRIPTOR = b"F"
 CHUNK_SIZE_BYTES = 1 << 20  # a control message is allocated as it arrives, not as it is announced
@@ -62,13 +64,17 @@ class Channel:
         sock.setblocking(True)
         self.sock = sock
         self.peer = peer
+        self.nonce = b""  # of this connection; the source's
         self.waited = False  # the source had to wait for the segment whose header came last
+        self.has_offer = False  # at the source: its reader has one open
+        self.is_given_up = False  # its place was given to another
         self._stall_s = stall_s
         self._allowed: dict[int, tuple[int, int]] = {}  # seconds and microseconds, by option
         self._guard = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN | getattr(select, "POLLRDHUP", 0))
         weakref.finalize(self, sock.close).atexit = False  # a link that is dropped keeps no descriptor
+        close_in_children(sock)  # the other side is to notice when we die, whoever we have forked
 
     # both ends
 
@@ -159,7 +165,7 @@ class Channel:
         """The control message whose header was received already. ProtocolError."""
         try:
             return decoder.decode(self.receive_body(length, limit, deadline))
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise ProtocolError(f"a message that does not decode: {error}") from error
 
     def receive_header(self, deadline: float | None) -> tuple[int, int, int]:
@@ -168,6 +174,14 @@ class Channel:
         self.fill([memoryview(header)], deadline)
         kind, waited, segment, length = HEADER.unpack(header)
         self.waited = bool(waited)
+        return kind, segment, length
+
+    def receive_request(self, begins_by: float | None, whole_s: float) -> tuple[int, int, int]:
+        """`receive_header` of a request that may be long in coming; once it has begun it has `whole_s` to come."""
+        header = bytearray(HEADER.size)
+        self.fill([memoryview(header)[:1]], begins_by)
+        self.fill([memoryview(header)[1:]], time.monotonic() + whole_s)
+        kind, _, segment, length = HEADER.unpack(header)
         return kind, segment, length
 
     def receive_body(self, length: int, limit: int, deadline: float | None) -> bytearray:

@@ -13,6 +13,8 @@ from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubEr
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.messages import Ticket
+from tensorhub_plugins.core.security.leases import prove
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, NotServable
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, check_segments, runs_of
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
@@ -22,6 +24,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     HELLO,
     MAGIC,
     NO_MANIFEST,
+    NONCE_SIZE_BYTES,
     PROTOCOL,
     REPLY_SIZE_BYTES_MAX,
     StreamFinish,
@@ -43,10 +46,11 @@ def greet(sock: socket.socket, peer: str, *, stall_s: float, deadline: float) ->
     channel = Channel(sock, peer, stall_s=stall_s)
     try:
         with translated(peer, None, "connect", deadline):
-            channel.send([HELLO.pack(MAGIC, PROTOCOL, 0)], deadline)
+            channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, b"")], deadline)
             greeting = bytearray(HELLO.size)
             channel.fill([memoryview(greeting)], deadline)
             check_hello(greeting)
+            channel.nonce = bytes(greeting[-NONCE_SIZE_BYTES:])
     except BaseException:
         channel.close()
         raise
@@ -81,6 +85,7 @@ class SocketLink:
         self._plan: ReadPlan | None = None
         self.progress = LinkProgress()
         self.digests = True
+        self.ticket: Ticket | None = None
         self._by_address = False
         self._more: More | None = None
         self._guard = threading.Lock()
@@ -96,9 +101,8 @@ class SocketLink:
 
     def _open(self, key: ShardKey, as_of: int, deadline: float) -> Manifest:
         channel = self._channels[0]
-        channel.send_message(StreamOpen(key, as_of, by_address=self._by_address), deadline)
-        for other in self._channels[1:]:
-            other.send_message(StreamOpen(key, as_of, brief=True), deadline)
+        for each in self._channels:
+            each.send_message(self._opening(each, key, as_of), deadline)
         try:
             first = self._reply(channel, StreamOpened, deadline)
         except (VersionGone, NotServable):
@@ -114,6 +118,12 @@ class SocketLink:
             if self._reply(other, StreamOpened, deadline).epoch != first.epoch:
                 raise SourceLost("the source published anew while it was opened")
         return manifest
+
+    def _opening(self, channel: Channel, key: ShardKey, as_of: int) -> StreamOpen:
+        is_first = channel is self._channels[0]
+        ticket = self.ticket
+        lease = None if ticket is None else (ticket.claim, prove(ticket.key, channel.nonce))
+        return StreamOpen(key, as_of, not is_first, self._by_address and is_first, lease)
 
     def read(
         self,

@@ -2,8 +2,8 @@
 
     reader                                  source
     HELLO magic, version            ->
-                                    <-      HELLO magic, version
-    StreamOpen(shard)               ->
+                                    <-      HELLO magic, version, nonce
+    StreamOpen(shard, lease)        ->
                                     <-      StreamOpened(epoch, manifest) or StreamRefused(reason);
                                             shm: its file, or its addresses
     StreamRead(segment runs, seconds) ->    (any number, without waiting for what was asked for before)
@@ -27,11 +27,13 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.protocol.messages import Claim
 from tensorhub_plugins.core.types import ShardKey
 
 MAGIC = b"TENSORHB"
-PROTOCOL = 5
-HELLO = struct.Struct("!8sHH")  # magic, protocol version, 0
+PROTOCOL = 6
+NONCE_SIZE_BYTES = 16
+HELLO = struct.Struct(f"!8sHH{NONCE_SIZE_BYTES}s")  # magic, protocol version, 0, nonce of the source
 # Kind, 1: the source had to wait for it, segment, length of what follows in bytes (READY: how many segments).
 HEADER = struct.Struct("!BBxxIQ")
 CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
@@ -56,6 +58,7 @@ class StreamOpen(_Message, frozen=True):
     as_of: Count
     brief: bool = False  # another stream of the same reader has the manifest already
     by_address: bool = False  # shm: it can read this process's memory itself
+    lease: tuple[Claim, bytes] | None = None  # where the hub has a secret; and the proof that it is ours, see leases.py
 
 
 class StreamRead(_Message, frozen=True):
@@ -102,7 +105,7 @@ reply_decoder = msgspec.msgpack.Decoder[StreamReply](StreamReply)
 
 def check_hello(greeting: bytearray) -> None:
     """Raise ProtocolError when the other side speaks something else."""
-    magic, version, _ = HELLO.unpack(greeting)
+    magic, version, _, _ = HELLO.unpack(greeting)
     if magic != MAGIC:
         raise ProtocolError(f"its first bytes are {magic!r}: this is no weight transfer of ours")
     if version != PROTOCOL:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import socket
 import threading
 import time
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
+from tensorhub_plugins.core.process import close_in_children
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -23,6 +26,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     HELLO,
     MAGIC,
     NO_MANIFEST,
+    NONCE_SIZE_BYTES,
     PROTOCOL,
     READ_S_MAX,
     READY,
@@ -49,6 +53,7 @@ class SourceBackend:
     """What a transport does its own way at the source."""
 
     name: ClassVar[str]
+    keeps_connections: ClassVar[bool] = False  # for the next version: readers are silent for as long as it takes
 
     def accept_peer(self, sock: socket.socket) -> str:
         """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
@@ -89,8 +94,16 @@ class SourceBackend:
 class StreamServer:
     """Accepts connections and serves a shelf, one thread for each: a slow reader delays nobody else."""
 
-    def __init__(self, listener: socket.socket, shelf: Shelf, backend: SourceBackend, limits: TransportLimits) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        shelf: Shelf,
+        backend: SourceBackend,
+        limits: TransportLimits,
+        gate: Gate | None = None,
+    ) -> None:
         self._limits = limits
+        self._gate = gate
         self._listener = listener
         self._shelf = shelf
         self._backend = backend
@@ -98,6 +111,7 @@ class StreamServer:
         self._connections: dict[Channel, threading.Thread] = {}
         self._closing = threading.Event()
         self._wake_out, self._wake_in = socket.socketpair()
+        close_in_children(listener, self._wake_out, self._wake_in)  # nobody would accept there
         listener.setblocking(False)
         self._acceptor = threading.Thread(target=self._accept, name=f"tensorhub-{backend.name}-accept", daemon=True)
         self._acceptor.start()
@@ -153,18 +167,35 @@ class StreamServer:
             target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}", daemon=True
         )
         with self._guard:
-            full = len(self._connections) >= self._limits.readers_max
+            full = self._make_room(peer)
             if not full:
                 self._connections[channel] = thread
         if full:
-            _log.warning("%s: refused %s: %d readers are connected", self._backend.name, peer, self._limits.readers_max)
+            _log.warning("%s: refused %s: %s", self._backend.name, peer, full)
             channel.close()
             return
         thread.start()
 
+    def _make_room(self, peer: str) -> str:
+        """Why there is no place for one more; empty: there is one. Who has nothing open gives up its place, the oldest
+        first: a stranger that only sits there keeps nobody out."""
+        limits, alike = self._limits, [c for c in self._connections if _host_of(c.peer) == _host_of(peer)]
+        for crowd, most, where in (
+            (alike, limits.readers_per_peer_max, " from there"),
+            (list(self._connections), limits.readers_max, ""),
+        ):
+            if sum(not channel.is_given_up for channel in crowd) < most:
+                continue
+            idle = next((channel for channel in crowd if not (channel.has_offer or channel.is_given_up)), None)
+            if idle is None:
+                return f"{most} readers are connected{where}"
+            idle.is_given_up = True
+            idle.cut()
+        return ""
+
     def _serve(self, channel: Channel) -> None:
         try:
-            ReaderConnection(channel, self._shelf, self._backend, self._limits).run()
+            ReaderConnection(channel, self._shelf, self._backend, self._limits, self._gate).run()
         except Exception as error:
             self._log_end(channel.peer, error)
         finally:
@@ -190,8 +221,16 @@ class StreamServer:
 class ReaderConnection:
     """One reader's connection at the source: at most one offer open at a time."""
 
-    def __init__(self, channel: Channel, shelf: Shelf, backend: SourceBackend, limits: TransportLimits) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        shelf: Shelf,
+        backend: SourceBackend,
+        limits: TransportLimits,
+        gate: Gate | None = None,
+    ) -> None:
         self._channel = channel
+        self._gate = gate
         self._shelf = shelf
         self._backend = backend
         self._limits = limits
@@ -207,7 +246,8 @@ class ReaderConnection:
         if greeting[: len(MAGIC)] != MAGIC:  # said before more is awaited: a stranger may have no more to say
             raise ProtocolError(f"its first bytes are {bytes(greeting[: len(MAGIC)])!r}: no reader of ours")
         channel.fill([memoryview(greeting)[len(MAGIC) :]], deadline)
-        channel.send([HELLO.pack(MAGIC, PROTOCOL, 0)], deadline)
+        channel.nonce = os.urandom(NONCE_SIZE_BYTES)
+        channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, channel.nonce)], deadline)
         check_hello(greeting)
         try:
             while True:
@@ -216,8 +256,10 @@ class ReaderConnection:
             self._release(ended=True)
 
     def _receive(self) -> StreamRequest:
-        # Between reads a reader may be silent; keepalive finds the dead.
-        kind, _, length = self._channel.receive_header(None)
+        # Between reads a reader may be silent, keepalive finds the dead; but not before it has asked for an offer.
+        waits = self._offer is not None or (self._backend.keeps_connections and self._reader >= 0)
+        begins_by = None if waits else time.monotonic() + self._limits.hello_s
+        kind, _, length = self._channel.receive_request(begins_by, self._limits.hello_s)
         if kind != CONTROL:
             raise ProtocolError(f"a frame of kind {kind} where a request should be")
         deadline = time.monotonic() + self._limits.hello_s
@@ -240,11 +282,9 @@ class ReaderConnection:
         self._release()
         try:
             offer, addresses = self._begin(request)
-        except VersionGone as error:
-            self._channel.send_message(StreamRefused("gone", error.message), deadline)
-            return
-        except NotServable as error:
-            self._channel.send_message(StreamRefused("not servable", error.message), deadline)
+        except (VersionGone, NotServable) as error:
+            reason: Literal["gone", "not servable"] = "gone" if isinstance(error, VersionGone) else "not servable"
+            self._channel.send_message(StreamRefused(reason, error.message), deadline)
             return
         _log.debug("%s: %s opens %s, as of %d", self._backend.name, self._channel.peer, offer.key, request.as_of)
         manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
@@ -254,17 +294,28 @@ class ReaderConnection:
 
     def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None]:
         """Attach to the offer; its addresses if it is read by them. VersionGone, NotServable."""
-        offer = find_offer(self._shelf, request.key, request.as_of, self._check_reader)
+        offer = self._find(request)
         slab = offer.slab
         addresses = self._backend.addresses(offer) if request.by_address else None
         reason = self._backend.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
         self._reader = offer.attach(self._channel.cut)
-        self._offer = offer
+        self._offer, self._channel.has_offer = offer, True
         if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
             addresses = self._backend.addresses(offer)
         return offer, addresses
+
+    def _find(self, request: StreamOpen) -> Offer:
+        """What was granted, to whom it was granted."""
+        claim, proof = request.lease or (None, b"")
+        refusal = None
+        if self._gate is not None:
+            refusal = self._gate.refusal(request.key, claim, proof, self._channel.nonce, time.monotonic())
+        if refusal is not None:
+            _log.warning("%s: %s may not read %s: %s", self._backend.name, self._channel.peer, request.key, refusal)
+            raise NotServable(f"the source lets nobody read without a lease of its hub: {refusal}")
+        return find_offer(self._shelf, request.key, request.as_of, self._check_reader)
 
     def _check_reader(self) -> None:
         if self._channel.is_cut():
@@ -329,9 +380,14 @@ class ReaderConnection:
                 alive_at = now + self._limits.alive_s
 
     def _release(self, *, ended: bool = False) -> None:
-        offer, self._offer = self._offer, None
+        offer, self._offer, self._channel.has_offer = self._offer, None, False
         try:
             self._backend.on_reader_done(self._channel, ended=ended)
         finally:
             if offer is not None:
                 offer.detach(self._reader)
+
+
+def _host_of(peer: str) -> str:
+    """Of "tcp://host:port"; of others, what they are called by."""
+    return peer.rpartition(":")[0] or peer

@@ -1,0 +1,64 @@
+"""What a client is made from: its arguments, checked, and the transports that work here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Transport, TransportLimits, create, unavailable
+from tensorhub_plugins.core.types import SHARDS_MAX, check_name
+
+log = logging.getLogger("tensorhub.client")
+
+
+def check_identity(shard: int, shard_count: int, **names: str) -> None:
+    """UsageError unless these name one shard of one replica."""
+    for what, name in names.items():
+        check_name(what, name)
+    if not 0 <= shard < shard_count <= SHARDS_MAX:
+        raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
+
+
+def check_budget(budget_bytes: object, over_budget: object) -> None:
+    """UsageError unless this is a number of bytes, and what to do beyond it."""
+    if budget_bytes is not None and (type(budget_bytes) is not int or budget_bytes < 0):
+        raise UsageError(f"memory_budget_bytes={budget_bytes!r}: a number of bytes, or None for half of the memory")
+    if over_budget not in ("warn", "refuse"):
+        raise UsageError(f"over_budget={over_budget!r}: 'warn' or 'refuse'")
+
+
+def check_written(slab: Slab, version: int) -> None:
+    """UsageError for an allocated slab of which tensors were never written."""
+    if slab.kind == "allocated" and slab.unwritten:
+        raise UsageError(
+            f"{len(slab.unwritten)} tensors of the slab were never written, first {list(slab.unwritten[:5])}: write "
+            "them all, or call mark_written for those that were filled through their views",
+            version=version,
+        )
+
+
+def usable(
+    names: Sequence[str], advertise_host: str, limits: TransportLimits, gate: Gate | None
+) -> dict[str, Transport]:
+    """The transports of these names that work here, made; UsageError when none does."""
+    transports: dict[str, Transport] = {}
+    for name in names:
+        reason = unavailable(name)
+        if reason is None:
+            try:
+                transports[name] = create(name, advertise_host=advertise_host, limits=limits, gate=gate)
+            except BaseException:
+                for made in transports.values():
+                    made.close()
+                raise
+        else:
+            # Nobody who names no transport wants to hear on every worker that it has no RDMA card.
+            log.log(
+                logging.INFO if tuple(names) == DEFAULT_TRANSPORTS else logging.WARNING, "no %s here: %s", name, reason
+            )
+    if not transports:
+        raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
+    return transports

@@ -1,0 +1,116 @@
+"""What one trainer rank holds of a model that is sharded: parts of its tensors, found without a message to the others.
+
+Every rank asks this of the same model, and all of them decide the same: who publishes what several ranks hold, and
+that every element of every tensor is published exactly once. Nothing is gathered, cast or copied for it; the tensors
+are the model's own memory.
+
+    fsdp2.py   parameters are DTensors: boxes, of any number of dimensions and any mesh
+    fsdp1.py   parameters lie one after the other in flat memory, which is cut anywhere: runs of their elements
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import Part, TensorSpec
+
+
+class Held(NamedTuple):
+    """What this rank is to publish of one tensor.
+
+    whole: all of it, contiguous, in the dtype that the model has. tensor: this rank's part, on any device, None for
+    nothing. part: where that lies; None if it is all there is.
+    """
+
+    whole: TensorSpec
+    tensor: torch.Tensor | None = None
+    part: Part | None = None
+
+    def named(self, name: str) -> Held:
+        """The same under another name."""
+        return self._replace(whole=msgspec.structs.replace(self.whole, name=name))
+
+
+Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shape
+
+
+class Ownership:
+    """Which of `ranks` trainer ranks keeps which tensor: the one with the fewest bytes so far, the lowest of equals.
+
+    All ranks see the same tensors in the same order, so all of them decide the same without a message.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._next = [(0, rank) for rank in range(ranks)]  # a heap: there may be 1,000 ranks and 50,000 tensors
+
+    def give(self, size_bytes: int) -> int:
+        """The owner of the next tensor."""
+        given, owner = self._next[0]
+        heapq.heapreplace(self._next, (given + size_bytes, owner))
+        return owner
+
+
+class Turns:
+    """Who publishes what several ranks hold alike, with as many bytes for each of them as for the others."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._among: dict[int, Ownership] = {}
+
+    def is_mine(self, mine: int, count: int, size_bytes: int) -> bool:
+        """Whether it is the turn of the `mine`th of `count` that hold the next tensor of so many bytes."""
+        return self._among.setdefault(count, Ownership(count)).give(size_bytes) == mine
+
+
+def held_box(whole: TensorSpec, tensor: torch.Tensor, start: tuple[int, ...]) -> Held:
+    """A box of the whole tensor whose first element is at `start`."""
+    if tuple(tensor.shape) == whole.shape:
+        return Held(whole, tensor)
+    return Held(whole, tensor, Part(whole.shape, start)) if tensor.numel() else Held(whole)
+
+
+def held_run(whole: TensorSpec, flat: torch.Tensor, start: int) -> Held:
+    """Elements of the whole tensor that follow each other from `start` on, as a tensor of one dimension."""
+    count, shape = flat.numel(), whole.shape
+    elements: int = prod(shape)
+    if not count and elements:
+        return Held(whole)
+    if count == elements:
+        return Held(whole, flat.view(shape))
+    row: int = prod(shape[1:])
+    if start % row or count % row:
+        return Held(whole, flat, Part(whole.shape, (start,)))
+    inner = shape[1:]
+    return Held(whole, flat.view(count // row, *inner), Part(whole.shape, (start // row, *[0] * len(inner))))
+
+
+def held_split(held: Held, pieces: Sequence[Piece]) -> Iterator[Held]:
+    """The same of some smaller tensors, each of which lies in one piece in the whole one (the weights of one expert, of
+    all experts in one). UsageError for a part that does not lie in one piece itself."""
+    element = held.whole.size_bytes // max(prod(held.whole.shape), 1)
+    first, flat = _flat(held)
+    for name, start, shape in pieces:
+        whole = TensorSpec(name, held.whole.dtype, shape, element * prod(shape))
+        if flat is None:
+            yield Held(whole)
+            continue
+        low, high = max(first, start), min(first + flat.numel(), start + prod(shape))
+        yield held_run(whole, flat[low - first : high - first], low - start) if low < high else Held(whole)
+
+
+def _flat(held: Held) -> tuple[int, torch.Tensor | None]:
+    """The first element, and all that follow, in one dimension."""
+    if held.tensor is None or held.part is None:
+        return 0, None if held.tensor is None else held.tensor.reshape(-1)
+    if held.part.is_run:
+        return held.part.start[0], held.tensor
+    if held.tensor.shape[1:] != held.part.global_shape[1:]:
+        raise UsageError(f"tensor {held.whole.name!r} is cut along more than its first dimension")
+    return held.part.start[0] * prod(held.part.global_shape[1:]), held.tensor.reshape(-1)

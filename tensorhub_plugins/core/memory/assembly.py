@@ -1,0 +1,82 @@
+"""Tensors that arrive in parts, put together where they land: nothing is copied once it is there.
+
+A source shard that holds parts is read into a *view*: a slab with that shard's own table, whose stream lies in pieces
+within the whole tensors. So it is verified, and served on to others, as the very shard that it was at the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.moves import check_cover, plan
+from tensorhub_plugins.core.memory.runs import Run, Runs
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import contiguous_spec
+
+
+def has_parts(table: TensorTable) -> bool:
+    """Whether a shard holds less than all of some tensor."""
+    return any(spec.part is not None for spec in table)
+
+
+def whole_of(spec: TensorSpec) -> TensorSpec:
+    """The tensor that this one is a part of, contiguous. UsageError for a dtype that torch here does not have."""
+    dtype = getattr(torch, spec.dtype, None)
+    if spec.part is None or not isinstance(dtype, torch.dtype):
+        raise UsageError(f"tensor {spec.name!r} is no part of a larger one, or of a dtype unknown here: {spec.dtype!r}")
+    return contiguous_spec(spec.name, dtype, spec.part.global_shape)
+
+
+def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
+    """A shard of this table in the memory of these allocated slabs, each of whose names it has in one of them.
+
+    UsageError for a tensor that they do not have, or have with another dtype or shape."""
+    check_cover_of(table, blocks)
+    placed = sorted(
+        (move.source, move.target, move.size_bytes, index)
+        for index, block in enumerate(blocks)
+        for move in plan(table, block.specs)
+    )
+    runs: list[Run] = []
+    for start, target, size_bytes, index in placed:
+        memory = blocks[index].runs
+        pieces = memory.pieces(target, target + size_bytes)
+        for piece, (address, _) in zip(pieces, memory.addresses(target, target + size_bytes), strict=True):
+            runs.append(Run(start, len(piece), int(address), piece))
+            start += len(piece)
+    whole = {name: tensor for block in blocks for name, tensor in block.tensors().items() if name in table.positions}
+    return Slab("view", table, Runs(runs), tensors={spec.name: _cut(spec, whole[spec.name]) for spec in table})
+
+
+def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
+    """UsageError unless each tensor of the table has a place in one of these slabs."""
+    for spec in table:
+        if sum(spec.name in block.specs.positions for block in blocks) != 1:
+            raise UsageError(f"tensor {spec.name!r} has no place of its own in the memory that is read into")
+
+
+def check_whole(tables: Mapping[int, TensorTable]) -> None:
+    """UsageError that names a tensor of which these source shards together do not hold every part exactly once."""
+    wanted = {spec.name: whole_of(spec) for table in tables.values() for spec in table if spec.part is not None}
+    parts = {shard: TensorTable(spec for spec in table if spec.name in wanted) for shard, table in tables.items()}
+    check_cover(parts, TensorTable.of(wanted.values()))
+
+
+def check_size(specs: Iterable[TensorSpec]) -> None:
+    """UsageError for whole tensors that no shard could hold: what a peer says of their size is not to be believed."""
+    size_bytes = sum(spec.size_bytes for spec in specs)
+    if size_bytes > SHARD_SIZE_BYTES_MAX:
+        raise UsageError(f"parts of tensors that would have {size_bytes} bytes: the limit is {SHARD_SIZE_BYTES_MAX}")
+
+
+def _cut(spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor:
+    part = spec.part
+    if part is None:
+        return whole
+    if part.is_run:
+        return whole.view(-1)[part.start[0] : part.start[0] + spec.shape[0]]
+    return whole[tuple(slice(start, start + size) for start, size in zip(part.start, spec.shape, strict=True))]
