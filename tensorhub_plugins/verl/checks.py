@@ -9,7 +9,7 @@ from typing import Any
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.verl import config
-from tensorhub_plugins.verl.config import BACKEND, LORA, ROLLOUT, Options, spans_of
+from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WHERE, Options, spans_of
 
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -34,7 +34,8 @@ def check(root: Any) -> tuple[Options, list[str]]:
     pulls = _get(rollout, "name") == ROLLOUT
     check_backend(rollout)
     options = config.parse(_get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND))
-    said = [check_mode(root)]
+    said = [check_mode(root), f"weights: {says_parts(root, options)}"]
+    fleet = check_fleet(options, rollout)
     check_model(_get(root, "actor_rollout_ref", "model"))
     if pulls:
         check_parallel(rollout)
@@ -47,6 +48,8 @@ def check(root: Any) -> tuple[Options, list[str]]:
             f"drop-in: verl stops all engines for every version, and waits for the slowest; rollout.name={ROLLOUT} "
             "lets each of them go on"
         )
+    if fleet:
+        said.append(fleet)
     where = f"at {options.hub}" if options.hub else "started on Ray's head node; its address is printed"
     said.append(f"hub: {where}; run: {options.run or 'a new name for every job'}")
     return options, said
@@ -75,6 +78,23 @@ def check_model(model: Any) -> None:
         raise UsageError(LORA)
 
 
+def says_parts(root: Any, options: Options) -> str:
+    """Whether trainer ranks publish what they hold, or gather whole tensors, and why; see parts.py."""
+    reference = _get(root, "actor_rollout_ref")
+    strategy, lora = _get(reference, "actor", "strategy"), _get(reference, "model", "lora")
+    if not options.parts:
+        why = f"{WHERE}.parts=true makes each publish its part"
+    elif strategy not in ("fsdp", "fsdp2"):
+        why = f"verl's {strategy} engine hands over whole tensors only"
+    elif (_get(reference, "model", "lora_rank") or _get(lora, "rank") or 0) > 0:
+        why = "LoRA: verl merges the adapter into whole tensors"
+    elif _get(reference, "actor", "fsdp_config", "qat", "enable"):
+        why = "quantization-aware training quantizes whole tensors"
+    else:
+        return f"each trainer rank publishes the part that {strategy} gave it, and nothing is gathered"
+    return f"whole tensors are gathered to every trainer rank ({why})"
+
+
 def check_parallel(rollout: Any) -> None:
     """What verl refuses where rollout.name is vllm, and would take here."""
     if (_get(rollout, "data_parallel_size") or 1) > 1:
@@ -87,6 +107,25 @@ def check_parallel(rollout: Any) -> None:
             f"rollout.pipeline_model_parallel_size is {rollout.pipeline_model_parallel_size}: verl starts vLLM without "
             "it, and would reserve GPUs that nobody uses; set it to 1 and tensor_model_parallel_size higher"
         )
+
+
+def check_fleet(options: Options, rollout: Any) -> str:
+    """What becomes of the number of replicas; "" where it stays. UsageError for options that would do nothing."""
+    router = _get(rollout, "router_config_path")
+    if _get(rollout, "name") != ROLLOUT:
+        why = f"drop-in mode has a fixed number of engines: set rollout.name={ROLLOUT}"
+    elif _get(rollout, "full_determinism"):
+        why = "rollout.full_determinism has verl's own router, which knows no fleet: switch it off"
+    elif router not in (None, str(ROUTER)):
+        why = f"the router of rollout.router_config_path={router} knows no fleet: leave that out"
+    else:
+        target = options.fleet_policy or options.fleet_target or "as many replicas as verl starts"
+        bounds = f"at least {options.fleet_min}, at most {options.fleet_max}"
+        return f"fleet: {target}, {bounds}; `tensorhub fleet` adds and drains"
+    asked = [name for name in FLEET if getattr(options, name) != getattr(Options(), name)]
+    if asked:
+        raise UsageError(f"{WHERE}.{asked[0]} would do nothing: {why}, or leave it out")
+    return ""
 
 
 def check_mode(root: Any) -> str:

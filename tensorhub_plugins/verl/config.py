@@ -42,6 +42,7 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
     """hub None: verl's head node runs one itself. The trainer's versions are steps, see versions.py."""
 
     dtype: str | None = None  # what floating-point weights are published as; None: as verl hands them over
+    parts: bool = False  # each trainer rank publishes what it holds, see parts.py; False: it gathers all
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py
@@ -54,9 +55,6 @@ def parse(given: Mapping[str, Any] | None) -> Options:
     options.check_training(parsed, where=WHERE, limits={"replica_timeout_s": (1, 3600)})
     if parsed.dtype is not None and parsed.dtype not in DTYPES:
         raise UsageError(f"{WHERE}.dtype is {parsed.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
-    asked = [name for name in FLEET if getattr(parsed, name) != getattr(Options(), name)]
-    if asked:
-        raise UsageError(f"{WHERE}.{asked[0]}: a fleet that changes is there for OpenRLHF only so far; leave it out")
     return parsed
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError
 from tensorhub_plugins.verl import checks, config
+from tensorhub_plugins.vllm.ray import policy
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -51,6 +52,8 @@ def check(root: Any) -> list[str]:
     options, said = checks.check(root)
     config.check_verl(options)
     config.check_vllm(options)
+    if options.fleet_policy is not None:
+        policy.load(options.fleet_policy)
     if options.hub is not None:
         try:
             Client(

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import ray
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, TensorHubError, record
+from tensorhub_plugins.core import Client, TensorHubError, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
@@ -25,6 +26,7 @@ from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, versi
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.engine.staleness import Staleness
+from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import Lifeline, exit_on_error, own_engines
 
@@ -43,8 +45,10 @@ class TensorHubServer(vLLMHttpServer):
         self.worker = f"rollout-{self.replica_rank}/0"
         self.follower: Follower | None = None
         self._client: Client | None = None
+        self._version = 0  # that it follows
         self._staleness: Staleness | None = None  # once there is a client
         self._ledger = Ledger()
+        self._gives_back = False  # this replica leaves the run
         self._lifeline: Lifeline | None = None  # once there is an engine
         self._launch: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -85,7 +89,8 @@ class TensorHubServer(vLLMHttpServer):
         client = self._client
         self._staleness = Staleness(lambda: client.hub_silent_s, options.staleness_s, worker=self.worker)
         self._tasks.append(asyncio.create_task(self._staleness.watch()))
-        await self.rpc("tensorhub_connect", worker_config(options, replica=f"rollout-{self.replica_rank}"))
+        worker = worker_config(options, replica=f"rollout-{self.replica_rank}")
+        await self.rpc("tensorhub_connect", worker, await asyncio.to_thread(secret.learn))
         until = self.options.pull_until
         self.follower = Follower(
             self,
@@ -113,7 +118,7 @@ class TensorHubServer(vLLMHttpServer):
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         if self.global_steps is not None:
             self._ledger.switched(self.global_steps, running)
-        self.global_steps = step_of_version(version)
+        self.global_steps, self._version = step_of_version(version), version
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -138,6 +143,9 @@ class TensorHubServer(vLLMHttpServer):
         except BaseException:
             self._ledger.forget(request_id)
             raise
+        if self._gives_back and output.stop_reason == "aborted" and self.options.spans != "split":
+            self._ledger.forget(request_id)  # verl's client here would take the part for the whole
+            raise ReplicaLost(f"{self.worker} leaves the run")
         spans = self._ledger.finished(request_id, len(output.token_ids), self.global_steps)
         spans = spans or (Span(first, 0),)
         output.extra_fields["global_steps"] = min(span.step for span in spans)  # it may have gone back
@@ -148,7 +156,7 @@ class TensorHubServer(vLLMHttpServer):
             worker=self.worker,
             seconds=time.monotonic() - started,
             outcome={"completed": "stop", "aborted": "abort"}.get(str(output.stop_reason), str(output.stop_reason)),
-            versions=[spans[0].step + 1, spans[-1].step + 1],
+            versions=[spans[0].step + 1, spans[-1].step + 1],  # as steps of the store
             tokens=len(output.token_ids),
         )
         return output
@@ -176,8 +184,10 @@ class TensorHubServer(vLLMHttpServer):
         last = LastUpdate() if self.follower is None else self.follower.last_update
         return {
             "worker": self.worker,
+            "node": ray.get_runtime_context().get_node_id(),
+            "follows": self.follows,
             "ready": ready,
-            "version": 0 if self.global_steps is None else version_of_step(self.global_steps),
+            "version": self._version or (0 if self.global_steps is None else version_of_step(self.global_steps)),
             "stays": self._stays(),
             "silent_s": silent_s,
             "timeout_s": self.options.replica_timeout_s,
@@ -191,13 +201,30 @@ class TensorHubServer(vLLMHttpServer):
         """Whether it will not go on to the trainer's newest version: verl, an operator or an option decides."""
         if not self.follows or self._client is None or self.follower is None:
             return not self.follows
-        done = self.follower.until is not None and self.follower.version >= self.follower.until
+        done = self.follower.until is not None and step_of(self.follower.version) >= self.follower.until
         refused = max(self.follower.refused, default=0) > self.follower.version
         return done or refused or self._client.pinned is not None
 
     def _why_not(self) -> str:
         """It takes no new work, though it could answer."""
         return "" if self._staleness is None else self._staleness.why_not()
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    async def tensorhub_give_back(self) -> None:
+        """Leave what is under way to others: with the tokens so far, where verl's client can go on from there."""
+        self._gives_back = True
+        await self.abort_all_requests(reject_request=True)
+
+    async def tensorhub_leave(self) -> None:
+        """Follow no more, and say so: the hub forgets this replica at once. The process is ended from outside."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._lifeline is not None:
+            await self.rpc("tensorhub_close")
+        if self._client is not None:
+            await asyncio.to_thread(self._client.close)
 
     # --- what verl's own manager would do to all replicas at once -----------------------------------------------------
 

@@ -6,7 +6,6 @@ own server does to a request before vLLM gets it is done here.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +20,6 @@ from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import step_of_version
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray import external
-from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
 
 logger = get_logger(__name__)
@@ -94,24 +92,15 @@ class ExternalServer:
     """An asyncio actor. options: with hub and run."""
 
     def __init__(self, name: str, url: str, options: Options, rollout: Rollout, expected: Expected) -> None:
-        assert options.run is not None
         self.worker, self.options, self._rollout = f"{name}/0", options, rollout
-        self._name, self._url = name, url
-        self._expected = msgspec.structs.replace(
-            expected, run=options.run, model=options.model, staleness_s=options.staleness_s
-        )
+        self._name, self._url, self._expected = name, url, expected
         self._external: External | None = None
 
     async def join(self) -> None:
         """UsageError says in one sentence why this server cannot be used."""
-        store = await asyncio.to_thread(connect, self.options, replica=f"server-{self._name}")
-        self._external = External(self._url, self._expected, store=store, timeout_s=self.options.replica_timeout_s)
-        try:
-            await self._external.join()
-        except BaseException:
-            await self.close()
-            raise
-        record("external_joined", worker=self.worker, address=self._url, version=self._external.version)
+        self._external = await external.join(
+            self._name, self._url, self.options, self._expected, timeout_s=self.options.replica_timeout_s
+        )
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
@@ -128,6 +117,9 @@ class ExternalServer:
         except ServerLost as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
             raise ReplicaLost(error.message, peer=self._url) from error
+        if answer.finish_reason == "abort" and self.options.spans != "split":
+            # verl's client here would take the part for the whole
+            raise ReplicaLost(f"{self._url} was told to give its requests back", peer=self._url)
         spans = [(step_of_version(version), tokens) for version, tokens in answer.spans]
         record(
             "request",
@@ -161,7 +153,7 @@ class ExternalServer:
         }
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Partial answers go back, with their tokens and versions; verl's client goes on elsewhere."""
+        """Partial answers go back, with tokens and versions, to a client that goes on elsewhere; others begin again."""
         count = 0 if self._external is None else self._external.abort()
         return {"aborted_count": count, "request_ids": [], "server_results": []}
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tensorhub_plugins.core import steps_behind
+
 
 @dataclass
 class Replica:
@@ -112,9 +114,9 @@ class Watch:
         ]
 
     def lags(self) -> list[int]:
-        """By how many versions those in rotation are behind the newest of them."""
+        """By how many steps those in rotation are behind the newest of them, one at least if of a former attempt."""
         newest = self.newest()
-        return [newest - r.version for r in self.replicas.values() if _serves(r)]
+        return [steps_behind(r.version, newest) for r in self.replicas.values() if _serves(r)]
 
 
 def _serves(replica: Replica) -> bool:

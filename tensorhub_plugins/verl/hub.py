@@ -13,6 +13,7 @@ from tensorhub_plugins.core import HubUnreachable
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.config import WHERE, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
+from tensorhub_plugins.vllm.ray import secret
 
 logger = get_logger(__name__)
 
@@ -29,17 +30,18 @@ def ensure(options: Options) -> str:
     owns the actor: it ends with the run."""
     if options.hub is not None:
         return options.hub
-    name = _actor_name()
+    name = secret.actor_name()
     if name in _addresses:
         return _addresses[name]  # it never changes: no update waits for a hub that is being started again
     try:
         actor = ray.get_actor(name)
         address = ray_hub.address_of(actor)
     except ValueError:
-        actor, address = ray_hub.start(name=name, get_if_exists=True)
+        actor, address = ray_hub.start()
     _owned[name] = actor
     _addresses[name] = address
-    logger.warning("the hub of %s is at %s: tensorhub status --hub %s", run_name(options), address, address)
+    command = ray_hub.command_of(actor, address)
+    logger.warning("the hub of %s is at %s; on the head node: %s", run_name(options), address, command)
     return address
 
 
@@ -50,11 +52,11 @@ async def find(options: Options, *, timeout_s: float = ray_hub.START_TIMEOUT_S) 
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return str(await ray.get_actor(_actor_name()).address.remote())
+            return str(await ray.get_actor(secret.actor_name()).address.remote())
         except (ValueError, ray.exceptions.RayActorError) as error:
             if time.monotonic() > deadline:
                 raise HubUnreachable(
-                    f"the embedded hub did not start: look for actor {_actor_name()} in Ray's logs, or start "
+                    f"the embedded hub did not start: look for actor {secret.actor_name()} in Ray's logs, or start "
                     f"`tensorhub server` and set {WHERE}.hub to the address it prints",
                     timeout_s=timeout_s,
                 ) from error
@@ -63,7 +65,3 @@ async def find(options: Options, *, timeout_s: float = ray_hub.START_TIMEOUT_S) 
 
 _owned: dict[str, Any] = {}  # Ray ends an actor when its last handle is gone
 _addresses: dict[str, str] = {}
-
-
-def _actor_name() -> str:
-    return f"tensorhub_hub_{ray.get_runtime_context().get_job_id()}"

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from tensorhub_plugins.core import version_of, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl.versions import version_of_step
 
@@ -62,6 +63,7 @@ class NullWorker:
         self._validation = validation
         self._timeout_s = timeout_s
         self._is_first = True
+        self._attempt = 0  # of the trainer
         self._routers: dict[Any, Any] = {}
 
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -73,14 +75,19 @@ class NullWorker:
         is_first, self._is_first = self._is_first, False
         if not self._validation.follows(step, is_first=is_first):
             return
+        version = version_of(self._attempt, version_of_step(step))
         for router in list(self._routers.values()):
-            behind = await router.wait_for_version.remote(version_of_step(step), self._timeout_s)
+            behind = await router.wait_for_version.remote(version, self._timeout_s)
             if behind:
                 logger.warning(
-                    "validation of step %d is answered in part by older weights: after %.0f s %s, and not version %d; "
+                    "validation of step %d is answered in part by older weights: after %.0f s %s, and not version %s; "
                     "raise tensorhub.timeout_s, or look in the logs of these replicas for what keeps them",
-                    *(step, self._timeout_s, ", ".join(behind), version_of_step(step)),
+                    *(step, self._timeout_s, ", ".join(behind), version_text(version)),
                 )
+
+    async def began(self, attempt: int) -> None:
+        """The trainer has started again: the next weights are of this attempt."""
+        self._attempt = attempt
 
     async def meet(self, router: Any) -> None:
         """A router tells that it is there."""

@@ -10,18 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+from verl.single_controller.ray import RayResourcePool
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from tensorhub_plugins.verl import checks, null_worker
+from tensorhub_plugins.verl import checks, null_worker, placeholder
 from tensorhub_plugins.verl import config as configuration
 from tensorhub_plugins.verl.engine import TensorHubServer
+from tensorhub_plugins.verl.launcher import COLOCATED, VerlLauncher
+from tensorhub_plugins.vllm.ray import fleet
 
 
 class TensorHubReplica(vLLMReplica):
     workers: list[Any]
 
-    def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, replica_rank: int, config: Any, model_config: Any, *args: Any, groups: Any | None = None, **kwargs: Any
+    ) -> None:
+        """groups: placement groups, one a node, of a replica that the fleet adds to a run (launcher.py)."""
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
         self._placeholders: list[Any] = []
         if self.is_reward_model or self.is_teacher_model:
@@ -33,9 +39,10 @@ class TensorHubReplica(vLLMReplica):
         configuration.check_vllm(options)
         checks.check_parallel(config)
         checks.check_model(model_config)
-        self._root, self._timeout_s = config._get_root(), options.timeout_s
-        has_router = configuration.use_our_router(config)
-        spans = configuration.spans_of(options.spans, config) if has_router else "oldest"
+        checks.check_fleet(options, config)
+        self._root, self._options, self._groups = config._get_root(), options, groups
+        self._has_router = configuration.use_our_router(config)
+        spans = configuration.spans_of(options.spans, config) if self._has_router else "oldest"
         # self.config is this replica's own copy, and what its servers are made with.
         given = engine.engine_kwargs.get(configuration.BACKEND) or {}
         engine.engine_kwargs[configuration.BACKEND] = {**given, "spans": spans}
@@ -49,6 +56,21 @@ class TensorHubReplica(vLLMReplica):
             checks.check_mode(self._root)
         await super().init_hybrid(worker_group)
 
+    async def init_standalone(self) -> None:
+        """As verl's, in placement groups that are there already where the fleet has made them."""
+        if self.is_reward_model or self.is_teacher_model or self._groups is None:
+            await super().init_standalone()
+            return
+        self.rollout_mode = RolloutMode.STANDALONE
+        sizes = [self.gpus_per_replica_node] * self.nnodes
+        self.resource_pool = RayResourcePool(sizes, use_gpu=True, max_colocate_count=COLOCATED)
+        self.resource_pool.pgs = self._groups
+        places = [(group, index) for group in self._groups for index in range(self.gpus_per_replica_node)]
+        self.workers = [
+            placeholder.start(self.replica_rank, number, group, index) for number, (group, index) in enumerate(places)
+        ]
+        await self.launch_servers()
+
     @property
     def follows(self) -> bool:
         """Hybrid replicas share the trainer's GPUs: verl puts them to sleep and gives them weights in its own way."""
@@ -61,9 +83,17 @@ class TensorHubReplica(vLLMReplica):
     async def launch_servers(self) -> None:
         await super().launch_servers()
         if self.follows:
-            # verl's own workers hold the placement group, and are never asked to move weights.
+            # These workers hold the placement group's GPUs, and are never asked to move weights.
             self._placeholders = self.workers
-            self.workers = [null_worker.start(self._root, self._timeout_s)]
+            self.workers = [null_worker.start(self._root, self._options.timeout_s)]
+            if self._has_router and self._groups is None:
+                self._start_fleet()
+
+    def _start_fleet(self) -> None:
+        """Where verl's manager lives, as long as the run. Of all first replicas one starts it."""
+        is_fully_async = self._root.get("async_training") is not None
+        rollouter = ray.get_runtime_context().current_actor if is_fully_async else None
+        fleet.start(VerlLauncher(self._root, self._options, rollouter), self._options)
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         if self.follows:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,12 +19,15 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core import Deadline, TensorHubError, record
+from tensorhub_plugins.core import Deadline, TensorHubError, record, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.health import Load, Watch
 from tensorhub_plugins.verl.versions import Span, cuts
+from tensorhub_plugins.vllm.ray import fleet
+from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.handles import opened, sealed
 
 logger = get_logger(__name__)
 
@@ -63,6 +66,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
+        self._handles: dict[str, Any] = {}
+        self._reports: asyncio.Task[None] | None = None
+        self._waiting = 0  # requests for which no replica is ready
+        self._joined: set[str] = set()  # by the fleet, under the names of their replicas
+        self._forgotten: set[str] = set()  # that have left
         self._announce()
 
     async def acquire_server(self, request_id: str, priority: int = 0) -> tuple[str, Any]:
@@ -76,6 +84,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
         while not self._inflight_requests:
             self._changed.clear()
+            self._waiting += 1
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline.remaining())
             except asyncio.TimeoutError:
@@ -84,6 +93,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                     f"none of {len(self._watch.replicas)} replicas was ready for {NO_REPLICA_TIMEOUT_S:.0f} s; "
                     "look for `update failed` and for dead actors in Ray's logs"
                 ) from None
+            finally:
+                self._waiting -= 1
         server_id, handle = super().acquire_server(request_id)
         self._load.acquire(server_id, request_id)
         return server_id, handle, self._watch.replicas[server_id].epoch
@@ -100,12 +111,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         for server_id in server_ids:
-            self._watch.remove(server_id)
-            self._load.forget(server_id)
-            self._answers.pop(server_id, None)
-            if (beat := self._beats.pop(server_id, None)) is not None:
-                beat.cancel()
-        super().remove_servers(server_ids)
+            self._let_go(server_id)
 
     async def losses(self, known: int) -> tuple[int, dict[str, int]]:
         """How many losses there were, as soon as there are more than `known` (or after a while), and every replica's
@@ -115,7 +121,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._lost.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), LONG_POLL_TIMEOUT_S)
-        return self._losses, {name: replica.epoch for name, replica in self._watch.replicas.items()}
+        epochs = {name: replica.epoch for name, replica in self._watch.replicas.items()}
+        return self._losses, {**dict.fromkeys(self._forgotten, -1), **epochs}
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
         """A request found out before the heartbeat did."""
@@ -130,7 +137,10 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         try:
             while behind := self._watch.behind(version):
                 if deadline.remaining() <= 0:
-                    return [f"{self._worker(name)} has {self._watch.replicas[name].version}" for name in behind]
+                    return [
+                        f"{self._worker(name)} has {version_text(self._watch.replicas[name].version)}"
+                        for name in behind
+                    ]
                 await asyncio.sleep(HURRY_INTERVAL_S)
             return []
         finally:
@@ -185,11 +195,13 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """The constructor runs before the actor's event loop does."""
         if self._silence is None:
             self._silence = asyncio.create_task(self._find_silent())
+            self._reports = asyncio.create_task(self._report())
             for server_id, handle in self._given.items():
                 self._know(server_id, handle)
 
-    def _know(self, server_id: str, handle: Any) -> None:
-        self._watch.add(server_id, time.monotonic())
+    def _know(self, server_id: str, handle: Any, *, joins: bool = False) -> None:
+        self._watch.add(server_id, time.monotonic(), joins=joins)
+        self._handles[server_id] = handle
         if server_id not in self._beats:
             self._beats[server_id] = asyncio.create_task(self._beat(server_id, handle))
 
@@ -223,7 +235,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             server_id, now, ready=answer["ready"], version=answer["version"], stays=answer.get("stays", False)
         )
         if back:
-            logger.warning("router: %s is back with version %d", self._worker(server_id), answer["version"])
+            logger.warning(
+                "router: %s is back with version %s", self._worker(server_id), version_text(answer["version"])
+            )
             record("replica_back", worker=answer["worker"], version=answer["version"])
         self._choose(server_id, handle)
 
@@ -258,6 +272,78 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         super().remove_servers([server_id])
         self._losses += 1
         self._lost.set()
+
+    # --- the fleet (../vllm/ray/fleet_types.py) -----------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        """Every second: what is known of every replica, for the roster of those to use. Without an answer it goes on
+        with those it has."""
+        said = ""
+        while True:
+            try:
+                seen, unnamed = self.seen()
+                actor = fleet.of_this_job() if seen and ray.is_initialized() else None
+                if actor is not None:
+                    asked = actor.report.remote(sealed(seen.values()), self._waiting, unnamed)
+                    roster = opened(await asyncio.wait_for(asked, TIMEOUT_S))
+                    self.apply({one.name: at for at, one in seen.items()}, roster)
+                said = ""
+            except Exception as error:
+                if said != type(error).__name__:  # once, not every second
+                    said = type(error).__name__
+                    logger.warning("router: no answer of the fleet, going on with the replicas there are: %r", error)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def seen(self) -> tuple[dict[str, Seen], int]:
+        """By server; and how many have not said their names yet. Those that verl moves in and out are left out."""
+        found, unnamed = {}, 0
+        for server_id, replica in self._watch.replicas.items():
+            answer = self._answers.get(server_id, {})
+            if not answer and server_id not in self._joined:
+                unnamed += 1
+            elif answer.get("follows", True):
+                found[server_id] = Seen(
+                    name=self._worker(server_id).partition("/")[0],
+                    handle=self._handles[server_id],
+                    node=answer.get("node", ""),
+                    ready=replica.ready and not replica.lost and not replica.is_joining,
+                    version=replica.version,
+                    in_flight=self._load.count(server_id),
+                    draining=replica.is_draining,
+                    lost="gone" if replica.gone else "restarting" if replica.lost else "",
+                )
+        return found, unnamed
+
+    def apply(self, servers: Mapping[str, str], roster: Sequence[Entry]) -> None:
+        """servers: of the names that were reported. An empty roster is none: somebody must answer."""
+        entries = {entry.name: entry for entry in roster}
+        for name in servers.keys() - entries.keys() if entries else ():
+            self._forget(servers[name])
+        for name, entry in entries.items():
+            server_id = servers.get(name, name)
+            if name not in servers:
+                self._joined.add(server_id)
+                self._know(server_id, entry.handle, joins=True)
+            self._watch.drain(server_id, entry.draining)
+            self._choose(server_id, entry.handle)
+
+    def _forget(self, server_id: str) -> None:
+        """It has left. What it still has is asked elsewhere, and nothing of it is counted."""
+        requests, worker = self._load.count(server_id), self._worker(server_id)
+        record("replica_left", worker=worker, in_flight=requests)
+        self._forgotten.add(server_id)
+        self._let_go(server_id)
+        self._losses += 1
+        self._lost.set()
+
+    def _let_go(self, server_id: str) -> None:
+        self._watch.remove(server_id)
+        self._load.forget(server_id)
+        for known in (self._answers, self._handles):
+            known.pop(server_id, None)
+        if (beat := self._beats.pop(server_id, None)) is not None:
+            beat.cancel()
+        super().remove_servers([server_id])
 
     def _worker(self, server_id: str) -> str:
         """What a server calls itself in the event log."""

@@ -9,6 +9,7 @@ the nearest worker that has it, other rollouts first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
@@ -19,8 +20,17 @@ import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Publisher, TensorHubError, UsageError, run_log
-from tensorhub_plugins.verl import config, hub, null_worker
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    Publisher,
+    TensorHubError,
+    UsageError,
+    VersionGone,
+    run_log,
+    version_of,
+)
+from tensorhub_plugins.verl import config, hub, null_worker, parts
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -39,6 +49,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self._client: Client | None = None
         self._publisher: Publisher | None = None
         self._received = 0  # the version this rollout worker serves
+        if self.is_trainer and self.options.parts:
+            parts.watch()
         if self.options.hub is not None and self.is_trainer:
             self._connect(self.options.hub)  # a wrong address is found here, before the first step
 
@@ -58,6 +70,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def init_process_group(self, address: str) -> None:
         if self._client is None:
             self._connect(address)
+        if self._publisher is not None and self._publisher.attempt is None:
+            self._begin(self._publisher)
 
     def finalize(self) -> None:
         """Nothing to tear down: the published snapshot lives on."""
@@ -68,7 +82,18 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         assert self._publisher is not None, "init_process_group comes before send_weights"
-        return await self._told(self._publisher.publish(version_of_step(global_steps or 0), _whole(weights)))
+        version = version_of_step(global_steps or 0)
+        if self.options.parts and isinstance(weights, parts.Weights):  # nothing is gathered: see parts.py
+            return await self._told(self._publisher.publish_parts(version, parts.held_by_rank(weights.engine)))
+        return await self._told(self._publisher.publish(version, _whole(weights)))
+
+    def _begin(self, publisher: Publisher) -> None:
+        """All ranks, before verl moves any weights. What a former life of this run has published is over: whatever step
+        verl resumes from, its weights come next."""
+        publisher.begin(0)
+        if self.is_master and publisher.attempt:
+            with contextlib.suppress(ValueError):  # no replicas that pull
+                ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)
 
     async def _told(self, metrics: dict[str, float]) -> dict[str, float]:
         """For verl's log, which keeps one rank's of every name."""
@@ -82,21 +107,20 @@ class TensorHubCheckpointEngine(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yields views into this worker's copy, which stays published (and unchanged) until the next version."""
-        version = version_of_step(global_steps or 0)
-        tensors = await asyncio.to_thread(self._receive, version)
+        tensors = await asyncio.to_thread(self._receive, version_of_step(global_steps or 0))
         for name, tensor in tensors.items():
             yield name, tensor
 
-    def _receive(self, version: int) -> dict[str, torch.Tensor]:
+    def _receive(self, step: int) -> dict[str, torch.Tensor]:
         """All rollouts come at once: those that have a part serve it on to the others while the rest arrives.
 
         By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
         """
         client, timeout_s = self._client, self.options.timeout_s
         assert client is not None, "init_process_group comes before receive_weights"
+        version = self._wait(client, step)  # the trainer is still gathering
         if version == self._received:
             raise UsageError("verl asked for the weights of the same step twice", version=version)
-        client.wait(version, timeout_s=timeout_s)  # the trainer is still gathering
         started = time.monotonic()
         fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True)
         run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
@@ -104,6 +128,16 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             client.unpublish(self._received, CHECKPOINT, timeout_s=timeout_s)
         self._received = version
         return fetched.tensors()
+
+    def _wait(self, client: Client, step: int) -> int:
+        """This step's version, in the attempt that the trainer has begun, of which this worker may just hear."""
+        attempt = client.attempt
+        try:
+            return client.wait(version_of(attempt, step), timeout_s=self.options.timeout_s)
+        except VersionGone:
+            if client.attempt == attempt:
+                raise
+            return client.wait(version_of(client.attempt, step), timeout_s=self.options.timeout_s)
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
@@ -135,6 +169,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             keep=self.options.keep,
             timeout_s=self.options.timeout_s,
             dtype=None if dtype is None else getattr(torch, dtype),
+            begins=True,
         )
 
 
@@ -148,6 +183,8 @@ def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
 
 async def _figures() -> dict[str, float]:
     """Of the replicas that pull; none where verl's manager moves the weights."""
+    if not ray.is_initialized():  # asked all the same, Ray would start a cluster, or look for one that is gone
+        return {}
     try:
         replicas = ray.get_actor(null_worker.NAME)
         return dict(await asyncio.wait_for(replicas.figures.remote(), FIGURES_TIMEOUT_S))

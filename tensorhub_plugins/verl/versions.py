@@ -1,6 +1,7 @@
 """PURE: verl's steps and the store's versions, and which versions a sample's tokens came from.
 
-verl counts steps from 0 (the weights before training); the store's versions are positive. Version = step + 1.
+verl counts steps from 0 (the weights before training); the store's are positive: one more. In the trainer's first
+attempt that is the version, too; a trainer that starts again has others (`core.version_of`).
 
 An engine that keeps its requests while its weights change gives samples whose tokens come from several versions. A
 `Span` says so exactly. verl's accounting reads `min_global_steps` and `max_global_steps` of a sample, which two clients
@@ -14,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from tensorhub_plugins.core import step_of
+
 
 def version_of_step(step: int) -> int:
     return step + 1
 
 
 def step_of_version(version: int) -> int:
-    return version - 1
+    return step_of(version) - 1
 
 
 class Span(NamedTuple):
