@@ -19,7 +19,7 @@ import ray
 from openrlhf.trainer.ray import vllm_engine
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record
+from tensorhub_plugins.core import Client, DeadlineExceeded, HubUnreachable, NotPublished, VersionGone, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
@@ -28,6 +28,7 @@ from tensorhub_plugins.openrlhf.versions import Versioned, came_from
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.engine.staleness import Staleness
+from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
 from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline, exit_on_error, own_engines
 
@@ -55,6 +56,7 @@ class TensorHubEngine(_Stock):
             kwargs["load_format"] = config.NAME
             kwargs["model_loader_extra_config"] = {**worker, "disk": "fallback"}
         own_engines()
+        known = await asyncio.to_thread(secret.learn)  # vLLM's processes inherit it
         await _Stock.__init__(self, *args, **kwargs)
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
@@ -65,7 +67,7 @@ class TensorHubEngine(_Stock):
         client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
         self.client = client
         if not tensorhub["joins"]:
-            await self.rpc("tensorhub_connect", worker)
+            await self.rpc("tensorhub_connect", worker, known)
         self.follower = Follower(
             self,
             client.target,
@@ -212,7 +214,7 @@ class TensorHubEngine(_Stock):
         while True:
             try:
                 version = await asyncio.to_thread(client.target, pins=self.follower.pins, timeout_s=0.0)
-                if version != self.follower.version and version <= (self.options.pull_until or version):
+                if version != self.follower.version and step_of(version) <= (self.options.pull_until or version):
                     await self.follower.update(version)
                 return
             except NotPublished:

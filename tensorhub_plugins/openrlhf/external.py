@@ -20,12 +20,11 @@ from typing import Any
 import msgspec
 from openrlhf.trainer.ray import vllm_engine
 
-from tensorhub_plugins.core import UsageError, record
+from tensorhub_plugins.core import Deadline, UsageError, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned, came_from
 from tensorhub_plugins.vllm.ray import external
-from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.external import Answer, Expected, External, ServerLost
 
 logger = get_logger(__name__)
@@ -70,12 +69,8 @@ class ExternalEngine:
         agent_func_path: str | None = None,
         remote_rm_url: Any = None,
     ) -> None:
-        assert options.run is not None
         self.worker, self.options, self.partial = f"{name}/0", options, partial
-        self._name, self._url = name, url
-        self._expected = msgspec.structs.replace(
-            expected, run=options.run, model=options.model, staleness_s=options.staleness_s
-        )
+        self._name, self._url, self._expected = name, url, expected
         self._external: External | None = None
         load = vllm_engine._load_agent_executor
         make = vllm_engine.SingleTurnAgentExecutor
@@ -83,14 +78,9 @@ class ExternalEngine:
 
     async def join(self) -> None:
         """UsageError says in one sentence why this server cannot be used."""
-        store = await asyncio.to_thread(connect, self.options, replica=f"server-{self._name}")
-        self._external = External(self._url, self._expected, store=store, timeout_s=self.options.engine_timeout_s)
-        try:
-            await self._external.join()
-        except BaseException:
-            await self.close()
-            raise
-        record("external_joined", worker=self.worker, address=self._url, version=self._external.version)
+        self._external = await external.join(
+            self._name, self._url, self.options, self._expected, timeout_s=self.options.engine_timeout_s
+        )
 
     # --- what OpenRLHF asks for ---------------------------------------------------------------------------------------
 
@@ -185,9 +175,9 @@ class ExternalEngine:
         return server
 
     async def _need(self, version: int) -> None:
-        deadline = time.monotonic() + self.options.timeout_s
+        deadline = Deadline.after(self.options.timeout_s)
         while self._serving().version < version:
-            if time.monotonic() > deadline:
+            if deadline.expired:
                 raise ServerLost(
                     f"{self._url} has version {self._serving().version} and was asked to answer from a later one",
                     version=version,

@@ -15,6 +15,7 @@ import ray
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.health import Engines
 from tensorhub_plugins.vllm.ray.fleet import of_this_job
+from tensorhub_plugins.vllm.ray.handles import opened, sealed
 
 logger = get_logger(__name__)
 
@@ -54,5 +55,5 @@ class Reporter:
         self.engines.check(wait_s=0.0)
         self.fleet = self.fleet or of_this_job()
         if self.fleet is not None:
-            answer = self.fleet.report.remote(self.engines.seen(), self.engines.waiting)
-            self.engines.take(ray.get(answer, timeout=ANSWER_TIMEOUT_S))
+            answer = self.fleet.report.remote(sealed(self.engines.seen()), self.engines.waiting)
+            self.engines.take(opened(ray.get(answer, timeout=ANSWER_TIMEOUT_S)))

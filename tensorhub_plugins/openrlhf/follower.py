@@ -13,11 +13,10 @@ run are answered from that. Sync training is on policy: it needs the newest vers
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import Any
 
-from tensorhub_plugins.core import HubUnreachable, NotPublished, VersionGone
+from tensorhub_plugins.core import Deadline, HubUnreachable, NotPublished, VersionGone, attempt_of, step_of, version_of
 from tensorhub_plugins.vllm.engine import follower
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 
@@ -70,20 +69,23 @@ class Follower(follower.Follower):
 
         An older one is enough when that is what operators want to be run.
         """
-        if self.until is not None:
-            version = min(version, self.until)
-        deadline = time.monotonic() + self.timeout_s
+        version = self._bounded(version)
+        deadline = Deadline.after(self.timeout_s)
         while self.is_broken or self.version < version:
             version = min(version, await self._to_run_instead_of(version))
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            if deadline.expired:
                 raise UpdateFailed(
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
                     version=version,
                     phase="need",
                     timeout_s=self.timeout_s,
                 )
-            await self._reach(version, min(left_s, ASK_INTERVAL_S))
+            await self._reach(version, min(deadline.remaining(), ASK_INTERVAL_S))
+
+    def _bounded(self, version: int) -> int:
+        """Not beyond the last one that is followed."""
+        step = step_of(version) if self.until is None else min(step_of(version), self.until)
+        return version_of(attempt_of(version), step)
 
     async def _reach(self, version: int, timeout_s: float) -> None:
         """Wait until it is installed, at most for so long."""
@@ -108,8 +110,7 @@ class Follower(follower.Follower):
 
     async def hold(self, version: int = 0) -> int:
         """Stay with the version that is installed, or with `version` if one is given, until `release`."""
-        if self.until is not None:
-            version = min(version, self.until)
+        version = self._bounded(version)
         async with self._one_update:
             self.is_held = True
             if version and self.version != version:

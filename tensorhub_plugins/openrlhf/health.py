@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
-from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, record
+from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Lost, Seen
 
@@ -82,11 +82,11 @@ class Engines:
 
     def live(self) -> list[Member]:
         """Those that answer; waits until there is one, and at the beginning for all, as OpenRLHF would."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = Deadline.after(START_TIMEOUT_S)
         while True:
             self.check()
             live = [member for member in self.members if member.gets_prompts]
-            is_late = time.monotonic() > deadline
+            is_late = deadline.expired
             self.has_begun = self.has_begun or is_late or all(member.is_live for member in self.members)
             if live and self.has_begun:
                 return live

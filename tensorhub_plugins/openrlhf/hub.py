@@ -9,6 +9,7 @@ import msgspec
 from tensorhub_plugins.core import Client, HubUnreachable, UsageError
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.vllm.ray import hub as ray_hub
+from tensorhub_plugins.vllm.ray import secret
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -23,6 +24,8 @@ def resolve(options: Options) -> Options:
         actor, address = ray_hub.start()
         _owned.append(actor)
         options = msgspec.structs.replace(options, hub=address)
+        secret.learn()
+        print(f"tensorhub: on the head node: {ray_hub.command_of(actor, address)}", flush=True)
     assert options.hub is not None
     check(options.hub)
     return options

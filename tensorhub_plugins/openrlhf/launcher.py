@@ -13,11 +13,11 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.exceptions import RayError
+from ray.util import get_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tensorhub_plugins.core import DeadlineExceeded, TensorHubError, UsageError
+from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.model_facts import facts_of
@@ -25,11 +25,8 @@ from tensorhub_plugins.vllm.ray import room
 
 logger = get_logger(__name__)
 
-PLACE_TIMEOUT_S = 30.0  # for Ray to reserve what was free a moment ago
 CLOSE_TIMEOUT_S = 10.0  # for an engine to leave the store; the hub finds out by itself if it does not
 GROUP = "tensorhub_"  # and the engine's name: its placement group
-NODE_LABEL = "ray.io/node-id"
-
 
 Place: TypeAlias = tuple[PlacementGroupSchedulingStrategy, list[int] | None]  # and the bundles of several workers
 
@@ -58,8 +55,8 @@ class EngineLauncher:
         return len(self.vacant) + room.slots(self.bundles, avoid=avoid, same_node=False)
 
     async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+        self.places[name] = strategy, indices = await self._place(name, avoid)  # first: it is counted on
         engine = await asyncio.to_thread(import_module, "tensorhub_plugins.openrlhf.engine")  # imports vLLM: seconds
-        self.places[name] = strategy, indices = await self._place(name, avoid)
         arguments = {**self.arguments, "seed": self.arguments["seed"] + rank, "bundle_indices": indices}
         made = ray.remote(engine.TensorHubEngine).options(**self.actor_options, scheduling_strategy=strategy)
         return made.remote(**arguments, tensorhub={**self.tensorhub, "engine": rank, "joins": True})
@@ -111,18 +108,7 @@ class EngineLauncher:
             return self.vacant.pop(0)
         if not await asyncio.to_thread(room.slots, self.bundles, avoid=avoid, same_node=False):
             raise UsageError(f"there is no room: an engine needs {len(self.bundles)} free GPUs, and as many CPUs")
-        selector = [{NODE_LABEL: f"!in({', '.join(sorted(avoid))})"} for _ in self.bundles] if avoid else None
-        group = await asyncio.to_thread(
-            placement_group, self.bundles, strategy="PACK", name=f"{GROUP}{name}", bundle_label_selector=selector
-        )
-        try:
-            await asyncio.to_thread(ray.get, group.ready(), timeout=PLACE_TIMEOUT_S)
-        except GetTimeoutError as error:
-            raise DeadlineExceeded(
-                f"Ray has not reserved {len(self.bundles)} GPUs for {name}, somebody else took them: look at `ray "
-                "status`",
-                timeout_s=PLACE_TIMEOUT_S,
-            ) from error
+        group = await asyncio.to_thread(room.reserve, f"{GROUP}{name}", self.bundles, avoid=avoid)
         indices = None
         if len(self.bundles) > 1:
             utils = await asyncio.to_thread(import_module, "openrlhf.trainer.ray.utils")

@@ -1,7 +1,7 @@
 """OpenRLHF's actors on the training side: the policy ranks publish, the controllers only say which version it is.
 
-The version is OpenRLHF's global step: version N are the weights after N steps. What the engines start with, the model
-before training, has no version (samples from it say 0).
+The version is OpenRLHF's global step, in the attempt of this start: version N are the weights after N steps. What the
+engines start with, the model before training, has no version (samples from it say 0).
 
 Every class here is a subclass of what OpenRLHF decorated with @ray.remote, and is sent by its name, so that each
 process has one copy of it. Ray sends inherited methods by value all the same, and in those of OpenRLHF super() would
@@ -19,7 +19,7 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec
+from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, version_of
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.openrlhf.versions import staleness
@@ -67,12 +67,15 @@ class PolicyModelActor(_Policy):
             keep=options.keep,
             timeout_s=options.timeout_s,
             model=[spec for step in self._steps for spec in _specs(step)],
+            begins=True,  # also after --ckpt.load: what was published from that step on is over
         )
 
-    def tensorhub_publish(self, version: int) -> dict[str, float]:
-        """Called on every rank. Returns metrics as soon as the hub knows; no rank waits for an engine."""
+    def tensorhub_publish(self, step: int) -> dict[str, float]:
+        """Called on every rank. Returns metrics as soon as the hub knows, and the attempt; no rank waits for an
+        engine."""
         torch.cuda.empty_cache()
-        return self._publisher.publish(version, self._gathered())
+        metrics = self._publisher.publish(step, self._gathered())
+        return {**metrics, "attempt": float(self._publisher.attempt or 0)}
 
     def _shape(self, tensor: Any) -> Any:
         return getattr(tensor, "ds_shape", tensor.shape) if self._is_sharded else tensor.shape
@@ -109,7 +112,8 @@ class _Publishes:
     """A controller whose update of the engines ends when every rank has published."""
 
     actor_model_group: Any
-    tensorhub_version = 0
+    tensorhub_version = 0  # as a step; `tensorhub_attempt` says of which attempt
+    tensorhub_attempt = 0
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
@@ -126,8 +130,9 @@ class _Publishes:
     def broadcast_to_vllm(self) -> None:
         """No lock and no pause: publishing touches no engine."""
         ranks = ray.get(
-            self.actor_model_group.async_run_method(method_name="tensorhub_publish", version=self.tensorhub_version)
+            self.actor_model_group.async_run_method(method_name="tensorhub_publish", step=self.tensorhub_version)
         )
+        self.tensorhub_attempt = int(ranks[0]["attempt"])
         self._published = {
             "tensorhub/version": self.tensorhub_version,
             "tensorhub/publish/seconds": max(rank.get("tensorhub/publish/seconds", 0.0) for rank in ranks),
@@ -160,7 +165,8 @@ class PPOTrainer(_Publishes, _Sync):
 
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()
-        self.samples_generator.newest = self.tensorhub_version  # on policy, also when the hub does not answer
+        newest = version_of(self.tensorhub_attempt, self.tensorhub_version)
+        self.samples_generator.newest = newest  # on policy, also when the hub does not answer
 
 
 class TrainingActor(_Publishes, _AsyncTraining):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 from typing import Any
 
+from tensorhub_plugins.core import step_of
 from tensorhub_plugins.openrlhf import journal
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
@@ -38,7 +39,7 @@ def came_from(*versions: int) -> None:
     """The tokens just made, of the sample that this task makes, are of these versions."""
     seen = _of_sample.get(None)
     if seen is not None:
-        seen.extend(versions)
+        seen.extend(step_of(version) for version in versions)
 
 
 def staleness(samples: Any, global_step: int) -> dict[str, float]:
