@@ -36,6 +36,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
         own: dict[str, Any] = {
             "location": msgspec.structs.replace(here(), **self.location),
             "transports": self.transports,
+            "digest": self.digest,
             "advertise_host": self.advertise_host,
             "connect_timeout_s": self.connect_timeout_s,
         }

@@ -1,4 +1,4 @@
-"""What `doctor check-sync --all-families` makes of every architecture that vLLM knows (see doctor_make.py).
+"""What `doctor check-sync --all-families` makes of every architecture that vLLM knows (see make.py).
 
 Whatever has a class in transformers is made without being named here; these need something of their own.
 """

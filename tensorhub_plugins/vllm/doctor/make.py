@@ -2,7 +2,7 @@
 
 A family is made by the class of transformers that has the architecture's name. Of `SHAPE` it takes what its
 configuration knows, in every part of the configuration. Where vLLM has a name of its own, `like` says whose checkpoint
-it reads, and what transformers does not know at all is made by hand (doctor_naming.py). Every tensor is random, norms
+it reads, and what transformers does not know at all is made by hand (naming.py). Every tensor is random, norms
 and biases too: ones and zeros would hide one that was not updated.
 """
 

@@ -1,4 +1,4 @@
-"""Tiny models that take images or sound, and their processors; see doctor_make.py."""
+"""Tiny models that take images or sound, and their processors; see make.py."""
 
 from __future__ import annotations
 

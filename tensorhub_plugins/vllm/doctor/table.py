@@ -1,4 +1,4 @@
-"""`tensorhub doctor check-sync --all-families`: the proof of doctor.py for every architecture that vLLM knows.
+"""`tensorhub doctor check-sync --all-families`: the proof of check_sync.py for every architecture that vLLM knows.
 
 One row each, made, examined and thrown away one after the other; one that crashes or hangs costs its own row.
     ok       weights through the store equal weights from disk
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.vllm.doctor import check_sync as doctor
+from tensorhub_plugins.vllm.doctor import check_sync
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import family
 from tensorhub_plugins.vllm.doctor.make import make
@@ -86,13 +86,13 @@ def _examine(name: str, folder: Path, options: Mapping[str, Any], deadline: floa
     except TensorHubError as error:
         return "not run", f"it could not be made: {short(error)}", ""
     settings = {**ENGINE_OPTIONS, **made.engine, **options}
-    findings: list[doctor.Finding] = []
+    findings: list[check_sync.Finding] = []
     try:
-        findings += doctor.check_sync(model, doctor.starter(settings, deadline=deadline, log=log))
+        findings += check_sync.check_sync(model, check_sync.starter(settings, deadline=deadline, log=log))
     except NotANumber as error:  # said of the engine that reads from disk, before anything is published
         return "not run", f"vLLM alone cannot run it: {short(error)}", ""
     except EngineFailed as error:
-        failure = doctor.runs_without_us(model, settings, deadline=deadline, log=log)
+        failure = check_sync.runs_without_us(model, settings, deadline=deadline, log=log)
         if failure:
             return "not run", _why_vllm_cannot(short(failure)), ""
         return "WRONG", f"vLLM alone runs it, with the store it fails: {short(error)}", ""
@@ -136,7 +136,7 @@ def _prepare(architecture: str, model: Path) -> None:
         registry.ModelRegistry.models[architecture].inspect_model_cls()
 
 
-def _refusals(wrong: Sequence[doctor.Finding]) -> str:
+def _refusals(wrong: Sequence[check_sync.Finding]) -> str:
     """What became of how many malformed versions, with one of them by name."""
     examples: dict[str, list[str]] = {}
     for finding in wrong:

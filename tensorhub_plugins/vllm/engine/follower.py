@@ -30,6 +30,7 @@ from tensorhub_plugins.core import (
     VersionGone,
     VersionRefused,
     record,
+    step_of,
 )
 from tensorhub_plugins.core.log import get_logger
 
@@ -112,7 +113,7 @@ class Follower:
     async def follow(self) -> None:
         """Runs as long as the engine."""
         delay_s = RETRY_DELAY_S
-        while self.until is None or self.version < self.until:
+        while self.until is None or step_of(self.version) < self.until:
             try:
                 version = await self.next_version()
                 if version is not None:
@@ -134,7 +135,7 @@ class Follower:
             await self._nothing_to_run(error)
             return None
         self._said = ""
-        if self.until is not None and version > self.until:
+        if self.until is not None and step_of(version) > self.until:
             await self.sleep(RETRY_DELAY_S)  # the last one to follow was missed: stay with what there is
             return None
         if version in self.refused:

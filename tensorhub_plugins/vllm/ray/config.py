@@ -9,6 +9,7 @@ import ray
 
 from tensorhub_plugins.core import Client, Location, here
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions
+from tensorhub_plugins.vllm.ray import secret
 
 LABEL_PREFIX = "tensorhub.io/"  # ray start --labels tensorhub.io/data-center=eu,tensorhub.io/rack=r7
 ZONE_LABELS = ("ray.io/availability-region", "ray.io/availability-zone")  # KubeRay and Ray's autoscaler set them
@@ -40,6 +41,7 @@ def node_labels() -> dict[str, str]:
 def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count: int = 1) -> Client:
     """A client of the store, whose hub and run are known by now."""
     assert given.hub is not None and given.run is not None
+    secret.learn()
     return Client(
         given.hub,
         run=given.run,
@@ -49,6 +51,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         shard_count=shard_count,
         location=location_of(given),
         transports=given.transports,
+        digest=given.digest,
         advertise_host=node_address(),
     )
 

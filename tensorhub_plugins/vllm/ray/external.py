@@ -4,6 +4,8 @@
       '{"hub": "tcp://HUB", "run": "RUN", "model": "actor", "follow": "now"}'
     tensorhub fleet add --url http://host:8000
 
+It has the secret of the job's hub by TENSORHUB_SECRET_FILE; the job says, as it starts, in which file that is.
+
 The server gets its weights itself (engine/core_follower.py), so there is nothing to manage here: `External` asks for
 tokens, tells the version of every one of them, and watches whether the server is there. Frameworks put their own words
 around it: verl/external.py, openrlhf/external.py.
@@ -27,10 +29,12 @@ import aiohttp
 import msgspec
 import ray
 
-from tensorhub_plugins.core import Client, TensorHubError, UsageError
+from tensorhub_plugins.core import Client, TensorHubError, UsageError, record
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.engine.spans import PREFIX
 from tensorhub_plugins.vllm.model_facts import differences
+from tensorhub_plugins.vllm.ray.config import connect
 from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 
 logger = get_logger(__name__)
@@ -120,6 +124,24 @@ async def start(actor_class: type, *arguments: Any, **options: Any) -> Any:
         ray.kill(handle)
         raise error.cause if isinstance(error.cause, UsageError) else error from None
     return handle
+
+
+async def join(name: str, url: str, options: TrainingOptions, expected: Expected, *, timeout_s: float) -> External:
+    """The server, once it can answer for this job; UsageError says in one sentence why it cannot be used.
+
+    name: of the replica that it becomes. options: with hub and run, which `expected` is given here.
+    """
+    assert options.run is not None
+    store = await asyncio.to_thread(connect, options, replica=f"server-{name}")
+    expected = msgspec.structs.replace(expected, run=options.run, model=options.model, staleness_s=options.staleness_s)
+    server = External(url, expected, store=store, timeout_s=timeout_s)
+    try:
+        await server.join()
+    except BaseException:
+        await server.close()
+        raise
+    record("external_joined", worker=f"{name}/0", address=url, version=server.version)
+    return server
 
 
 class External:

@@ -37,6 +37,7 @@ from tensorhub_plugins.vllm.ray.hub import ON_HEAD
 FLEET, STARTER = "tensorhub_fleet_", "tensorhub_starter_"  # and the job's id
 ANSWER_TIMEOUT_S = 15.0  # of a command, on a busy machine
 CONNECT_TIMEOUT_S = 5.0
+OPTIONS = ("fleet_min", "fleet_max", "fleet_target", "fleet_policy")
 CALLS_MAX = 10_000  # of one actor at a time; every member has one start or stop under way
 
 
@@ -62,7 +63,9 @@ def start(launcher: Launcher, options: TrainingOptions) -> Any:
             **ON_HEAD,
         }
         starter = ray.remote(Starter).options(name=f"{STARTER}{job}", **how).remote(launcher)
-        fleet = ray.remote(FleetActor).options(name=f"{FLEET}{job}", **how).remote(f"{STARTER}{job}", options)
+        # Without what a framework adds: its package would be imported there.
+        plain = TrainingOptions(**{name: getattr(options, name) for name in OPTIONS})
+        fleet = ray.remote(FleetActor).options(name=f"{FLEET}{job}", **how).remote(f"{STARTER}{job}", plain)
         _owned[job] = starter, fleet
     return _owned[job][1]
 
@@ -99,7 +102,8 @@ class Fleet:
         """Give no more requests to this member, or to those on this node; end them when they have none left.
 
         timeout_s: then what is under way is given back, and goes on elsewhere. node: an address, a host's name, or
-        Ray's id: nothing is started there any more, and what ran there comes back elsewhere.
+        Ray's id: nothing is started there any more, and what ran there comes back elsewhere; external servers whose
+        address names it leave for good.
         """
         if (name is None) == (node is None):
             raise UsageError("drain: give a member's name or a node, one of the two")
@@ -147,8 +151,8 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
     }
     if not actors:
         raise UsageError(
-            "no run on this Ray cluster has a fleet: one is there once the rollouts of OpenRLHF have started, with "
-            "--vllm.sync_backend tensorhub"
+            "no run on this Ray cluster has a fleet: one is there once the rollouts have started, of verl with "
+            "rollout.name=vllm_tensorhub, of OpenRLHF with --vllm.sync_backend tensorhub"
         )
     if job is None and len(actors) > 1:
         raise UsageError(
@@ -172,7 +176,9 @@ def _connect(address: str | None) -> None:
         _check_answers(address)
         ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     except (ConnectionError, RayError, RuntimeError, ValueError, OSError) as error:
-        where = f"no Ray cluster answers at {address}" if address else "this machine belongs to no Ray cluster"
+        where = "this machine belongs to no Ray cluster"
+        if address:  # Ray itself does not try its token at an address
+            where = f"no Ray cluster answers at {address}, or it wants a token (then set RAY_AUTH_MODE=token)"
         raise UsageError(
             f"{where}: run this on one of its nodes, or give the head's address, e.g. --address 10.0.0.1:6379 "
             f"({sentence(error)})"

@@ -112,15 +112,15 @@ class FleetActor:
     async def drain_node(
         self, node: str, timeout_s: float = DRAIN_TIMEOUT_S, why: str = "its node is drained"
     ) -> tuple[str, bool]:
-        """node: its address, its host's name, or Ray's id of it."""
+        """node: its address, its host's name, or Ray's id of it. External servers there leave as well, also if the
+        node is none of Ray's."""
         await self._begin()
         nodes = await asyncio.to_thread(live_nodes)
-        ids = frozenset(one["NodeID"] for one in nodes if _is_called(one, node))
-        if not ids:
-            known = ", ".join(sorted({one["NodeManagerAddress"] for one in nodes}))
-            return f"there is no node {node!r}: there are {known}", True
+        there = [one for one in nodes if node in _names_of(one)]
         self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
-        return await self._command(DrainNodes(ids, timeout_s, why))
+        hosts = {node.strip("[]").lower()} | {name.lower() for one in there for name in _names_of(one)}
+        ids = frozenset(one["NodeID"] for one in there)
+        return await self._command(DrainNodes(ids, timeout_s, why, frozenset(hosts)))
 
     async def _command(self, event: Event) -> tuple[str, bool]:
         await self._begin()
@@ -266,9 +266,10 @@ def live_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _is_called(node: dict[str, Any], name: str) -> bool:
+def _names_of(node: dict[str, Any]) -> set[str]:
+    """What people call it: its address, its host's name, the name that Ray was given, Ray's id."""
     names = (node["NodeManagerAddress"], node.get("NodeManagerHostname"), node.get("NodeName"), node["NodeID"])
-    return name in names
+    return {name for name in names if name}
 
 
 def sentence(error: BaseException) -> str:

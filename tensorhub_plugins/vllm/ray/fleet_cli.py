@@ -10,7 +10,7 @@ import time
 
 import ray
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import UsageError, version_text
 from tensorhub_plugins.vllm.ray.config import node_address
 from tensorhub_plugins.vllm.ray.fleet import Fleet, find
 from tensorhub_plugins.vllm.ray.fleet_types import Member, View
@@ -92,6 +92,6 @@ def text(view: View) -> str:
 
 
 def _row(member: Member) -> tuple[str, ...]:
-    version = str(member.version) if member.version else "-"
+    version = version_text(member.version) if member.version else "-"
     since = f"{member.since_s:.0f} s" if member.since_s < 600 else f"{member.since_s / 60:.0f} min"
     return (member.name, member.kind, member.state, version, str(member.in_flight), member.node, since, member.why)

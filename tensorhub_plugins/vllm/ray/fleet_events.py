@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
 
 DRAIN_TIMEOUT_S = 120.0  # where nobody says how long answers under way may take
+RESERVE_TIMEOUT_S = 30.0  # by then a start holds its resources, so that `slots` no longer counts them, or has failed
 
 # --- events -----------------------------------------------------------------------------------------------------------
 
@@ -71,11 +72,13 @@ class Drain:
 
 @dataclass(frozen=True)
 class DrainNodes:
-    """Ray's ids. Nothing is started there any more."""
+    """Ray's ids. Nothing is started there any more. hosts: what they are called in addresses of external servers, which
+    leave with them."""
 
     nodes: frozenset[str]
     timeout_s: float = DRAIN_TIMEOUT_S
     why: str = "its node is drained"
+    hosts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

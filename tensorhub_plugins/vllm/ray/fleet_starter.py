@@ -12,12 +12,13 @@ from collections.abc import Collection, Coroutine
 from typing import Any
 
 from tensorhub_plugins.vllm.ray.fleet_types import Launcher
+from tensorhub_plugins.vllm.ray.handles import seal, unseal
 
 CANCEL_TIMEOUT_S = 30.0  # for a start to notice that nobody wants it any more
 
 
 class Starter:
-    """Every call may be made again: nothing is started or stopped twice."""
+    """Every call may be made again: nothing is started or stopped twice. Handles come and go sealed (handles.py)."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -25,19 +26,19 @@ class Starter:
         self._stops: dict[str, asyncio.Task[None]] = {}
         self._saved: Any = None
 
-    async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
+    async def start(self, name: str, rank: int, avoid: Collection[str]) -> bytes:
         """See `Launcher`."""
         return await self._started(name, self._launcher.start(name, rank, avoid))
 
-    async def start_external(self, name: str, url: str) -> Any:
+    async def start_external(self, name: str, url: str) -> bytes:
         """See `Launcher`."""
         return await self._started(name, self._launcher.start_external(name, url))
 
-    async def abort(self, name: str, handle: Any) -> None:
+    async def abort(self, name: str, handle: bytes) -> None:
         """See `Launcher`."""
-        await self._launcher.abort(name, handle)
+        await self._launcher.abort(name, unseal(handle))
 
-    async def stop(self, name: str, handle: Any | None) -> None:
+    async def stop(self, name: str, handle: bytes | None) -> None:
         """See `Launcher`; ends a start that is under way first."""
         if name not in self._stops:
             self._stops[name] = asyncio.create_task(self._stop(name, handle))
@@ -56,14 +57,15 @@ class Starter:
         """What was kept; None at the beginning."""
         return self._saved
 
-    async def _started(self, name: str, start: Coroutine[Any, Any, Any]) -> Any:
+    async def _started(self, name: str, start: Coroutine[Any, Any, Any]) -> bytes:
         if name in self._starts:
             start.close()
         else:
             self._starts[name] = asyncio.create_task(start)
-        return await asyncio.shield(self._starts[name])
+        return seal(await asyncio.shield(self._starts[name]))
 
-    async def _stop(self, name: str, handle: Any | None) -> None:
+    async def _stop(self, name: str, sealed: bytes | None) -> None:
+        handle = None if sealed is None else unseal(sealed)
         start = self._starts.get(name)
         if start is not None:
             if not start.done():

@@ -28,6 +28,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.ray.fleet_events import (
     DRAIN_TIMEOUT_S,
+    RESERVE_TIMEOUT_S,
     Abort,
     Add,
     AddExternal,
@@ -59,7 +60,6 @@ START_TIMEOUT_S = 1800.0
 START_DELAY_S, START_DELAY_MAX_S = 5.0, 300.0  # after a failed start, doubled by each further one
 STOP_DELAY_S, STOP_DELAY_MAX_S = 5.0, 60.0  # the same for what could not be given back
 ABORT_TIMEOUT_S = 10.0  # until partial answers have gone elsewhere
-RESERVE_TIMEOUT_S = 20.0  # a start holds its resources by then, so that `slots` no longer counts them
 MISSING_TIMEOUT_S = 10.0  # a member that the dispatcher has not named for this long is not in use
 GONE_MAX = 1000  # names that are remembered, so that a late report does not bring them back
 GONE_SHOWN = 10
@@ -140,8 +140,8 @@ class FleetState:
                 self._add_external(url, now)
             case Drain(name, timeout_s):
                 self._drain_by_name(name, timeout_s, now)
-            case DrainNodes(ids, timeout_s, why):
-                self._drain_nodes(ids, timeout_s, why, now)
+            case DrainNodes():
+                self._drain_nodes(event, now)
             case SetTarget(target):
                 self._set_target(target)
             case PolicySaid(target):
@@ -456,12 +456,19 @@ class FleetState:
         if is_replaced:
             self._effects.append(Say(f"another one is started in its place: fleet_min is {self.minimum}"))
 
-    def _drain_nodes(self, ids: frozenset[str], timeout_s: float, why: str, now: float) -> None:
-        self.avoided |= ids & self.nodes.keys()
-        there = [one for one in self.members.values() if one.node in ids and one.state != "stopping"]
+    def _drain_nodes(self, event: DrainNodes, now: float) -> None:
+        there = [
+            one
+            for one in self.members.values()
+            if one.state != "stopping" and (one.node in event.nodes or (one.url and host_of(one.url) in event.hosts))
+        ]
+        if not there and not event.nodes:
+            known = sorted({*self.nodes.values(), *(host_of(one.url) for one in self.members.values() if one.url)})
+            raise UsageError(f"there is no node {', '.join(event.hosts)!r}: there are {', '.join(known)}")
+        self.avoided |= event.nodes & self.nodes.keys()
         for member in there:
-            self._drain(member, timeout_s, why, now)
-            self._effects.append(Say(self._how_it_leaves(member, timeout_s)))
+            self._drain(member, event.timeout_s, event.why, now)
+            self._effects.append(Say(self._how_it_leaves(member, event.timeout_s)))
         if not there:
             self._effects.append(Say("no member is there; none will be started there"))
 
@@ -504,6 +511,12 @@ class FleetState:
 
     def _changed(self, member: _Member, now: float) -> None:
         self._effects.append(Changed(self._shown(member, now)))
+
+
+def host_of(url: str) -> str:
+    """The host in an address like http://host:8000; of IPv6 without the brackets."""
+    found = re.match(r"https?://(?:\[([^\]]+)\]|([^/:]+))", url)
+    return (found[1] or found[2]).lower() if found else ""
 
 
 def _goes_first(member: _Member) -> tuple[bool, bool, int]:

@@ -34,7 +34,7 @@ class Seen:
     """What a dispatcher knows of one member."""
 
     name: str  # of its replica, as in the store and in the event log: "rollout-3"
-    handle: Any  # its actor
+    handle: Any  # its actor; sealed on its way (handles.py)
     node: str = (
         ""  # Ray's id of its node, in hex (`get_runtime_context().get_node_id()` there); "": not known, or external
     )

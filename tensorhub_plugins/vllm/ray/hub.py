@@ -2,6 +2,9 @@
 
 Its state is soft: after kill -9 it comes back at the same address and every worker tells it again what it holds; no
 other process is restarted.
+
+It has a secret that nobody is shown: the processes of the job ask the actor for it (secret.py), and people find it in
+a file on the head node. Where the environment or Ray's own token names one, that is it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from typing import Any
 
 import ray
 
+from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import node_address
 
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to the head node only
@@ -17,17 +21,28 @@ START_TIMEOUT_S = 60.0  # an actor's process on a busy machine: seconds; placing
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
-def start(**options: Any) -> tuple[Any, str]:
-    """The actor and the hub's address. options: for the actor, e.g. its name. Ray ends it when its last handle is gone:
+def start() -> tuple[Any, str]:
+    """This job's hub, made if there is none: its actor and the hub's address. Ray ends it when its last handle is gone:
     the caller keeps it."""
     host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(), timeout=START_TIMEOUT_S)
-    actor_class = ray.remote(_hub_class()).options(max_restarts=-1, max_task_retries=-1, **ON_HEAD, **options)
-    actor = actor_class.remote(host, port)
+    actor_class = ray.remote(_hub_class()).options(
+        max_restarts=-1, max_task_retries=-1, name=secret.actor_name(), get_if_exists=True, **ON_HEAD
+    )
+    keys = secret.choose()
+    context = ray.get_runtime_context()
+    file = f"{context.get_temp_dir()}/{context.get_session_name()}/{secret.actor_name()}.secret"
+    actor = actor_class.remote(host, port, keys.text(), file)
     return actor, address_of(actor)
 
 
 def address_of(actor: Any) -> str:
     return str(ray.get(actor.address.remote(), timeout=START_TIMEOUT_S))
+
+
+def command_of(actor: Any, address: str) -> str:
+    """What shows people, on the head node, what the hub knows."""
+    file = ray.get(actor.secret_file.remote(), timeout=START_TIMEOUT_S)
+    return f"tensorhub status --hub {address} --secret-file {file}"
 
 
 def run_name(framework: str) -> str:
@@ -50,14 +65,28 @@ def _hub_class() -> type:
     # Made here and not at the top of the file: Ray then sends the class by value, and a restarted hub is up without
     # importing the framework, which takes many seconds.
     class TensorHub:
-        def __init__(self, host: str, port: int) -> None:
-            from tensorhub_plugins.core import record, start_server
+        def __init__(self, host: str, port: int, secret: str, file: str) -> None:
+            from contextlib import suppress
+            from pathlib import Path
+
+            from tensorhub_plugins.core import Keys, UsageError, record, start_server, write_secret
 
             host = f"[{host}]" if ":" in host else host
-            self.server = start_server(f"tcp://{host}:{port}")
-            record("hub", worker="hub", address=self.server.address)
+            keys = Keys.parse(secret)
+            self.keys = keys.text()
+            self.server = start_server(f"tcp://{host}:{port}", keys=keys)
+            self.file = file
+            with suppress(UsageError):  # it has been started again
+                write_secret(Path(file), keys)
+            record("hub", worker="hub", address=self.server.address, secret_file=file)
 
         def address(self) -> str:
             return str(self.server.address)
+
+        def secret(self) -> str:
+            return str(self.keys)
+
+        def secret_file(self) -> str:
+            return str(self.file)
 
     return TensorHub

@@ -26,14 +26,18 @@ def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, install
     The caller sees to it that nothing writes the weights meanwhile.
     """
     version, report = installed.version, installed.report
-    root = Slab.adopt(weights.tensors(model)).manifest().root().hex()
+    algorithms = {} if report is None else report.algorithms
+    live = Slab.adopt(weights.tensors(model))
+    described = live.manifest(algorithm=algorithms[shard]) if shard in algorithms else live.manifest()
+    root = described.root().hex()
     run_log.record("digests", worker=worker, version=version, layout=layout, digests={"root": root})
     if report is None:  # they came from elsewhere: there is nothing to compare with
         return True
     if report.layout == layout:
         return bool(report.roots == {shard: root})
     if installed.fetched is not None and run_log.enabled():
-        roots = {shard: slab.manifest().root().hex() for shard, slab in installed.fetched.slabs.items()}
+        slabs, first = installed.fetched.slabs.items(), next(iter(algorithms.values()))
+        roots = {source: slab.manifest(algorithm=algorithms.get(source, first)).root().hex() for source, slab in slabs}
         named = {"root" if len(roots) == 1 else f"root.{shard}": value for shard, value in roots.items()}
         run_log.record("digests", worker=worker, version=version, layout=report.layout, digests=named)
     return True

@@ -36,16 +36,18 @@ Never another model's bytes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import UsageError, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.names import SECRET_VARIABLE
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather
@@ -74,10 +76,14 @@ class TensorHubWorkerExtension:
         worker.load_model = partial(_load_model, worker)
         return worker
 
-    def tensorhub_connect(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work."""
+    def tensorhub_connect(self, config: dict[str, Any], secret: str | None = None) -> dict[str, Any]:
+        """Join the store. Returns layout, shard, shard_count, size_bytes, vllm; UsageError says what cannot work.
+
+        secret: the run's, where this process's environment has none."""
         import vllm
 
+        if secret is not None and keys_from_environment() is None:
+            os.environ[SECRET_VARIABLE] = secret
         updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {

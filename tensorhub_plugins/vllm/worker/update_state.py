@@ -13,6 +13,7 @@
 Beside the phase
     broken       why nothing may be computed with the weights: they are mixed or lost. Only Installed mends them, and a
                  broken worker can fetch, so it can always be mended by the next good install.
+    repairs      the install under way mends such weights: what is right of them already need not be read again
     is_asleep    the live weights are not in their memory: neither StartFetch nor StartInstall.
     version      installed; 0: no version of the store, as the weights that the engine was started with
     served       the version that this worker offers to peers in its runtime layout
@@ -258,6 +259,7 @@ class UpdateState:
         self.version = 0
         self.served: int | None = None
         self.broken: str | None = None
+        self.repairs = False
         self.is_asleep = False
         self.report: dict[str, Any] | None = None
 
@@ -353,7 +355,7 @@ class UpdateState:
                     self.phase = Idle()
             case StartInstall(version):
                 self.phase = Installing(self.ready_for(version))
-                self.broken = f"version {version} is being installed"
+                self.repairs, self.broken = self.broken is not None, f"version {version} is being installed"
             case ReadInPlace(staged):
                 if self._must_install().staged.fetched is not None:
                     raise UsageError(f"version {staged.version} is in host memory: nothing is to be read in place")

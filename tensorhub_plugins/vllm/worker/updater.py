@@ -280,7 +280,7 @@ class Updater:
         return (CHECKPOINT,) if self._conversion.hidden else (self.position.layout, CHECKPOINT)
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
-        """how: serve and into, see Client.fetch."""
+        """how: serve, into and repair, see Client.fetch."""
         began = time.monotonic()
         fetched = self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how)
         self._handle(update_state.BytesRead(fetched.report))
@@ -348,7 +348,8 @@ class Updater:
             # Half of the time: it may be over before the hub has noticed that a peer is dead.
             first = Deadline.after(deadline.remaining() / 2)
             layouts = (self.position.layout, CHECKPOINT)
-            staged = self._get(version, layouts, first, serve=not in_host_memory, into=live)
+            repair = self._state.repairs  # after an install that failed half way only what is damaged is read again
+            staged = self._get(version, layouts, first, serve=not in_host_memory, into=live, repair=repair)
         except TensorHubError as error:
             logger.warning("%s: version %d: not read in place: %s", self._name, version, error)
             staged = self._get(version, (CHECKPOINT,), deadline, serve=in_host_memory)
