@@ -3,12 +3,14 @@
 verl ends its actors by having Ray kill them, and with them Python's resource tracker, which would have unlinked vLLM's
 message queues (psm_*, some 250 MB each) and multiprocessing's semaphores (sem.mp-*). Every run leaves some, also
 without us; a full /dev/shm is what comes of it. Waits until the run's processes, known by RUN in their environment,
-have ended, and removes what this user made since then and no process has mapped.
+have ended, ends those that still hold some, and removes what this user made since then and no process has mapped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -17,20 +19,56 @@ from pathlib import Path
 SHARED = Path("/dev/shm")
 NAMES = ("psm_*", "sem.mp-*")
 WAIT_S = 30.0  # Ray's own processes end some seconds after their driver
+KILL_S = 30.0  # until the kernel has ended a process on a busy machine
 
 
 def sweep(run: str, since: float, shared: Path = SHARED) -> list[Path]:
     """What was removed. since: as time.time() tells it."""
     deadline = time.monotonic() + WAIT_S
     ours = ancestors()  # the script that runs this one is of the run too
-    while any(_is_of(process, run) for process in processes() if process not in ours) and time.monotonic() < deadline:
+    while left := [process for process in processes() if process not in ours and _is_of(process, run)]:
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.2)
     made = [file for pattern in NAMES for file in shared.glob(pattern) if _made_since(file, since)]
-    maps = "\n".join(read(process / "maps") for process in processes()) if made else ""
-    removed = [file for file in made if str(file) not in maps]
+    # Only who holds one of them: whoever else was told RUN, an editor for example, goes on.
+    _kill([process for process in left if any(str(file) in read(process / "maps") for file in made)])
+    return _remove(made)
+
+
+def kill_group(group: int, shared: Path = SHARED) -> list[Path]:
+    """SIGKILL to a process group that the caller has made. Removes what its processes have mapped there and nobody else
+    has, which Python's resource tracker would have done, had it not been killed with them."""
+    members = [process for process in processes() if _group_of(process) == group]
+    made = [file for pattern in NAMES for file in shared.glob(pattern)]
+    maps = "\n".join(read(process / "maps") for process in members) if made else ""
+    held = [file for file in made if str(file) in maps]
+    _kill(members)
+    return _remove(held)
+
+
+def _kill(members: list[Path]) -> None:
+    """Returns when they have let go of their memory."""
+    for process in members:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process.name), signal.SIGKILL)
+    deadline = time.monotonic() + KILL_S
+    while any(read(process / "maps") for process in members) and time.monotonic() < deadline:  # a zombie has none
+        time.sleep(0.05)
+
+
+def _remove(files: list[Path]) -> list[Path]:
+    """Those that no process has mapped."""
+    maps = "\n".join(read(process / "maps") for process in processes()) if files else ""
+    removed = [file for file in files if str(file) not in maps]
     for file in removed:
         file.unlink(missing_ok=True)
     return removed
+
+
+def _group_of(process: Path) -> int:
+    fields = read(process / "stat").rpartition(")")[2].split()
+    return int(fields[2]) if fields else 0
 
 
 def _made_since(file: Path, since: float) -> bool:

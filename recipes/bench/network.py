@@ -116,6 +116,24 @@ class Network:
         """It crosses again."""
         self._ip(self._switch, "link", "set", f"w{site}", "up")
 
+    def impair(self, host: Host, how: str) -> None:
+        """cut: nothing leaves or comes. mute: nothing leaves. deafen: nothing comes. No host is told."""
+        if how in ("cut", "mute"):
+            self._drop_all(host.name, "eth0")
+        if how in ("cut", "deafen"):
+            self._drop_all(self._switch, host.port)
+
+    def repair(self, host: Host) -> None:
+        """The end of `impair`."""
+        for name, device in ((host.name, "eth0"), (self._switch, host.port)):
+            if host.mbit is None:
+                _run("tc", "-n", name, *f"qdisc replace dev {device} root pfifo".split())
+            else:
+                self._shape(name, device, host.mbit)
+
+    def _drop_all(self, name: str, device: str) -> None:
+        _run("tc", "-n", name, *f"qdisc replace dev {device} root pfifo limit 0".split())
+
     def _veth(self, one: str, other: str, *bridges: str) -> None:
         self._ip(self._switch, "link", "add", one, "type", "veth", "peer", "name", other)
         for end, bridge in zip((one, other), bridges, strict=True):
@@ -146,7 +164,7 @@ class Network:
         if mbit is not None:
             self._shape(name, "eth0", mbit)
             self._shape(self._switch, port, mbit)
-        return Host(name, address, port)
+        return Host(name, address, port, mbit)
 
     def crossed_bytes(self, site: str) -> int:
         """What has come into this site over the link that joins it, headers included."""
@@ -196,8 +214,9 @@ class _Sys:
 class Host:
     """One process in a namespace, which runs functions for us, one after the other."""
 
-    def __init__(self, name: str, address: str, port: str) -> None:
+    def __init__(self, name: str, address: str, port: str, mbit: float | None) -> None:
         self.name = name
+        self.mbit = mbit  # of its link
         self.address = address
         self.port = port  # the device at the other end of its link
         self._line: Connection | None = None

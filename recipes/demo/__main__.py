@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 2
 TICK_S = 0.5
 QUIET_S = 20.0  # without news, say that it still runs
-STOP_S = 60.0  # what verl and Ray get to end by themselves, and run.sh to sweep up after them
+STOP_S = 120.0  # what verl and Ray get to end by themselves, node after node, and run.sh to sweep up after them
 # The job, where it differs from the recipe's. Samples are one step old when they are trained on, so the policy must
 # move little in a step for the log-probabilities of trainer and rollout to agree. A replica generates one answer at a
 # time, so that generating takes longer than training and updates meet answers in flight.
@@ -59,6 +59,7 @@ def main() -> int:
     arguments = make_parser().parse_args()
     run = arguments.out.resolve()
     if not arguments.report_only:
+        end_cleanly_when_told()
         code = train(run, arguments)
         if code != 0:
             print(f"verl ended with {code}; its log is {run / 'verl.log'}, and ends like this:", file=sys.stderr)
@@ -159,6 +160,11 @@ class Progress:
     def _say(self, text: str) -> None:
         self.told_at = time.monotonic()
         print(f"[{self.told_at - self.started:5.0f} s] {text}", flush=True)
+
+
+def end_cleanly_when_told() -> None:
+    """SIGTERM ends Python at once, and what it has started would go on."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def end_group(process: subprocess.Popen) -> None:

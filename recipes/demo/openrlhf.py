@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from recipes.demo import report as reports
-from recipes.demo.__main__ import QUIET_S, TICK_S, end_group
+from recipes.demo.__main__ import QUIET_S, TICK_S, end_cleanly_when_told, end_group
 from recipes.openrlhf_grpo.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,7 @@ def main() -> int:
     arguments = make_parser().parse_args()
     out = arguments.out.resolve()
     if not arguments.report_only:
+        end_cleanly_when_told()
         shutil.rmtree(out, ignore_errors=True)
         for store in STORES:
             code = train(out / store, store, arguments)

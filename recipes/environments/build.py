@@ -29,7 +29,12 @@ ROOT = HERE.parents[1]
 ENVS = ROOT / ".envs"
 PYTHONS = ((3, 11), (3, 12))  # what the pinned packages have wheels for; the library itself also takes 3.10
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
-CHECK = "import torch, vllm._C, zmq, msgspec, xxhash"  # fails where torch and vLLM's extension do not match
+# Fails where torch and vLLM's extensions do not match; vLLM knows which of them this machine runs (AVX-512, AVX2).
+CHECK = """
+import msgspec, torch, xxhash, zmq
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+"""
 LOG_TAIL_LINES = 15
 # DeepSpeed is built from source: nothing is compiled then (it compiles what it needs when it first runs), and the build
 # sees only what it asks for, not our torch, with which it fails.

@@ -4,7 +4,8 @@
 #   STORE  tensorhub (our launcher) | hook (OpenRLHF's own command line) | stock (OpenRLHF's own way of moving weights)
 # Environment: PYTHON (default python), OUT (default <repository>/out), SIZE (tiny | small | deep, default small),
 #   MODEL (a folder) and DATA (a .jsonl file; both made under OUT when not given), RUN (folder of this run's logs),
-#   ALGORITHM (an args file), ENGINES (default 2), HUB (tensorhub, or tensorhub://host:port?option=value).
+#   ALGORITHM (an args file), ENGINES (default 2), HUB (tensorhub, or tensorhub://host:port?option=value),
+#   NODES ("2 2 2": a Ray cluster on this machine, with so many pretended GPUs a node; see ../cluster.py).
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -45,16 +46,19 @@ export HF_HOME="$OUT/cache/huggingface" XDG_CACHE_HOME="$OUT/cache" TORCHINDUCTO
 export TRITON_CACHE_DIR="$OUT/cache/triton"
 
 since="$(date +%s)" ray=
-trap '"$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; [[ -z $ray ]] || rm -rf "$ray"' EXIT
+. "$root/recipes/cluster.sh"
+trap 'end_cluster; "$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; [[ -z $ray ]] || rm -rf "$ray"' EXIT
+# Ray puts sockets under its folder, whose path may have 107 characters at most.
+[[ ! ${NODES:-} ]] || ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
 
 arguments=("$here/common.args" "$algorithm")
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   [[ $store != stock ]] || export RECIPE_CPU_STOCK=1
   . "$root/recipes/cpu/openrlhf_environment.sh"
   arguments+=("$here/cpu.args")
-  # Ray puts sockets under its folder, whose path may have 107 characters at most.
-  ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
-  export RECIPE_RAY_INIT="{\"num_gpus\": 8, \"num_cpus\": 16, \"include_dashboard\": false, \"_temp_dir\": \"$ray\",
+  [[ $ray ]] || ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
+  # What a driver says of nodes that it starts itself, it may not say of others.
+  [[ ${NODES:-} ]] || export RECIPE_RAY_INIT="{\"num_gpus\": 8, \"num_cpus\": 16, \"include_dashboard\": false, \"_temp_dir\": \"$ray\",
     \"object_store_memory\": 300000000, \"log_to_driver\": true}"
 fi
 
@@ -63,6 +67,7 @@ fi
 
 sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "${arguments[@]}" | xargs -n1 >"$RUN/arguments"
 mapfile -t given <"$RUN/arguments"
+[[ ! ${NODES:-} ]] || start_cluster "$ray" $NODES
 "$PYTHON" -m "$module" "${given[@]}" "${flags[@]}" \
   --actor.model_name_or_path "$model" --data.prompt_dataset "$data" --reward.remote_url "$here/reward.py" \
   --vllm.num_engines "${ENGINES:-2}" --vllm.sync_backend "$backend" \

@@ -3,7 +3,8 @@
 #   MODE   separate_async | one_step_off | fully_async
 #   STORE  stock | dropin | pull
 # Environment: PYTHON (default python), OUT (default <repository>/out), SIZE (tiny | small, default small),
-#   MODEL and DATA (folders; made under OUT when not given), RUN (folder of this run's logs), ALGORITHM (an args file).
+#   MODEL and DATA (folders; made under OUT when not given), RUN (folder of this run's logs), ALGORITHM (an args file),
+#   NODES ("2 2 2": a Ray cluster on this machine, with so many pretended GPUs a node; see ../cluster.py).
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -63,14 +64,22 @@ verl="$("$PYTHON" -c 'import importlib.util as u; print(u.find_spec("verl").subm
 # Ray puts sockets under its folder, whose path may have 107 characters at most.
 ray="$(mktemp -d "${TMPDIR:-/tmp}/recipe.XXXXXX")"
 since="$(date +%s)"
-trap '"$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; rm -rf "$ray"' EXIT
+. "$root/recipes/cluster.sh"
+trap 'end_cluster; "$PYTHON" "$root/recipes/sweep.py" "$RUN" "$since"; rm -rf "$ray"' EXIT
 
 sed -e 's/#.*//' -e 's/[[:space:]]*$//' -e '/^$/d' "${arguments[@]}" >"$RUN/arguments"
 mapfile -t overrides <"$RUN/arguments"
+if [[ ${NODES:-} ]]; then
+  start_cluster "$ray" $NODES
+  # What a driver says of nodes that it starts itself, it may not say of others.
+  mapfile -t overrides < <(grep -v 'ray_kwargs\.ray_init\.' "$RUN/arguments")
+else
+  overrides+=("++ray_kwargs.ray_init._temp_dir=$ray")
+fi
 "$PYTHON" -m "$module" "${overrides[@]}" \
   data.train_files="$data/train.parquet" data.val_files="$data/test.parquet" \
   actor_rollout_ref.model.path="$model" \
   reward.custom_reward_function.path="$here/reward.py" \
   trainer.experiment_name="$mode-$store" trainer.default_local_dir="$RUN/checkpoints" \
-  ++ray_kwargs.ray_init._temp_dir="$ray" hydra.run.dir="$RUN/hydra" \
+  hydra.run.dir="$RUN/hydra" \
   "$@"

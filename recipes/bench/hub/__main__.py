@@ -190,8 +190,9 @@ class _Timed(Server):
 class _Constant:
     """A hub that thinks nothing."""
 
-    def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
+    def __init__(self, session: bytes, now: float, limits: HubLimits, lease_key: bytes) -> None:
         self.session = session
+        self.workers: dict[bytes, object] = {}
 
     def handle(self, event: hub_machine.Event, now: float) -> list[hub_machine.Effect]:
         if isinstance(event, hub_machine.Tick):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from tensorhub_plugins.core import Client, Location, spec_of
+from tensorhub_plugins.core.digests import Algorithm
 
 IOV_MAX = 512
 TIMEOUT_S = 60.0
@@ -68,17 +69,18 @@ class Method:
 
 @dataclass
 class Store(Method):
-    """transports, verify: as for Client. live: the source's tensors lie in memory that it shares; else adopted."""
+    """transports, verify, digest: as for Client. live: the source's tensors lie in memory that it shares."""
 
     transports: tuple[str, ...] = ("shm", "tcp")
     verify: bool = True
+    digest: Algorithm = "xxh3_128"
     live: bool = False
 
     def set_up(self) -> None:
         name = f"rank-{self.place.rank}"
         where = Location(host="loopback")
-        options: dict[str, Any] = {"transports": self.transports, "verify": self.verify, "location": where}
-        self.client = Client(self.place.hub, run="bench", model="m", replica=name, **options)
+        options: dict[str, Any] = {"transports": self.transports, "verify": self.verify, "digest": self.digest}
+        self.client = Client(self.place.hub, run="bench", model="m", replica=name, location=where, **options)
         self.named = {f"t{index:05}": tensor for index, tensor in enumerate(self.tensors)}
         if self.place.rank == 0:
             self.client.retain(0)
@@ -399,6 +401,7 @@ METHODS: dict[str, _Made] = {
     "store": _Made(Store),  # adopted tensors, as a trainer has them; the transports that Client picks
     "store-tcp": _Made(Store, transports=("tcp",)),
     "store-tcp-bare": _Made(Store, transports=("tcp",), verify=False),
+    "store-tcp-blake3": _Made(Store, transports=("tcp",), digest="blake3"),
     "store-shm": _Made(Store, transports=("shm",), live=True),
     "store-shm-bare": _Made(Store, transports=("shm",), live=True, verify=False),
     "gloo": _Made(Gloo),

@@ -1,0 +1,59 @@
+"""Commands of `tensorhub fleet`, one a line, in one process: to join a busy Ray cluster takes many seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tensorhub_plugins.core.cli import main
+
+DONE = "status"  # the line after what a command has said
+
+
+class Shell:
+    """The process that runs them, on a cluster that ../cluster.py has made. It joins at once, which may take most of a
+    minute. inside: what its command begins with."""
+
+    def __init__(self, cluster: dict[str, Any], inside: Sequence[str] = ()) -> None:
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": cluster["address"],
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": cluster["token_path"],
+        }
+        self._process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "recipes.demo.fleet_shell"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+
+    def __call__(self, *arguments: str) -> tuple[int, list[str]]:
+        """The command's status and what it has said."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(" ".join(arguments) + "\n")
+        self._process.stdin.flush()
+        said = []
+        for line in self._process.stdout:
+            if line.startswith(f"{DONE} "):
+                return int(line.split()[1]), said
+            said.append(line.rstrip())
+        return 1, said
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+if __name__ == "__main__":
+    import ray
+
+    ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    for command in sys.stdin:
+        status = main(["fleet", *command.split()])
+        print(f"{DONE} {status}", flush=True)
