@@ -17,6 +17,7 @@ from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemptio
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
+from tensorhub_plugins.vllm.ray.handles import opened, sealed  # noqa: E402
 
 
 class Launcher:
@@ -89,7 +90,7 @@ class Stage:
 
     async def report(self, *names: str, **more: Any) -> dict[str, bool]:
         seen = [Seen(name, f"handle of {name}", "n1", **{"ready": True, "version": 1, **more}) for name in names]
-        return {entry.name: entry.draining for entry in await self.actor.report(seen)}
+        return {entry.name: entry.draining for entry in opened(await self.actor.report(sealed(seen)))}
 
     async def until(self, condition: Callable[[], Any]) -> None:
         while not condition():
@@ -194,6 +195,10 @@ def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch
         assert await stage.actor.add_external(f"{url}/") == (f"{url} joins as external-0", False)
         assert ("external", "external-0", url) in stage.launcher.did
         assert await stage.actor.add_external(url) == (f"{url} is in this fleet already, as external-0", True)
+        beside = "http://ONE:8000"  # on a node of Ray's
+        assert await stage.actor.add_external(beside) == (f"{beside} joins as external-1", False)
+        assert "external-0 is stopped" in (await stage.actor.drain_node("10.0.0.9"))[0]
+        assert "external-1 is stopped" in (await stage.actor.drain_node("10.0.0.1"))[0]
         stage.launcher.error = "nobody answers there"
         assert await stage.actor.add_external("http://10.0.0.8:8000") == ("nobody answers there", True)
 

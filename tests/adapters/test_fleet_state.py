@@ -39,6 +39,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
 )
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.room import RESERVE_TIMEOUT_S
 
 NODES = {"a": "10.0.0.1", "b": "10.0.0.2"}
 
@@ -190,6 +191,15 @@ def test_failing_starts_are_tried_again_later_and_later() -> None:
     assert state.failures == 0
 
 
+def test_what_a_start_is_about_to_take_is_nobody_elses() -> None:
+    """As long as a launcher may take to reserve it; then it has, or has failed."""
+    state = fleet(Cluster(NODES, 1), Add(2))
+    assert states(state)["rollout-2"] == "starting"
+    assert deeds(state.handle(Cluster(NODES, 1), RESERVE_TIMEOUT_S - 1)) == []
+    (next_one,) = deeds(state.handle(Cluster(NODES, 1), RESERVE_TIMEOUT_S))
+    assert next_one == Start("rollout-3", 3, frozenset())
+
+
 def test_a_start_that_does_not_end_is_given_up() -> None:
     state = fleet(Add(1))
     assert deeds(state.handle(Tick(), fleet_state.START_TIMEOUT_S - 1)) == []
@@ -264,6 +274,15 @@ def test_an_external_server_joins_and_leaves_and_does_not_count() -> None:
     assert state.wanted == 2 and state.view(2.0).members[-1].node == "http://h:8000"
     state.handle(Drain("external-0", 1.0), 3.0)
     assert state.wanted == 2 and states(state)["external-0"] == "draining"
+    # It has no node of Ray's, and leaves with the host in its address; whatever case that is in, and with IPv6.
+    for url, host in (("http://H:8000", "h"), ("https://[fd00::7]:8000", "fd00::7"), ("http://h", "h")):
+        hosted = fleet(AddExternal(url), Started("external-0", "actor"))
+        hosted.handle(Reported((*here[:2], seen("external-0", ""))), 0.0)
+        with pytest.raises(UsageError, match=f"there is no node 'g': there are 10.0.0.1, 10.0.0.2, {host}"):
+            hosted.handle(DrainNodes(frozenset(), hosts=frozenset({"g"})), 1.0)
+        effects = hosted.handle(DrainNodes(frozenset(), 9.0, hosts=frozenset({host})), 1.0)
+        assert says(effects) == "external-0 drains: 0 requests may take 9 s"
+        assert states(hosted) == {"rollout-0": "ready", "rollout-1": "ready", "external-0": "draining"}
     failed = fleet(AddExternal("http://h:8000"))
     effects = failed.handle(StartFailed("external-0", "nobody answers there"), 1.0)
     assert "http://h:8000 did not start: nobody answers there" in says(effects)

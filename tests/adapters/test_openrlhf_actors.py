@@ -22,6 +22,7 @@ from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
+from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -89,6 +90,7 @@ def make_engine(*, is_partial: bool) -> Any:
     one.executor = Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()
     one.is_leaving = False
+    one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
     one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
     return one
 

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedul
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack, Journal  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen  # noqa: E402
+from tensorhub_plugins.vllm.ray.handles import seal  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import EngineLost  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
@@ -147,14 +148,17 @@ def test_without_a_fleet_the_generator_goes_on(ray: FakeRay, monkeypatch: pytest
         reporter.report()  # its thread says so once, and goes on
     assert [member.name for member in reporter.engines.members] == ["rollout-0"]
     told: list[Any] = []
+    monkeypatch.setattr(reporter.engines.members[0], "handle", "an actor")
+    reporter.engines.check = lambda wait_s: None  # type: ignore[method-assign]
 
     def answer(seen: list[Seen], waiting: int) -> Ref:
         told.append((seen, waiting))
-        return Ref([Entry("rollout-0", engine, "first", draining=True)])
+        return Ref([Entry("rollout-0", seal("an actor"), "first", draining=True)])
 
     reporter.fleet = SimpleNamespace(report=SimpleNamespace(remote=answer))
     reporter.report()
-    assert told[0][0][0].name == "rollout-0" and reporter.engines.members[0].is_draining
+    assert told[0][0][0].name == "rollout-0" and told[0][0][0].handle == seal("an actor")
+    assert reporter.engines.members[0].is_draining
 
 
 def test_when_all_engines_are_dead_the_fleet_starts_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

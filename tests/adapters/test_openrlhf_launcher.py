@@ -16,7 +16,7 @@ from tensorhub_plugins.openrlhf import install, launcher
 from tensorhub_plugins.openrlhf.config import Options
 
 pytest.importorskip("ray")
-from ray.exceptions import ActorDiedError, GetTimeoutError  # noqa: E402
+from ray.exceptions import ActorDiedError  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 
@@ -50,20 +50,16 @@ class FakeRay:
             options=lambda **options: SimpleNamespace(remote=lambda **arguments: Engine(options, arguments))
         )
 
-    def get(self, group: Any, timeout: float) -> None:
-        if self.is_taken:
-            raise GetTimeoutError("not ready")
-
     def kill(self, handle: Engine, no_restart: bool) -> None:
         assert no_restart
         self.killed.append(handle)
 
-    def placement_group(
-        self, bundles: list[dict[str, float]], *, strategy: str, name: str, bundle_label_selector: Any
-    ) -> Any:
-        group = SimpleNamespace(bundles=bundles, name=name, selector=bundle_label_selector, ready=lambda: None)
+    def reserve(self, name: str, bundles: list[dict[str, float]], *, avoid: Collection[str]) -> Any:
+        group = SimpleNamespace(bundles=bundles, name=name, avoid=avoid)
         self.free -= len(bundles)
         self.reserved.append(group)
+        if self.is_taken:
+            raise DeadlineExceeded("somebody else took them")
         return group
 
     def find(self, name: str) -> Any:
@@ -84,7 +80,6 @@ class FakeRay:
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay(free=2)
     monkeypatch.setattr(launcher, "ray", fake)
-    monkeypatch.setattr(launcher, "placement_group", fake.placement_group)
     monkeypatch.setattr(launcher, "get_placement_group", fake.find)
     monkeypatch.setattr(launcher, "remove_placement_group", fake.remove)
     monkeypatch.setattr(launcher, "room", fake)
@@ -131,7 +126,16 @@ def test_several_gpus_are_named_to_vllm(ray: FakeRay) -> None:
     engine = asyncio.run(make(gpus=2).start("rollout-1", 1, ("a", "b")))
     assert engine.arguments["bundle_indices"] == [3, 1]
     assert engine.options["scheduling_strategy"].placement_group_bundle_index == 3
-    assert ray.reserved[0].selector == 2 * [{"ray.io/node-id": "!in(a, b)"}]
+    assert ray.reserved[0].avoid == ("a", "b")
+
+
+def test_its_place_is_taken_before_anything_that_lasts(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet counts on it (fleet_state.py), and vLLM takes many seconds to import."""
+    reserved: list[int] = []
+    parts = launcher.import_module("openrlhf")
+    monkeypatch.setattr(launcher, "import_module", lambda _: reserved.append(len(ray.reserved)) or parts)
+    asyncio.run(make().start("rollout-1", 1, ()))
+    assert reserved == [1]
 
 
 def test_the_place_of_a_first_engine_is_taken_by_the_next(ray: FakeRay) -> None:

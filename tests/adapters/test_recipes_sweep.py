@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,61 @@ def test_only_what_is_new_of_its_kind_and_not_in_use_goes(shared: Path) -> None:
     assert {file.name for file in shared.iterdir()} == {"psm_mapped", "psm_old", "of_a_stranger"}
 
 
+def test_who_is_killed_leaves_nothing_of_its_own(tmp_path: Path) -> None:
+    for name in ("psm_mine", "psm_both", "psm_other"):
+        (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
+    hold = (
+        "import mmap, sys\n"
+        "files = [open(name, 'r+b') for name in sys.argv[1:]]\n"
+        "kept = [mmap.mmap(file.fileno(), 0) for file in files]\n"
+        "print(flush=True); input()"
+    )
+
+    def start(*names: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", hold, *(str(tmp_path / name) for name in names)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, process_group=0, **pipes)  # type: ignore[call-overload]
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process  # type: ignore[no-any-return]
+
+    victim, other = start("psm_mine", "psm_both"), start("psm_both", "psm_other")
+    try:
+        assert [file.name for file in sweep.kill_group(victim.pid, tmp_path)] == ["psm_mine"]
+        assert victim.wait(10) == -signal.SIGKILL and other.poll() is None
+        assert {file.name for file in tmp_path.iterdir()} == {"psm_both", "psm_other"}
+    finally:
+        for process in (victim, other):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_demo_that_is_ended_ends_its_run(is_told: bool) -> None:
+    """False: the control."""
+    script = (
+        "import subprocess, sys, time\n"
+        "from recipes.demo.__main__ import end_cleanly_when_told, end_group\n"
+        f"{is_told} and end_cleanly_when_told()\n"
+        "run = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "try:\n"
+        "    print(run.pid, flush=True); time.sleep(1000)\n"
+        "finally:\n"
+        "    end_group(run)\n"
+    )
+    root = Path(sweep.__file__).parents[1]
+    demo = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert demo.stdout is not None
+    run = int(demo.stdout.readline())
+    demo.terminate()
+    demo.wait(30)
+    demo.stdout.close()
+    goes_on = sweep.read(Path(f"/proc/{run}/cmdline")) != ""
+    if goes_on:
+        os.kill(run, signal.SIGKILL)
+    assert goes_on != is_told
+
+
 def test_it_waits_for_the_processes_of_the_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = str(shared / "run")
     command = [sys.executable, "-c", "print(flush=True); input()"]
@@ -46,6 +102,31 @@ def test_it_waits_for_the_processes_of_the_run(shared: Path, monkeypatch: pytest
     monkeypatch.setattr(sweep.time, "sleep", end)
     sweep.sweep(run, time.time() - 60, shared)
     assert len(waits) == 1 and child.returncode == 0
+
+
+def test_what_does_not_end_by_itself_is_ended(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine: the processes of the run still hold what they have mapped when the time is up."""
+    monkeypatch.setattr(sweep, "WAIT_S", 0.0)
+    run, hold = str(shared / "run"), "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0)"
+    script = f"{hold}; print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, str(shared / name)], env={**os.environ, **more}, **pipes)
+        for name, more in (("psm_left", {"RUN": run}), ("psm_mapped", {"RUN": "another"}), ("psm_old", {"RUN": run}))
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert "psm_left" in {file.name for file in sweep.sweep(run, time.time() - 60, shared)}
+        assert processes[0].wait(10) == -signal.SIGKILL
+        assert processes[1].poll() is None  # another run's
+        assert processes[2].poll() is None  # it holds nothing of this run
+        assert (shared / "psm_mapped").exists()
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def test_it_does_not_wait_for_the_script_that_runs_it(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ SEPARATE = [
 ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo"]
 FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main"]
 OPTIONS = f"+{config.WHERE}"
+PARTS = f"{OPTIONS}.parts=true"
 MERGED = "actor_rollout_ref.model.lora.merge=true"
 
 
@@ -60,8 +61,29 @@ def test_what_will_happen_is_told():
     assert "trainer: separate_async\n" in told
     assert "each of 2 engines fetches every version by itself" in told
     assert "hub: started on Ray's head node" in told
+    assert "fleet: as many replicas as verl starts, at least 1" in told
     told = "\n".join(checks.check(composed([*SEPARATE, *STORE, f"{OPTIONS}.run=r1"]))[1])
     assert "drop-in: verl stops all engines" in told and "run: r1" in told
+    assert "fleet" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([PARTS], "each trainer rank publishes the part that fsdp gave it, and nothing is gathered"),
+        ([PARTS, "actor_rollout_ref.actor.strategy=fsdp2"], "the part that fsdp2 gave it"),
+        ([], f"gathered to every trainer rank ({config.WHERE}.parts=true makes each publish its part)"),
+        ([PARTS, "actor_rollout_ref.actor.strategy=megatron"], "verl's megatron engine hands over whole tensors only"),
+        ([PARTS, "actor_rollout_ref.model.lora_rank=8", MERGED], "verl merges the adapter into whole tensors"),
+        (
+            [PARTS, "actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
+            "quantization-aware training quantizes whole tensors",
+        ),
+    ],
+)
+def test_which_way_the_weights_take_is_told(arguments, says):
+    told = checks.check(composed([*SEPARATE, *PULL, *arguments]))[1]
+    assert [line for line in told if line.startswith("weights: ") and says in line]
 
 
 @pytest.mark.parametrize(("command", "name"), [(ONE_STEP_OFF, "one_step_off"), (FULLY_ASYNC, "fully_async")])
@@ -87,6 +109,15 @@ def test_the_other_trainers_are_told_apart(command, name):
         ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
         ([*SEPARATE, *PULL, SEPARATE[1].replace("=1", "=4")], "set trainer.v1.separate_async.parameter_sync_step=1"),
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.nnodes=0"], "needs GPUs of its own for the engines"),
+        ([*SEPARATE, *STORE, f"{OPTIONS}.fleet_target=4"], "drop-in mode has a fixed number of engines: set"),
+        (
+            [*SEPARATE, *PULL, f"{OPTIONS}.fleet_max=4", "actor_rollout_ref.rollout.router_config_path=r"],
+            "knows no fleet",
+        ),
+        (
+            [*SEPARATE, *PULL, f"{OPTIONS}.fleet_max=4", "actor_rollout_ref.rollout.full_determinism=True"],
+            "switch it off",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_to_change(arguments, says):

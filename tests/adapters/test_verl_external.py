@@ -98,6 +98,20 @@ def test_an_answer_is_verls_with_exact_steps(hub: Server) -> None:
             assert (await server.abort_all_requests(reject_request=True))["aborted_count"] == 1
             output = await waiting
             assert (output.token_ids, output.stop_reason) == ([0, 1], "aborted")
+            await server.close()
+
+            # A client that cannot go on with a part is not given one.
+            fake.reached.clear()
+            whole = ExternalServer(
+                "external-2", url, msgspec.structs.replace(options, spans="oldest"), ROLLOUT, EXPECTED
+            )
+            await whole.join()
+            waiting = asyncio.create_task(whole.generate(**asked))
+            await fake.reached.wait()
+            await whole.abort_all_requests(reject_request=True)
+            with pytest.raises(ReplicaLost, match="told to give its requests back"):
+                await waiting
+            server = whole
             fake.stop_after, fake.break_after = None, 1
             with pytest.raises(ReplicaLost):
                 await server.generate(**asked)

@@ -1,8 +1,6 @@
 """Two real FSDP ranks publish one model; a reader gets it whole, from both. FSDP1 and FSDP2, bf16 and fp32 masters."""
 
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +9,8 @@ import pytest
 import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+
+from torch_ranks import free_port, started  # noqa: E402
 
 from tensorhub_plugins.core import CHECKPOINT, Client, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import fetch_status  # noqa: E402
@@ -83,22 +83,10 @@ def train_case(rank, address, strategy, dtype, folder):
 
 
 def test_two_ranks_publish_one_model(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with start_server() as server:
-        command = [str(port), server.address, str(tmp_path)]
-        ranks = [
-            subprocess.Popen([sys.executable, __file__, str(rank), *command], env=environment) for rank in range(RANKS)
-        ]
-        try:
-            for strategy, dtype in CASES:
-                read(server.address, f"{strategy}-{dtype}", getattr(torch, dtype), tmp_path)
-            assert [rank.wait(60) for rank in ranks] == [0] * RANKS
-        finally:
-            for rank in ranks:
-                rank.kill()
+    with start_server() as server, started(__file__, RANKS, free_port(), server.address, tmp_path) as ranks:
+        for strategy, dtype in CASES:
+            read(server.address, f"{strategy}-{dtype}", getattr(torch, dtype), tmp_path)
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS
 
 
 def read(address, model, dtype, folder):

@@ -39,7 +39,7 @@ def test_options_arrive_from_a_command_line_as_text():
         ({"location": {"planet": "x"}}, "location"),
         ({"location": {"host": "x"}}, "set TENSORHUB_HOST on each instead"),
         ({"run": ""}, "run is empty"),
-        ({"fleet_target": 4}, "a fleet that changes is there for OpenRLHF only"),
+        ({"fleet_target": 4, "fleet_max": 2}, "fleet_target is 4"),
     ],
 )
 def test_a_wrong_option_is_refused_with_what_to_change(given_options, says):

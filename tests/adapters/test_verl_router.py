@@ -13,6 +13,7 @@ from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 from tensorhub_plugins.verl import routing  # noqa: E402
 from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
 from tensorhub_plugins.verl.versions import Span  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
 
 
 class Method:
@@ -260,6 +261,63 @@ def test_validation_waits_for_all_replicas_in_rotation(monkeypatch):
         assert await router.real.wait_for_version(5, 0.1) == ["a/0 has 4", "c/0 has 4"]
         a.tells = c.tells = {"stays": True}  # pinned: it would be waited for in vain
         assert await router.real.wait_for_version(5, 20.0) == []
+
+    run(story)
+
+
+def test_the_fleets_roster_is_carried_out():
+    async def story():
+        a = Server("rollout-0", version=4)
+        router = Router({"10.0.0.1:80": a})
+        await router.handle("warm up")
+        (seen,), unnamed = router.real.seen()[0].values(), router.real.seen()[1]
+        assert (seen.name, seen.handle, seen.ready, seen.version, seen.in_flight) == ("rollout-0", a, True, 4, 1)
+        assert unnamed == 0
+
+        # A joiner is known by its name, and gets nothing before it has what the others have.
+        b = Server("rollout-1", version=3)
+        names = {"rollout-0": "10.0.0.1:80"}
+        both = [Entry("rollout-0", a, "first"), Entry("rollout-1", b, "joined")]
+        router.real.apply(names, both)
+        await until(lambda: "rollout-1" in router.real._answers)
+        told, _ = router.real.seen()
+        assert not told["rollout-1"].ready and "rollout-1" not in router.real._inflight_requests
+        b.version = 4
+        await until(lambda: "rollout-1" in router.real._inflight_requests)
+
+        # Drained: nothing new, also not by a session that was there; what it has is counted.
+        names["rollout-1"] = "rollout-1"
+        router.real.apply(names, [Entry("rollout-0", a, "first", draining=True), both[1]])
+        assert (await router.handle("warm up"))._at[0] == "rollout-1"
+        told, _ = router.real.seen()
+        assert (told["10.0.0.1:80"].draining, told["10.0.0.1:80"].in_flight) == (True, 1)
+        assert told["10.0.0.1:80"].ready  # it answers what it has
+
+        # Out of the roster: what is under way there goes on elsewhere.
+        a.frozen.clear()
+        stuck = asyncio.ensure_future(ask(Handle("10.0.0.1:80", a, 0, router, "old")))
+        while not a.asked:
+            await asyncio.sleep(0.01)
+        router.real.apply(names, both[1:])
+        assert (await stuck).token_ids == [0, 1] and b.asked == 1
+        assert list(router.real.seen()[0]) == ["rollout-1"]
+        router.real.apply({"rollout-1": "rollout-1"}, [])  # no roster: somebody must answer
+        assert "rollout-1" in router.real._inflight_requests
+
+    run(story)
+
+
+def test_replicas_that_verl_moves_in_and_out_are_not_the_fleets():
+    async def story():
+        a, b = Server("rollout-0"), Server("rollout-1")
+        b.tells = {"follows": False}
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        assert list(router.real.seen()[0]) == ["a"]
+        unheard = Router({"a": Server("rollout-0")})
+        unheard.real._start()
+        assert unheard.real.seen() == ({}, 1)
 
     run(story)
 

@@ -6,8 +6,6 @@ Run as a program this file is one rank of a sharded model.
 from __future__ import annotations
 
 import copy
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,6 +19,7 @@ pytest.importorskip("transformers.core_model_loading", reason="needs transformer
 
 import torch
 import transformers
+from torch_ranks import free_port, started
 from vllm_engines import Engine, checkpoint, wait_until
 
 from tensorhub_plugins.core import Client, Server
@@ -231,22 +230,13 @@ def test_two_ranks_gather_in_the_same_order(tmp_path: Path) -> None:
     """FSDP2 shards a model over two processes, each of which iterates the source."""
     pytest.importorskip("vllm")
     truth = saved(make("mixtral"), tmp_path / "truth")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
-    command = [sys.executable, __file__, str(tmp_path), port]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(RANKS)]
-    try:
+    with started(__file__, RANKS, tmp_path, free_port()) as ranks:
         assert [rank.wait(100) for rank in ranks] == [0] * RANKS
-    finally:
-        for rank in ranks:
-            rank.kill()
     for rank in range(RANKS):
         assert not differences(torch.load(tmp_path / f"rank-{rank}"), truth)
 
 
-def one_rank(folder: str, port: str, rank: str) -> None:
+def one_rank(rank: str, folder: str, port: str) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

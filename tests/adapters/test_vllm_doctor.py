@@ -15,16 +15,16 @@ import torch
 from vllm_engines import checkpoint, make_model
 
 from tensorhub_plugins.core.errors import TensorHubError
-from tensorhub_plugins.vllm.doctor import check_sync as doctor
+from tensorhub_plugins.vllm.doctor import check_sync
 
 pytestmark = pytest.mark.heavy
 
 
-def examine(model: Path, **options: Any) -> list[doctor.Finding]:
-    return list(doctor.check_sync(model, doctor.starter({"kv_cache_memory_bytes": 64 << 20, **options})))
+def examine(model: Path, **options: Any) -> list[check_sync.Finding]:
+    return list(check_sync.check_sync(model, check_sync.starter({"kv_cache_memory_bytes": 64 << 20, **options})))
 
 
-def sync(findings: list[doctor.Finding]) -> list[str]:
+def sync(findings: list[check_sync.Finding]) -> list[str]:
     return [finding.wrong for finding in findings if finding.of == "sync"]
 
 
@@ -51,7 +51,7 @@ def test_the_doctor_notices_a_sync_that_forgets_a_tensor(tmp_path: Path) -> None
 def test_a_quantized_model_runs_on_a_cpu_and_is_refused_there(tmp_path: Path) -> None:
     """The CPU build packs quantized weights where no update would be seen."""
     model = quantized(make_model("llama", tmp_path, 1))
-    assert doctor.runs_without_us(model, {}) == ""
+    assert check_sync.runs_without_us(model, {}) == ""
     with pytest.raises(TensorHubError, match="on the CPU build of vLLM tensorhub updates unquantized models only"):
         examine(model)
 
@@ -65,32 +65,32 @@ def test_noise_is_another_checkpoint_of_the_same_shape() -> None:
         "packed": torch.arange(6, dtype=torch.int32).reshape(2, 3),
         "position_ids": torch.arange(4),
     }
-    noise = doctor.noise(weights)
+    noise = check_sync.noise(weights)
     assert {n: (t.dtype, t.shape) for n, t in noise.items()} == {n: (t.dtype, t.shape) for n, t in weights.items()}
     assert all((noise[name] != weights[name]).all() for name in ("ones", "zeros", "weight", "scalar"))
     assert noise["position_ids"].equal(weights["position_ids"]) and not noise["packed"].equal(weights["packed"])
-    assert all(noise[name].equal(again) for name, again in doctor.noise(weights).items())
+    assert all(noise[name].equal(again) for name, again in check_sync.noise(weights).items())
 
 
 def test_the_control_asks_for_other_tensors_and_other_answers() -> None:
     def noticed(everything: dict[str, str], answers: list[Any], scratch: frozenset[str] = frozenset()) -> str:
-        now = doctor._State(["runtime"], [everything], answers)
-        return doctor._different("control", healthy, now, scratch).wrong
+        now = check_sync._State(["runtime"], [everything], answers)
+        return check_sync._different("control", healthy, now, scratch).wrong
 
-    healthy = doctor._State(["runtime"], [{"weight": "1", "workspace": "2"}], [[[5], 0.25], ["token_classify", []]])
+    healthy = check_sync._State(["runtime"], [{"weight": "1", "workspace": "2"}], [[[5], 0.25], ["token_classify", []]])
     assert noticed({"weight": "3", "workspace": "2"}, [[[5], 0.5], ["token_classify", []]]) == ""
     assert noticed({"weight": "1", "workspace": "2"}, [[[5], 0.5], []]) == "the digests are those from before"
     scratch = frozenset({"workspace"})
     assert noticed({"weight": "1", "workspace": "3"}, [[[5], 0.5], []], scratch) == "the digests are those from before"
     assert noticed({"weight": "3"}, healthy.answers).startswith("an answer is that from before")
-    healthy = doctor._State(["runtime"], [{"weight": "1"}], [["token_classify", []]])
+    healthy = check_sync._State(["runtime"], [{"weight": "1"}], [["token_classify", []]])
     assert noticed({"weight": "3"}, [["token_classify", []]]).startswith("all answers are empty")
 
 
 def test_malformed_checkpoints_have_one_fault_each() -> None:
     names = [f"layers.{layer}.experts.{expert}.w1.weight" for layer in (0, 1) for expert in (0, 1)]
     weights = {"embed.weight": torch.ones(6, 4), "norm.weight": torch.ones(4), **{n: torch.ones(4, 4) for n in names}}
-    faults = list(doctor.malformed(weights))
+    faults = list(check_sync.malformed(weights))
     assert [(fault.what, fault.name) for fault in faults] == [
         ("without", "layers.1.experts.1.w1.weight"),
         ("without", "embed.weight"),

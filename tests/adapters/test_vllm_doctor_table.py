@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from tensorhub_plugins.core.cli import main
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.vllm.doctor import check_sync as doctor
+from tensorhub_plugins.vllm.doctor import check_sync
 from tensorhub_plugins.vllm.doctor import table as doctor_table
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import FAMILIES, family
@@ -99,12 +99,12 @@ def test_every_family_is_named_once_and_by_its_own_name() -> None:
 def test_whose_fault_a_failure_is(failure: Exception, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM alone runs the model a second time: answers that are no numbers may come and go."""
 
-    def fails(*_: object) -> list[doctor.Finding]:
+    def fails(*_: object) -> list[check_sync.Finding]:
         raise failure
 
     monkeypatch.setattr(doctor_table, "call_apart", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "check_sync", fails)
-    monkeypatch.setattr(doctor, "runs_without_us", lambda *_, **__: "")
+    monkeypatch.setattr(check_sync, "check_sync", fails)
+    monkeypatch.setattr(check_sync, "runs_without_us", lambda *_, **__: "")
     [seen] = doctor_table.examine(["LlamaForCausalLM"], {})
     assert (seen.architecture, seen.result) == ("LlamaForCausalLM", row)
 
@@ -117,12 +117,12 @@ def test_whose_fault_a_failure_is(failure: Exception, row: str, monkeypatch: pyt
     ],
 )
 def test_why_a_family_does_not_run(error: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> list[doctor.Finding]:
+    def fails(*_: object) -> list[check_sync.Finding]:
         raise EngineFailed("as seen through the store")
 
     monkeypatch.setattr(doctor_table, "call_apart", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "check_sync", fails)
-    monkeypatch.setattr(doctor, "runs_without_us", lambda *_, **__: error)
+    monkeypatch.setattr(check_sync, "check_sync", fails)
+    monkeypatch.setattr(check_sync, "runs_without_us", lambda *_, **__: error)
     [seen] = doctor_table.examine(["LlamaForCausalLM"], {})
     assert (seen.result, seen.why) == ("not run", why)
 
@@ -136,11 +136,11 @@ def test_a_traceback_is_told_by_its_last_error() -> None:
 
 
 def test_what_became_of_malformed_versions_is_counted() -> None:
-    def finding(what: str, wrong: str) -> doctor.Finding:
-        return doctor.Finding(what, wrong, "refusal")
+    def finding(what: str, wrong: str) -> check_sync.Finding:
+        return check_sync.Finding(what, wrong, "refusal")
 
     assert doctor_table._refusals([]) == "all"
-    half_way = [finding(f"refuses {n}", f"{doctor.HALF_WAY}: because {n}") for n in range(2)]
-    assert doctor_table._refusals([*half_way, finding("refuses c", doctor.INSTALLED)]) == (
-        f"2 x {doctor.HALF_WAY}, such as: refuses 0; 1 x {doctor.INSTALLED}, such as: refuses c"
+    half_way = [finding(f"refuses {n}", f"{check_sync.HALF_WAY}: because {n}") for n in range(2)]
+    assert doctor_table._refusals([*half_way, finding("refuses c", check_sync.INSTALLED)]) == (
+        f"2 x {check_sync.HALF_WAY}, such as: refuses 0; 1 x {check_sync.INSTALLED}, such as: refuses c"
     )

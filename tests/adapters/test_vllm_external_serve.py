@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from transformers import AutoConfig
 from vllm_engines import checkpoint
 from vllm_servers import make_two_models, serving
 
+from recipes.sweep import kill_group
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.ray.external import Expected, External, ServerLost
@@ -90,7 +89,7 @@ async def _story(server: Any, store: Client, folders: list[Path], publish: Calla
 
     asked = asyncio.create_task(ask(PROMPT, LONG))
     await _until(lambda: sum(external.running().values()) > 20)
-    os.killpg(server.process.pid, signal.SIGKILL)
+    await asyncio.to_thread(kill_group, server.process.pid)
     with pytest.raises(ServerLost):
         await asked
     await external.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans
-from tensorhub_plugins.vllm.ray.external import spans_of
+import pytest
+
+pytest.importorskip("ray", reason="what comes of an external server's answers is an actor's")
+
+from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans  # noqa: E402
+from tensorhub_plugins.vllm.ray.external import spans_of  # noqa: E402
 
 A, B = f"{PREFIX}{'a' * 32}", f"{PREFIX}{'b' * 32}"
 

@@ -105,7 +105,8 @@ def test_the_version_before_is_unpublished_when_the_next_is_served() -> None:
 
 
 def test_the_report_of_the_last_read_stays_until_the_next_fetch() -> None:
-    report = ReplicateReport(1, "checkpoint", 8, {"read": 0.1}, {"a/0": 8}, {"tcp": 8}, ("b/0",), {0: "ab"})
+    made = {0: "xxh3_128"}
+    report = ReplicateReport(1, "checkpoint", 8, {"read": 0.1}, {"a/0": 8}, {"tcp": 8}, ("b/0",), {0: "ab"}, made)
     state = after(*FETCHING, BytesRead(report))
     assert state.report is not None and state.report["losses"] == ["b/0"] and state.report["roots"] == {"0": "ab"}
     state.handle(Fetched(ONE))

@@ -20,6 +20,7 @@ from tensorhub_plugins.core import (
     DeadlineExceeded,
     Server,
     ShardKey,
+    Slab,
     UsageError,
     VersionRefused,
 )
@@ -297,6 +298,38 @@ def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
         update(updater, 2)
         updater.guard()
         assert value(updater) == 2.0 and updater.poll()["broken"] is None
+
+
+def test_a_direct_install_that_failed_reads_only_what_is_damaged(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slab.manifest, "__defaults__", (1000,))  # 24 segments
+    first, second = engines("first", install="direct"), engines("second", install="direct")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        for engine in (first, second):
+            update(engine, 1)
+        trainer.publish(2, toy_checkpoint(2.0))
+        update(first, 2)
+        fetch(second, 2)
+
+        def half(model: Toy) -> None:
+            with torch.no_grad():
+                model.fused[0, 0] = 7.0
+            raise RuntimeError("injected")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(weights, "refresh_scalars", half)  # after all was read
+            assert not second.install(2, TIMEOUT_S)["installed"]
+        with pytest.raises(BrokenWeights):
+            second.guard()
+        wait_until(lambda: all(key.version != 2 for key in second._client.serving()))
+        report = update(second, 2)["report"]
+        assert report["sources"] == {"first/0": 1000} and value(second) == 2.0
+        wait_until(lambda: any(key.version == 2 for key in second._client.serving()))
+        trainer.publish(3, toy_checkpoint(3.0))
+        update(first, 3)
+        assert update(second, 3)["report"]["sources"] == {"first/0": 24000}  # the control: nothing was broken
 
 
 def test_a_direct_install_whose_peer_is_gone_converts(engines: Engines) -> None:

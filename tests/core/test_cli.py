@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import torch
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.security import secret
 
 COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
 
@@ -133,7 +135,7 @@ def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, ca
         assert words in captured.err and not captured.out, captured.err
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        assert main(["unpin", "--model", "actor", "--hub", address, "--deadline", "0.2"]) == 1
+        assert main(["unpin", "--model", "actor", "--hub", address, "--timeout", "0.2"]) == 1
     assert "no hub answers" in capsys.readouterr().err
 
 
@@ -175,7 +177,7 @@ def test_leases_are_shown_by_name():
 def test_status_of_a_hub_that_is_not_there(capsys):
     with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections and says nothing
         address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-        assert main(["status", "--hub", address, "--deadline", "0.2"]) == 1
+        assert main(["status", "--hub", address, "--timeout", "0.2"]) == 1
     captured = capsys.readouterr()
     assert "no hub answers" in captured.err and address in captured.err and not captured.out
     assert main(["status", "--hub", "somewhere"]) == 1
@@ -196,3 +198,56 @@ def test_wrong_use_of_the_command_says_how(capsys, monkeypatch):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_keygen_writes_a_secret_and_keys_made_from_it(tmp_path, capsys):
+    whole, reader, observer = tmp_path / "run.secret", tmp_path / "reader.key", tmp_path / "observer.key"
+    assert main(["keygen", str(whole)]) == 0
+    assert f"TENSORHUB_SECRET_FILE={whole}" in capsys.readouterr().out
+    assert main(["keygen", str(reader), "--role", "reader", "--from", str(whole)]) == 0
+    assert main(["keygen", str(observer), "--role", "observer", "--from", str(whole)]) == 0
+    assert {file.stat().st_mode & 0o777 for file in (whole, reader, observer)} == {0o600}
+    assert [secret.read(file).role for file in (whole, reader, observer)] == ["publisher", "reader", "observer"]
+    for wrong, words in (
+        (["keygen", str(whole)], "is there already"),
+        (["keygen", str(tmp_path / "x"), "--role", "reader"], "name its file with --from"),
+        (["keygen", str(tmp_path / "x"), "--role", "observer", "--from", str(reader)], "is the key of a reader"),
+    ):
+        assert main(wrong) == 1
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_server_with_a_secret_is_for_those_who_have_it(tmp_path, capsys):
+    file, observer = tmp_path / "run.secret", tmp_path / "observer.key"
+    keys = secret.generate()
+    secret.write(file, keys)
+    secret.write(observer, keys.limited("observer"))
+    with server_process("--address", "tcp://127.0.0.1:0", "--secret-file", str(file)) as (process, address):
+        assert main(["status", "--hub", address, "--secret-file", str(observer)]) == 0
+        assert main(["status", "--hub", address]) == 1
+        assert "asks for the run's secret: set TENSORHUB_SECRET_FILE" in capsys.readouterr().err
+        with Client(address, run="r", model="actor", replica="t", transports=("memory",), keys=keys) as client:
+            client.publish(1, {"w": torch.ones(3)})
+            arguments = ["pin", "1", "--model", "actor", "--run", "r", "--hub", address, "--secret-file"]
+            assert main([*arguments, str(observer)]) == 1
+            assert "an observer's key" in capsys.readouterr().err
+            assert main([*arguments, str(file)]) == 0
+        command = Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert keys.text().encode() not in command
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=20)
+        assert keys.text() not in log and "no secret" not in log
+
+
+def test_a_server_without_a_secret_says_for_whom_it_is(capsys):
+    assert main(["server", "--address", "tcp://0.0.0.0:0"]) == 1
+    assert "without a secret everybody who reaches tcp://0.0.0.0:0 could read" in capsys.readouterr().err
+    for options, words in (
+        (["--address", "tcp://127.0.0.1:0"], "no secret, so this hub is for this host only: `tensorhub keygen`"),
+        (["--address", "tcp://0.0.0.0:0", "--insecure"], "no secret, so this hub is for all who reach it"),
+    ):
+        with server_process(*options) as (process, address):
+            assert fetch_status(address.replace("0.0.0.0", "127.0.0.1"))["models"] == []
+            process.send_signal(signal.SIGTERM)
+            assert words in process.communicate(timeout=20)[1]

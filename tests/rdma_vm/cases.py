@@ -486,7 +486,7 @@ def visit_the_other_host() -> dict[str, Any]:
 def be_the_other_host() -> None:
     """The second guest: hub, publisher and reader. Ends when the first guest has left."""
     with (
-        start_server(OTHER_HUB),
+        start_server(OTHER_HUB, insecure=True),
         make_client(OTHER_HUB, "guest-2", RDMA) as client,
     ):
         client.retain(0)

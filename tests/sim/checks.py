@@ -5,7 +5,11 @@ knowing exactly what is true. In both, these are checked whenever they could bre
 
     torn        what a finished read hands over is, byte for byte, what was published under that name
     group       the shards of a replica that read "latest" together get one version
-    backwards   no reader is given an older version than before, unless an operator said so
+    backwards   no reader is given an older version, by attempt and step, than before, unless an operator said so or
+                that one was superseded
+    superseded  no version is lent, named or handed over by who knows it to be superseded
+    zombie      who belongs to an attempt that the hub knows to be over changes nothing
+    numbers     no attempt is given the number of another one that the hub knows of, or has been told of
     withdrawn   no version is lent or named that the hub has been told is bad
     pinned      "latest" is the pinned version as long as the hub has been told of a pin
     atomic      a version is visible only if one replica really held all of it
@@ -28,6 +32,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from tensorhub_plugins.core.hub import hub as hub_machine
@@ -37,6 +42,7 @@ from tensorhub_plugins.core.manifest import (
     TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt, is_superseded, merged
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     ShardKey,
@@ -97,27 +103,75 @@ def root_of(content: tuple[bytes, ...]) -> bytes:
 
 def _check_directed(world: World, session: bytes, reply: m.HubMessage) -> None:
     """What the hub decides agrees with what operators have decided."""
-    if not isinstance(reply, m.Done | m.Granted | m.Visible):
+    if not isinstance(reply, m.Done | m.Granted | m.Visible | m.Begun | m.Unpublished | m.Welcome):
         return
     asked, old = world.asked.get((session, reply.request_id)), world.directive
+    _check_zombie(world, session, reply.request_id)
     match reply, asked:
+        case m.Begun(_, attempt), _:
+            _check_number(world, attempt)
+            world.directive = m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,)))
+            world.attempts = merged(world.attempts, (attempt,))
+        case m.Done(), m.Retain():
+            world.told_to_retain = True
+        case m.Welcome(), m.Hello() if asked.retain_newest is not None:
+            world.told_to_retain |= b"" in (asked.mark, old.mark) or asked.mark == old.mark
         case m.Done(), m.Pin(_, version):
             world.ever_pinned.add(version)
-            world.directive = m.Directive(old.serial + bool(version or old.pin), version, old.withdrawn)
+            serial = old.serial + bool(version or old.pin)
+            world.directive = msgspec.structs.replace(old, serial=serial, pin=version)
         case m.Done(), m.Withdraw(_, version):
             world.ever_withdrawn.add(version)
             known = version in old.withdrawn
             new = m.merge(old, m.Directive(0, 0, (version,)))
-            world.directive = m.Directive(old.serial + (not known), new.pin, new.withdrawn)
+            world.directive = msgspec.structs.replace(new, serial=old.serial + (not known))
         case ((m.Granted() | m.Visible()), _):
             version = reply.version
             if version in old.withdrawn:
                 raise Violation("withdrawn", world, f"version {version} is named, and was withdrawn")
+            if is_superseded(version, old.attempts):
+                raise Violation("superseded", world, f"version {version} is named, and is superseded")
             if isinstance(asked, m.Wait | m.Target) and old.pin and version != old.pin:
                 raise Violation("pinned", world, f"version {version} is named, and {old.pin} is pinned")
-            returns = version == old.pin or getattr(asked, "installed", 0) in old.withdrawn
+            returns = version == old.pin or old.is_over(getattr(asked, "installed", 0))
             if isinstance(asked, m.Target) and version < asked.installed and not returns:
                 raise Violation("backwards", world, f"{asked} is answered with version {version}")
+
+
+def _check_number(world: World, attempt: Attempt) -> None:
+    """A number is given twice only when nobody who has heard of the first has spoken: then nobody can tell their
+    versions apart, and who comes back with the other past is to be started again (docs/guarantees.md)."""
+    assert world.hub is not None
+    marks = world.begun.setdefault(attempt.number, set())
+    is_second = bool(marks) and attempt.mark not in marks
+    marks.add(attempt.mark)
+    if not is_second:
+        return
+    world.counts["numbered_twice"] += 1
+    known, hub = world.hub.registry.workers, world.hub.session
+    for worker in (worker for session, worker in world.workers.items() if session in known):
+        here = [each for each in worker.machine.directive.attempts if each.mark[:8] == hub[:8] and each != attempt]
+        said = (*known[worker.session].hello.directive.attempts, *here)  # to the hub, or by it
+        if any(each.number >= attempt.number for each in said):
+            raise Violation("numbers", world, f"attempt {attempt.number} is begun anew, and {worker.name} knows of one")
+    for group in {worker.group: None for session, worker in world.workers.items() if session not in known}:
+        lost = [w for w in group.workers if any(a.number >= attempt.number for a in w.machine.directive.attempts)]
+        if group is not world.trainers and any(w.session not in known for w in lost):
+            group.crash(1.0)
+    for worker in list(world.workers.values()):
+        if worker.haunts is not None and worker.session not in known:
+            worker.die()
+
+
+def _check_zombie(world: World, session: bytes, request_id: int) -> None:
+    """What is carried out was not asked by who belonged to a former attempt by then."""
+    asked, worker = world.asked.get((session, request_id)), world.workers.get(session)
+    knew = world.asked_under.get((world.lives, session, request_id), b"")
+    gone = isinstance(asked, m.Unpublish) and asked.gone
+    read = isinstance(asked, m.Publish) and asked.holding.origin == "replicated"
+    changes = isinstance(asked, m.Publish | m.Unpublish | m.Retain | m.Pin | m.Withdraw) and not gone and not read
+    if changes and worker is not None and knew not in (b"", worker.machine.mark) and worker.machine.mark:
+        raise Violation("zombie", world, f"{worker.name} of a former attempt has changed something: {asked}")
 
 
 def check_reply(world: World, effect: hub_machine.Send) -> None:
@@ -129,15 +183,18 @@ def check_reply(world: World, effect: hub_machine.Send) -> None:
     if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:
         return
     for key in world.unpublishing.get((effect.session, effect.message.request_id), ()):
-        world.cut_off.setdefault((effect.session, key), set()).update(effect.message.cut_off)
+        cut = world.cut_off.setdefault((effect.session, key), {})
+        cut.update({name: cut.get(name, world.now) if repeated else world.now for name in effect.message.cut_off})
     source = world.workers.get(effect.session)
     asked = source.machine.asked.get(effect.message.request_id) if source else None
     if asked is None or not isinstance(asked.message, m.Unpublish):
         return
     for key in asked.message.keys:
         offer = source.shelf.find(key)
-        if not repeated and not asked.message.gone and offer is not None and offer.complete:
+        given_up = (effect.session, key) in world.given_up
+        if not repeated and not asked.message.gone and offer is not None and offer.complete and not given_up:
             _check_retained(world, source, key)
+        world.given_up.add((effect.session, key))
     for link in world.links:
         # Another unpublish of the same shard may have ended before, and named it, though nobody waits for it now.
         named = link.reader.name in world.cut_off.get((effect.session, link.key), ())
@@ -158,6 +215,9 @@ def _check_lease(world: World, link: Link, what: str) -> None:
     returned = world.returned.get(link.source.session, 0.0)
     if link.began < returned and world.last_hello[link.reader.session] < returned:
         return  # it had given up the source meanwhile, and its leases with it; the reader's next Hello tells of them
+    cut = world.cut_off.get((link.source.session, link.key), {}).get(link.reader.name, 0.0)
+    if link.began < cut and world.last_hello[link.reader.session] < cut:
+        return  # an Unpublish came late: its source had given up on it, and keeps the shard; the same Hello tells
     lease = reader.leases.get(link.request)
     if lease is None or lease.sources.get(link.key.shard) != link.source.session:
         raise Violation("lease", world, f"{what} while {link.reader.name} reads without a lease")
@@ -189,11 +249,13 @@ def check_read(world: World, link: Link) -> None:
 def _check_retained(world: World, worker: Worker, key: ShardKey) -> None:
     """The hub has just allowed worker to drop this complete copy: was it the last of a retained version?"""
     assert world.hub is not None
-    # How many are retained is known to the hub while one lives who has asked for it.
-    asker = any(w.session in world.hub.registry.workers for w in world.trainers.workers)
+    # How many are retained is known to the hub while one lives who has asked for it. A trainer that starts again says
+    # so when its attempt has begun: a hub that was started before that has not heard it from anybody.
+    asker = world.told_to_retain and any(w.session in world.hub.registry.workers for w in world.trainers.workers)
     count = world.retain_newest if asker else min(1, world.retain_newest)
-    good = world.ever_visible - set(world.directive.withdrawn)
-    if world.ever_withdrawn:  # what was given up as too old before is not retained when a newer one is withdrawn
+    good = {version for version in world.ever_visible if not world.directive.is_over(version)}
+    # What was given up as too old before is not retained when a newer one is withdrawn or superseded.
+    if world.ever_withdrawn or any(attempt.number for attempt in world.attempts):
         good &= world.visible_before
     retained = sorted(good, reverse=True)[:count]
     if world.directive.pin in world.visible_before:

@@ -12,18 +12,24 @@ from workers import FAILED, Group, Meet, Program, Publish, Request, Sleep, Worke
 from world import World
 
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey, step_of, version_of
 
 RUNTIME = "runtime:5eed"
 
 
 def trainer(worker: Worker) -> Program:
-    world = worker.world
+    world, group = worker.world, worker.group
+    # A group that starts again resumes from one of its last steps, or from none.
+    first = world.rng.choice([0, *range(max(0, world.newest_step - 4), world.newest_step + 1)])
+    resumed = world.resumed.setdefault(group.life, first)
+    attempt = yield from begin(worker, resumed)
     yield Request(lambda number: m.Retain(number, world.retain_newest), 30.0)
     while True:
         yield Sleep(world.rng.uniform(0.2, 4.0))
         met = yield Meet()
-        version = met.round + 1000 * (worker.group.life - 1)  # a group that starts again goes on higher
+        version = version_of(attempt, resumed + met.round - group.rounds_before)
+        if worker.haunts is None:
+            world.newest_step = step_of(version)
         held = [key for key in worker.offers if key.version < version]
         key = ShardKey(version, CHECKPOINT, worker.shard, worker.group.shard_count)
         reply = yield Publish(key, checkpoint_content(version, worker.shard))
@@ -33,6 +39,44 @@ def trainer(worker: Worker) -> Program:
             world.last_version = version
             worker.finished = True
             return
+
+
+def begin(worker: Worker, step: int) -> Program:
+    """As `Client.begin`, again and again: whoever is refused is started again."""
+    world, word = worker.world, f"life {worker.group.life}"
+    while True:
+        timeout_s = world.rng.choice([5.0, 30.0])
+        reply = yield Request(lambda number: m.Begin(number, step, timeout_s, word), timeout_s)  # noqa: B023
+        if isinstance(reply, m.Rivals):
+            world.counts["rivals"] += 1
+            alive = {other.process for other in world.workers.values()}
+            gone = tuple(process for process in reply.processes if process not in alive)
+            if world.rng.random() < 0.5:  # on another host
+                gone = ()
+            reply = yield Request(
+                lambda number: m.Begin(number, step, timeout_s, word, gone, waits=True),  # noqa: B023
+                timeout_s,
+            )
+        if isinstance(reply, m.Begun):
+            world.counts["attempts"] += 1
+            world.counts["resumed_lower"] += reply.attempt.number > 0
+            return reply.attempt.number
+        world.counts["not_begun"] += 1
+        yield Sleep(1.0)
+
+
+def zombie(worker: Worker) -> Program:
+    """A trainer whose former life goes on, as if nothing had happened."""
+    world = worker.world
+    for _ in range(6):
+        yield Sleep(world.rng.uniform(0.2, 8.0))
+        last = max((key.version for key in worker.offers), default=version_of(0, 1))
+        key = ShardKey(last + 1, CHECKPOINT, worker.shard, worker.group.shard_count)
+        reply = yield Publish(key, checkpoint_content(last + 1, worker.shard))
+        world.counts["zombie_heard" if isinstance(reply, m.Done) else "zombie_refused"] += reply is not None
+        yield from unpublish(worker, [key for key in worker.offers if world.rng.random() < 0.5])
+        yield Request(lambda number: m.Retain(number, world.retain_newest), 5.0)
+    worker.die()
 
 
 def rollout(worker: Worker) -> Program:
@@ -132,7 +176,7 @@ def cluster(seed: int, **broken: Any) -> World:
     world = World(seed, **broken)
     rng = world.rng
     world.trainers = Group(world, "trainer", rng.choice([1, 1, 2, 3]), Location("dc", "r0", "h0"), "trainer", trainer)
-    world.groups = [world.trainers]
+    world.groups, world.zombie = [world.trainers], zombie
     for i in range(rng.randint(2, 4)):
         kind = rng.choice(["checkpoint", "runtime", "follower"])
         location = Location(rng.choice(["dc", "dc", "far"]), f"r{i % 2}", f"h{i}")

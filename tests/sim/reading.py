@@ -21,6 +21,7 @@ from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, refusal
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.transfer import replication as r
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.types import ShardKey
@@ -228,8 +229,8 @@ class Transfer:
             asked.claim,
             self.world.now + asked.timeout_s,
             asked.timeout_s,
-            self.world.verify,
-            True,
+            verify=self.world.verify,
+            serve=True,
             limits=SMALL,
         )
         self.created_after = worker.machine.last_request_id + 1
@@ -240,6 +241,7 @@ class Transfer:
         self.offers: dict[ShardKey, Offer] = {}  # what was prepared, whether or not it is on the shelf
         worker.transfers[self] = None
         self._timer = float("inf")
+        self.feed(r.Directed(worker.machine.directive))
         self.feed(r.Begin())
 
     def feed(self, event: r.Event) -> None:
@@ -307,6 +309,8 @@ class Transfer:
 
     def _complete(self) -> None:
         machine, worker = self.machine, self.worker
+        if is_superseded(machine.version, worker.machine.directive.attempts):
+            raise Violation("superseded", self.world, f"{worker.name} was handed {machine.version}, and knows better")
         shards = {shard: tuple(self.buffers[shard]) for shard in machine.shards}
         for shard, content in shards.items():
             if content != truth(self._key(shard), self.world.trainers.shard_count):

@@ -56,7 +56,8 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
         "hub_crashes", "worker_crashes", "freezes", "cuts", "corrupt_segments", "lost_sources", "cut_off", "kept",
         "pipelined_segments", "waited_for_pipeline", "conversions", "abandoned", "kept_without_hub", "HubAway",
         "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_release", "tired", "further_idle", "further_urgent",
-        "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back",
+        "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back", "haunted", "resumed_lower",
+        "zombie_refused", "superseded_copies", "rivals", "not_begun",
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}
     assert not rare, f"the runs do not exercise {rare}"
@@ -135,7 +136,10 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
         ("stuck", broken_hubs.never_tells_of_new_versions),
         ("ghost", broken_hubs.believes_late_words),
         ("pinned", broken_hubs.follows_the_newest_though_another_is_pinned),
-        ("withdrawn", broken_hubs.lends_what_is_withdrawn),
+        ("withdrawn forgotten", broken_hubs.lends_what_is_withdrawn),
+        ("superseded", broken_hubs.shows_what_is_superseded),
+        ("zombie", broken_hubs.hears_zombies),
+        ("numbers", broken_hubs.numbers_every_attempt_alike),
         ("pinned forgotten", broken_hubs.does_not_listen_to_directives),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from checks import (
@@ -18,6 +19,7 @@ from world import World
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.client.shelf import Announce, Effect, MarkReady, Retain, Retract, Shelf, Ticket, Withdraw
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.transfer import replication as r
 from tensorhub_plugins.core.types import Location, ShardKey
 
@@ -47,7 +49,7 @@ class Group:
         self.program = program
         self.workers: list[Worker] = []
         self.life = 0
-        self.round = 0
+        self.round = self.rounds_before = 0
         self.arrived: list[tuple[Worker, Program]] = []
 
     @property
@@ -56,6 +58,7 @@ class Group:
 
     def start(self) -> None:
         self.life += 1
+        self.rounds_before = self.round
         self.arrived = []
         self.workers = [Worker(self, shard) for shard in range(self.shard_count)]
         for worker in self.workers:
@@ -68,8 +71,22 @@ class Group:
         self.workers = []
         self.world.at(down_s, self.start)
 
+    def haunt(self, down_s: float, zombie: Callable[[Worker], Program]) -> None:
+        """It starts again while its former life goes on, cut off from the hub for a while or not, and speaks on."""
+        for worker in self.workers:
+            worker.haunts = zombie
+            worker.cut_until = self.world.now + self.world.rng.choice([0.0, 4.0, 25.0])
+            worker.later(self.world.rng.uniform(5.0, 60.0), worker.die)
+        for worker, _ in self.arrived:
+            worker.step(zombie(worker), None)
+        self.workers, self.arrived = [], []
+        self.world.at(down_s, self.start)
+
     def meet(self, worker: Worker, program: Program) -> None:
         """A barrier of the group's shards, like the collective RPC that starts an update."""
+        if worker.haunts is not None:
+            worker.step(worker.haunts(worker), None)
+            return
         self.arrived.append((worker, program))
         if len(self.arrived) == self.shard_count:
             self.round += 1
@@ -78,7 +95,7 @@ class Group:
             # one to another: the driver then names one.
             outcomes = {w.outcome for w in self.workers}
             agreed = len(outcomes) == 1 and outcomes != {FAILED}
-            seen = [w.seen for w in self.workers if w.seen not in w.machine.directive.withdrawn]
+            seen = [w.seen for w in self.workers if not w.machine.directive.is_over(w.seen)]
             version = 0 if agreed else max(seen, default=0) or FAILED
             answer = Met(self.round, version, self.world.calm)
             for each, waiting in arrived:
@@ -138,11 +155,16 @@ class Worker:
         self.group, self.world, self.shard = group, group.world, shard
         self.name = f"{group.name}/{shard}"
         self.session = some_bytes(self.name, group.life) * 2
-        hello = m.Hello("run", "actor", group.name, shard, group.shard_count, group.location, {"sim": self.name})
+        self.life, self.process = group.life, f"{self.name} {group.life}"
+        hello = m.Hello(
+            "run", "actor", group.name, shard, group.shard_count, group.location, {"sim": self.name},
+            process=self.process,
+        )  # fmt: skip
         self.machine = s.Session(hello, self.world.now)
         self.alive, self.finished = True, False
         self.frozen_until = self.cut_until = self.tired_until = 0.0
         self.seen = 0
+        self.haunts: Callable[[Worker], Program] | None = None  # a former life that others take for dead
         self.outcome = 0  # the version that the last read gave; 0: there was none; FAILED
         self.shelf: Shelf[Offer] = self.world.shelf_class()
         self.waiting: dict[int, Callable[[m.Reply | None], None]] = {}
@@ -154,6 +176,8 @@ class Worker:
         self.step(program, None)
 
     def die(self) -> None:
+        if not self.alive:
+            return
         self.alive = False
         world = self.world
         world.dead[self.session] = world.now
@@ -225,8 +249,11 @@ class Worker:
                 case s.Directed(directive):
                     self.world.counts["directed"] += 1
                     for transfer in list(self.transfers):
-                        self.world.counts["told_to_stop"] += transfer.machine.version in directive.withdrawn
-                        transfer.feed(r.Withdrawn(directive.withdrawn))
+                        self.world.counts["told_to_stop"] += directive.is_over(transfer.machine.version)
+                        transfer.feed(r.Directed(directive))
+                    dropped = self.shelf.supersede(partial(is_superseded, lineage=directive.attempts))
+                    self.world.counts["superseded_copies"] += len(dropped)
+                    self.carry_out(dropped)
                 case s.MayRelease(keys):
                     self.world.counts["may_release"] += 1
                     self.step(self.unpublish(self.shelf.may_release(keys)), None)
@@ -318,6 +345,8 @@ class Worker:
         keys, offers = tuple(ticket), [self.offers[key] for key in ticket]
         timeout_s = self.world.rng.choice([0.5, 3.0, 10.0])
         reply = yield Request(lambda number: m.Unpublish(number, keys, timeout_s), timeout_s)
+        if isinstance(reply, m.Refused):  # to a zombie
+            return
         keep = reply is None or (isinstance(reply, m.Unpublished) and reply.must_retain)
         self.carry_out(self.shelf.unpublished(ticket, keep=keep))
         for offer in offers:
@@ -329,7 +358,8 @@ class Worker:
         """All of this shard is here; perhaps all shards of its replica now are."""
         held = {
             k.shard
-            for worker in self.group.workers
+            for worker in self.world.workers.values()
+            if worker.group is self.group and worker.life == self.life
             for k, offer in worker.offers.items()
             if offer.complete and (k.version, k.layout, k.shard_count) == (key.version, key.layout, key.shard_count)
         }
@@ -342,7 +372,7 @@ class Worker:
             operator_said_so = version in self.world.ever_pinned or self.seen <= max(
                 self.world.ever_withdrawn, default=0
             )
-            if not operator_said_so:
+            if not operator_said_so and not is_superseded(self.seen, self.world.attempts):
                 raise Violation("backwards", self.world, f"{self.name} was given version {version} after {self.seen}")
             self.world.counts["went_back"] += 1
         self.seen = version

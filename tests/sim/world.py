@@ -22,13 +22,15 @@ from tensorhub_plugins.core.client.shelf import Shelf
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Lineage
 from tensorhub_plugins.core.types import ShardKey
 
 if TYPE_CHECKING:
-    from workers import Group, Link, Worker
+    from workers import Group, Link, Program, Worker
 
 FAULTS_S = 40.0
 CALM_S_MAX = 150.0
+HUB_ALONE_S = 10.0  # the first one has been there for longer than it waits for workers
 QUIET_S = 20.0  # longer than a session's time-out: what is dead has been forgotten by then
 
 
@@ -65,6 +67,7 @@ class World:
     """Time, the network and the hub. `programs.cluster` puts groups of workers into it."""
 
     trainers: Group
+    zombie: Callable[[Worker], Program]  # what a trainer does whose former life has been taken for dead
 
     def __init__(
         self,
@@ -94,11 +97,14 @@ class World:
             Counter()
         )  # shard, data centre, segment -> times read into it
         self.cut_off: dict[
-            tuple[bytes, ShardKey], set[str]
-        ] = {}  # source, shard -> readers that it was told to cut off
+            tuple[bytes, ShardKey], dict[str, float]
+        ] = {}  # source, shard -> readers that it was told to cut off, and when the hub last decided so
         self.unpublishing: dict[tuple[bytes, int], tuple[ShardKey, ...]] = {}  # session, request -> what it gives up
         self.directive = m.NO_DIRECTIVE  # what this life of the hub has been told
-        self.asked: dict[tuple[bytes, int], m.Wait | m.Target | m.Pin | m.Withdraw] = {}  # by session and request
+        self.attempts: Lineage = ()  # all that were ever begun
+        self.begun: dict[int, set[bytes]] = {}  # number -> marks of the attempts that have had it
+        self.asked: dict[tuple[bytes, int], m.ClientMessage] = {}  # by session and request
+        self.asked_under: dict[tuple[int, bytes, int], bytes] = {}  # hub's life, session, request -> attempt it knew of
         self.answered: set[tuple[int, bytes, int]] = set()  # hub's life, session, request
         self.ever_pinned: set[int] = set()
         self.ever_withdrawn: set[int] = set()
@@ -107,9 +113,14 @@ class World:
         self.last_version = -1
         self.met: set[bytes] = set()  # sessions that this life of the hub has known
         self.returned: dict[bytes, float] = {}  # of them -> when it came to know one again that it had given up
+        # What a worker was allowed to drop, and has not offered since. It keeps the copy until it hears so, and may ask
+        # once more when that version counts again: the hub has counted on others since the first answer.
+        self.given_up: set[tuple[bytes, ShardKey]] = set()
         self.last_hello: dict[bytes, float] = {}  # session -> when it sent the last Hello that the hub has heard
         self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
+        self.newest_step, self.resumed = 0, dict[int, int]()  # of trainers; by life, from which step
         self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
+        self.told_to_retain = False  # this life of the hub has heard how many, and has had workers ever since
         self.groups: list[Group] = []
 
     # --- time ---
@@ -138,8 +149,10 @@ class World:
         self._every(lambda: self.faults.tire_every_s, self._tire)
         self.run_until(FAULTS_S)
         self.calm, self.faults = True, Faults()
-        for worker in self.workers.values():
+        for worker in list(self.workers.values()):
             worker.cut_until = worker.tired_until = 0.0
+            if worker.haunts is not None:
+                worker.die()
         if not self.run_until(self.now + CALM_S_MAX, lambda: all(g.finished for g in self.groups)):
             missing = [w.name for g in self.groups for w in g.workers if not w.finished]
             raise Violation("stuck", self, f"{missing or 'a group that is down'} did not reach the last version")
@@ -162,8 +175,9 @@ class World:
 
     def start_hub(self) -> None:
         self.lives += 1
-        self.met, self.returned = set(), {}
-        self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, self.now)
+        self.met, self.returned, self.told_to_retain = set(), {}, False
+        born = self.now if self.lives > 1 else self.now - HUB_ALONE_S
+        self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born)
         self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
 
@@ -177,7 +191,11 @@ class World:
         group = self.rng.choice(self.groups)
         if group.workers:
             self.counts["worker_crashes"] += 1
-            group.crash(self.rng.uniform(0.2, 6.0))
+            if group is self.trainers and self.rng.random() < 0.5:
+                self.counts["haunted"] += 1
+                group.haunt(self.rng.uniform(0.2, 6.0), self.zombie)
+            else:
+                group.crash(self.rng.uniform(0.2, 6.0))
 
     def _freeze(self) -> None:
         if self.workers:
@@ -209,7 +227,7 @@ class World:
         frame, sent = m.encode(message), self.now
         if isinstance(message, m.Unpublish):
             self.unpublishing[worker.session, message.request_id] = message.keys
-        elif isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw):
+        if isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw | m.Publish | m.Unpublish | m.Retain | m.Hello):
             self.asked[worker.session, message.request_id] = message
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
@@ -227,6 +245,12 @@ class World:
                 self.met.add(worker.session)
                 self.last_hello[worker.session] = max(sent, self.last_hello.get(worker.session, 0.0))
                 self.directive = m.merge(self.directive, message.directive)
+                self.given_up -= {(worker.session, holding.key) for holding in message.holdings}
+            if isinstance(message, m.Publish):
+                self.given_up.discard((worker.session, message.holding.key))
+            if hasattr(message, "request_id"):
+                asked = self.lives, worker.session, message.request_id
+                self.asked_under.setdefault(asked, self.directive.mark)
             self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
 
     def _tick_hub(self, life: int) -> None:
@@ -252,6 +276,7 @@ class World:
                     for delay in self._deliveries():
                         self.at(delay, lambda worker=worker, frame=frame: worker.receive(frame))
         history = self.hub.registry.histories.get(("run", "actor"))
+        self.told_to_retain &= history is not None
         for number, version in history.versions.items() if history else ():
             if version.visible and number not in self.ever_visible:
                 self.ever_visible.add(number)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from tensorhub_plugins.core.hub import selection
+from tensorhub_plugins.core.hub import beginning, hub, publishing, selection
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.hub import Hub
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -48,6 +48,17 @@ def shows_half_versions() -> AbstractContextManager[object]:
 
 def takes_a_withdrawn_version_again() -> AbstractContextManager[object]:
     return answers(Publishing, "cannot_be_new", None)
+
+
+def takes_any_number() -> AbstractContextManager[object]:
+    return answers(publishing, "too_far_ahead", None)
+
+
+def remembers_what_was_withdrawn_as_the_newest() -> AbstractContextManager[object]:
+    def broken(self: History) -> None:
+        self.newest_visible = max(self.shown, default=0)
+
+    return mock.patch.object(History, "_refresh_newest", broken)
 
 
 @contextmanager
@@ -108,11 +119,41 @@ def shows_what_is_withdrawn() -> AbstractContextManager[object]:
     return mock.patch.object(Following, "direct", broken)
 
 
+@contextmanager
+def shows_what_is_superseded() -> Iterator[None]:
+    direct = Following.direct
+
+    def broken(self: Following, history: History, directive: m.Directive, **welcomed: Any) -> None:
+        visible = {n for n, v in history.versions.items() if v.visible}
+        direct(self, history, directive, **welcomed)
+        for number in visible - history.withdrawn:
+            history.versions[number].visible = True
+
+    with (
+        mock.patch.object(Following, "direct", broken),
+        mock.patch.object(History, "is_over", lambda self, number: number in self.withdrawn),
+    ):
+        yield
+
+
+@contextmanager
+def hears_zombies() -> Iterator[None]:
+    with (
+        mock.patch.object(hub, "over", lambda worker, message: None),
+        answers(Publishing, "is_of_the_past", None),
+    ):
+        yield
+
+
+def numbers_every_attempt_alike() -> AbstractContextManager[object]:
+    return answers(beginning, "_next_number", 0)
+
+
 def lends_what_is_withdrawn() -> AbstractContextManager[object]:
     direct = Following.direct
 
     def broken(self: Following, history: History, directive: m.Directive, **welcomed: Any) -> None:
-        direct(self, history, m.Directive(directive.serial, directive.pin), **welcomed)
+        direct(self, history, m.Directive(directive.serial, directive.pin, (), directive.attempts), **welcomed)
 
     return mock.patch.object(Following, "direct", broken)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, start_server
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, process, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
@@ -90,6 +90,12 @@ class Worker:
         if hold_from is not None:
             hold_back(self.client, version, hold_from)
 
+    def begin(self, step: int, **options: Any) -> int:
+        return self.client.begin(step, **options)
+
+    def unpublish(self, version: int) -> None:
+        self.client.unpublish(version)
+
     def let_go(self, version: int) -> None:
         let_go(self.client, version)
 
@@ -99,6 +105,19 @@ class Worker:
         fetched = self.client.fetch(version, serve=True, timeout_s=timeout_s)
         self.version = version
         return version, same_bytes(fetched.tensors(), tensors_of(version))
+
+    def fork(self, until_written: str, *, keeps_sockets: bool = False) -> int:
+        """A child that lives on when this process is killed, until somebody writes to that FIFO: its pid."""
+        if keeps_sockets:
+            process._in_children.clear()
+        child = os.fork()
+        if not child:
+            try:
+                with open(until_written, "rb") as fifo:
+                    fifo.read()
+            finally:
+                os._exit(0)
+        return child
 
     def direct(self, what: str, *version: int) -> None:
         getattr(self.client, what)(*version)

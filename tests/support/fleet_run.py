@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm.ray import fleet, preemption
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen
+from tensorhub_plugins.vllm.ray.handles import opened, sealed
 from tensorhub_plugins.vllm.ray.room import slots
 
 BUNDLE = {"engine": 1.0}
@@ -139,7 +140,7 @@ class Dispatcher:
                     lost=lost,  # type: ignore[arg-type]
                 )
             )
-        roster = {entry.name: entry for entry in await actor.report.remote(seen, self.waiting)}
+        roster = {entry.name: entry for entry in opened(await actor.report.remote(sealed(seen), self.waiting))}
         for name in self.handles.keys() - roster.keys():
             for known in (self.handles, self.beats, self.lost, self.in_flight):
                 known.pop(name, None)

@@ -90,6 +90,10 @@ def _text(message: m.HubMessage) -> str:
             return "keep it" if must_retain else f"unpublished{' cut off ' + ' '.join(cut_off) if cut_off else ''}"
         case m.Visible(_, version):
             return f"visible {version}"
+        case m.Begun(_, attempt):
+            return f"attempt {attempt.number} at {attempt.step}"
+        case m.Rivals(_, workers):
+            return f"rivals {' '.join(workers)}"
         case m.Refused(_, error, _):
             return f"refused {error}"
         case m.SourceGone(session):

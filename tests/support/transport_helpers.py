@@ -31,10 +31,10 @@ def frame(message, kind=CONTROL, length=None):
     return HEADER.pack(kind, 0, 0, len(body) if length is None else length) + body
 
 
-GREETING = HELLO.pack(MAGIC, PROTOCOL, 0)
+GREETING = HELLO.pack(MAGIC, PROTOCOL, 0, b"")
 # What only somebody who knows the protocol's beginning would send. Each must cost the source next to nothing.
 FORGED = (
-    HELLO.pack(MAGIC, PROTOCOL + 1, 0),  # another version
+    HELLO.pack(MAGIC, PROTOCOL + 1, 0, b""),  # another version
     GREETING + HEADER.pack(CONTROL, 0, 0, 1 << 63) + b"x",  # a huge length
     GREETING + HEADER.pack(CONTROL, 0, 0, messages.REQUEST_SIZE_BYTES_MAX + 1) + b"x",
     GREETING + HEADER.pack(77, 0, 0, 0),  # a kind that is none

@@ -357,3 +357,33 @@ def test_a_layout_read_in_place_gives_way_to_another_when_its_holders_are_gone(s
         assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.sources == {"trainer/0": SIZE}
         assert not same_bytes(mine, fused)  # the caller converts
         assert reader.serving() == [ShardKey(1, CHECKPOINT)]
+
+
+@pytest.mark.parametrize("copy", [True, False], ids=["copied", "adopted"])
+def test_a_transposed_and_a_channels_last_model_is_read_into_its_twin(stage, copy):
+    """Their bytes are the storage's, whichever way they were published."""
+    make = torch.Generator().manual_seed(1)
+    model = {
+        "transposed": torch.randn(6, 4, generator=make).t(),
+        "conv": torch.randn(2, 3, 4, 5, generator=make).to(memory_format=torch.channels_last),
+        "plain": torch.randn(5, generator=make),
+    }
+    twin = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    assert [t.stride() for t in twin.values()] == [t.stride() for t in model.values()]
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, model, copy=copy)
+    rollout.replicate(twin)
+    assert all(torch.equal(twin[name], model[name]) for name in model)
+    fetched = stage.client("other").fetch().tensors()
+    assert all(torch.equal(fetched[name], model[name]) for name in model)
+
+
+def test_what_cannot_keep_its_strides_is_copied_row_by_row(stage):
+    """Holes and repeated rows; and parts, which are cut along them."""
+    whole = torch.arange(64.0).view(8, 8)
+    odd = {"holes": whole[:, ::2], "repeated": whole[:1].expand(3, 8), "part": whole.t()[:4].t()}
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, odd, parts={"part": Part((8, 8), (0, 0))})
+    mine = {"holes": torch.zeros(8, 4), "repeated": torch.zeros(3, 8)}
+    rollout.replicate(mine)
+    assert torch.equal(mine["holes"], odd["holes"]) and torch.equal(mine["repeated"], odd["repeated"])

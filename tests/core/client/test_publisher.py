@@ -1,14 +1,25 @@
 """The trainer side against a real hub: ranks that share a model, snapshots, versions that go."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, ShardKey, UsageError, spec_of, start_server
-from tensorhub_plugins.core.client.publisher import Ownership, Publisher
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    NotPublished,
+    ShardKey,
+    UsageError,
+    spec_of,
+    start_server,
+    version_of,
+)
+from tensorhub_plugins.core.client.parts import Ownership
+from tensorhub_plugins.core.client.publisher import Publisher
 
 
 @pytest.fixture
@@ -229,3 +240,20 @@ def test_ranks_agree_and_none_is_the_funnel(sizes, ranks):
     assert decisions[0] == decisions[1]
     load = [sum(s for s, owner in zip(sizes, decisions[0], strict=True) if owner == r) for r in range(ranks)]
     assert max(load) - min(load) <= max(sizes, default=0)  # never more apart than one tensor
+
+
+def test_ranks_that_resume_publish_a_step_again(address):
+    """All ranks begin together; what was published from their first step on is over."""
+    with Client(address, run="r", model="actor", replica="copy") as copy:
+        for life, steps in enumerate(((1, 2, 3), (3, 4))):
+            ranks = [publisher(address, rank, 2, begins=True) for rank in range(2)]
+            for step in steps:
+                model = weights(10 * life + step)
+                with ThreadPoolExecutor(2) as threads:
+                    list(threads.map(lambda rank: rank.publish(step, iter(model.items())), ranks))  # noqa: B023
+                assert [rank.attempt for rank in ranks] == [life, life]
+                assert_equal(read(address, version_of(life, step))[0], model)
+            copy.fetch(serve=True)
+            for rank in ranks:
+                rank.close()
+        assert [info.version for info in copy.versions() if info.visible] == [version_of(1, 4)]

@@ -269,6 +269,8 @@ def test_what_makes_no_sense_is_refused_here_and_now(stage, call, words):
         ({"address": "nowhere"}, "use tcp://host:port"),
         ({"address": "tcp://no.such.host.invalid:1"}, "correct the host's name"),
         ({"advertise_host": "0.0.0.0"}, "cannot be connected to"),
+        ({"memory_budget_bytes": "1 GB"}, "memory_budget_bytes='1 GB': a number of bytes"),
+        ({"over_budget": "refused"}, "over_budget='refused': 'warn' or 'refuse'"),
     ],
 )
 def test_a_client_that_cannot_work_is_refused(stage, options, words):

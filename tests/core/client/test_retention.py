@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 
 import pytest
 import torch
@@ -38,6 +39,23 @@ def is_open(inode: int) -> bool:
             if os.stat(f"/proc/self/fd/{name}").st_ino == inode:
                 return True
     return False
+
+
+def test_a_release_that_comes_late_leaves_alone_what_was_published_since(stage):
+    trainer, tensors, held_up = stage.client("trainer"), tensors_of(1), threading.Event()
+    serving, key = trainer._serving, ShardKey(1, CHECKPOINT)
+    trainer.retain(0)
+    trainer.publish(1, tensors)
+    serving._background.submit(held_up.wait, SOON_S)  # another release, whose readers take their time
+    serving.may_release([key])
+    trainer.unpublish(1)
+    trainer.publish(1, tensors)
+    held_up.set()
+    serving._background.submit(int).result(SOON_S)
+    assert trainer.serving() == [key]
+    serving.may_release([key])  # the control: now it is meant
+    serving._background.submit(int).result(SOON_S)
+    assert trainer.serving() == []
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])

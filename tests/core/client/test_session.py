@@ -7,6 +7,7 @@ import pytest
 
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     Location,
@@ -289,6 +290,17 @@ def test_a_grant_of_a_former_hub_that_comes_late_is_no_answer():
     assert story.hear(m.Granted(number, 1, CHECKPOINT, 1, grants, hub=HUB)) == []
     reply = m.Granted(number, 2, CHECKPOINT, 1, grants, hub=OTHER_HUB)
     assert story.hear(reply) == [s.Answered(number, reply)]
+
+
+def test_an_attempt_of_a_former_hub_that_comes_late_is_no_answer():
+    """The hub of now is asked again, and may begin the next one: who took the former one's would be superseded."""
+    story = Story()
+    number = story.ask(m.Begin, 5, 60.0, "word", deadline=60.0)
+    hello = story.restart_hub()
+    assert story.hear(story.welcome(hello, OTHER_HUB))[1:] == [m.Begin(number, 5, 60.0, "word")]
+    assert story.hear(m.Begun(number, Attempt(0, 5, b"former"), HUB)) == []
+    reply = m.Begun(number, Attempt(1, 5, b"newer"), OTHER_HUB)
+    assert s.Answered(number, reply) in story.hear(reply) and story.machine.mark == b"newer"
 
 
 def test_a_grant_that_nobody_waits_for_is_given_back_with_its_claim():

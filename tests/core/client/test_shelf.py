@@ -102,6 +102,17 @@ def test_an_answer_about_an_earlier_offering_says_nothing_about_the_present_one(
     assert shelf.unpublished(shelf.unpublish(1), keep=False) == [Withdraw(ONE, "b")]  # the control: now it is meant
 
 
+def test_a_copy_that_may_be_released_is_not_what_was_published_after_it():
+    shelf = Shelf[str]()
+    publish(shelf, ONE, "a")
+    shelf.unpublished(shelf.unpublish(1), keep=True)
+    first, second = shelf.may_release([ONE]), shelf.may_release([ONE])  # the hub says so twice
+    assert shelf.still_meant(first) == first
+    assert shelf.unpublished(first, keep=False) == [Withdraw(ONE, "a")]
+    publish(shelf, ONE, "b")
+    assert shelf.still_meant(second) == {} and shelf.still_meant(shelf.unpublish(1)) != {}
+
+
 # --- what is read is served on ---
 
 
@@ -160,3 +171,6 @@ def test_a_closed_shelf_takes_nothing_and_promises_nothing():
     assert shelf.close() == [Withdraw(ONE, "a"), Withdraw(TWO, "b")]
     assert shelf.prepare(number, ShardKey(3, CHECKPOINT), "c") == [] and not shelf.is_expected(TWO, 10)
     assert shelf.verified(number, TWO, 0) == [] == shelf.complete(number) and shelf.entries == {}
+    with pytest.raises(UsageError, match="closed"):
+        publish(shelf, ShardKey(3, CHECKPOINT), "c")
+    assert shelf.entries == {}

@@ -288,5 +288,5 @@ def test_no_directive_is_given_that_could_not_be_sent(scenario: Scenario) -> Non
     operators_scene(scenario, 1, 2)
     scenario.join("one/0", directive=m.Directive(0, 0, tuple(range(3, 3 + m.WITHDRAWN_MAX))))
     assert direct(scenario, m.Withdraw, 1) == ["refused UsageError"] and "no more are remembered" in scenario.logged[-1]
-    scenario.join("two/0", directive=m.Directive(m.SERIAL_MAX, 0, ()))
+    scenario.hub.registry.histories["run", "actor"].direct(m.Directive(m.SERIAL_MAX, 0, ()))
     assert direct(scenario, m.Pin, 1) == ["refused UsageError"] and "another run name" in scenario.logged[-1]

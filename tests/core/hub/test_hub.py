@@ -8,7 +8,7 @@ from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
 from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
 @pytest.fixture
@@ -212,3 +212,48 @@ def test_readers_are_told_when_their_source_is_given_up(scenario: Scenario) -> N
     scenario.wait(LIMITS.session_timeout_s + 1)
     assert scenario.heard("rollout/0") == ["gone trainer/0"]
     assert any("version 1 is lost with its last holder" in line for line in scenario.logged)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"worker": "other/0"},
+        {"worker": "trainer/1", "shard_count": 2},
+        {"worker": "trainer/0", "location": Location(data_center="far")},
+        {"worker": "trainer/0", "run": "another"},
+        {"worker": "trainer/0", "endpoints": {"tcp": "tcp://1.2.3.4:5"}},
+    ],
+    ids=["replica", "shard", "location", "run", "endpoints"],
+)
+def test_a_session_stays_the_worker_that_it_was(scenario: Scenario, other: dict[str, object]) -> None:
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    (trainer,) = scenario.hub.registry.workers.values()
+    replica, shard = str(other.pop("worker")).split("/")
+    said = {"run": "run", "model": "actor", "shard_count": 1, "location": Location(), "endpoints": {"tcp": "trainer/0"}}
+    hello = m.Hello(replica=replica, shard=int(shard), request_id=9, **{**said, **other})
+    scenario.tell("trainer/0", hello)
+    assert scenario.heard("trainer/0") == ["refused UsageError"]
+    assert any("this session is trainer/0 of run/actor, and stays that" in line for line in scenario.logged)
+    assert list(scenario.hub.registry.workers.values()) == [trainer] and list(trainer.holdings) == [_whole(1)]
+    scenario.join("trainer/0", request_id=10, holdings=tuple(_held(scenario)))  # the control: itself
+    assert any(isinstance(message, m.Welcome) for message in scenario.inbox["trainer/0"])
+
+
+def _whole(version: int) -> ShardKey:
+    return ShardKey(version, CHECKPOINT)
+
+
+def _held(scenario: Scenario) -> list[m.Holding]:
+    (worker,) = scenario.hub.registry.workers.values()
+    return [m.Holding(h.key, h.root, h.size_bytes) for h in worker.holdings.values()]
+
+
+def test_a_shard_that_is_given_up_twice_in_one_request_is_given_up(scenario: Scenario) -> None:
+    scenario.join("trainer/0")
+    for version in (1, 2):
+        scenario.publish("trainer/0", version)
+    key = ShardKey(1, CHECKPOINT)
+    scenario.say("trainer/0", m.Unpublish, keys=(key, key), timeout_s=5.0)
+    assert scenario.heard("trainer/0") == ["unpublished"]
+    assert [held.version for worker in scenario.hub.registry.workers.values() for held in worker.holdings] == [2]

@@ -6,6 +6,8 @@ model is sets and dicts that are recomputed from the start after every step; the
 
 from __future__ import annotations
 
+from collections import Counter
+
 import broken_hubs
 import pytest
 from hypothesis import Phase, settings
@@ -21,11 +23,14 @@ from hypothesis.stateful import (
 
 from tensorhub_plugins.core.hub.hub import Hub, Received, Send, Tick
 from tensorhub_plugins.core.hub.report import validate
+from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
+    STEPS_AHEAD_MAX,
     Location,
     ShardKey,
+    version_of,
 )
 
 NAMES = ("a", "b", "c", "d")
@@ -50,6 +55,7 @@ class HubBesideModel(RuleBasedStateMachine):
         self.kept: set[tuple[str, int]] = set()
         self.visible: set[int] = set()
         self.newest_ever = 0
+        self.shown: set[int] = set()
         self.seen: dict[str, int] = {}
         self.leases: dict[tuple[str, int], tuple[int, str]] = {}  # reader, request -> version, source
         self.leaving: dict[tuple[str, int], int] = {}  # worker, version -> request of the unpublish, in order
@@ -144,9 +150,21 @@ class HubBesideModel(RuleBasedStateMachine):
         self.tell(name, m.Publish(request, m.Holding(key(version), b"%016d" % version, 1)))
         self.holders.setdefault(version, []).append(name)
         self.visible.add(version)
+        self.shown.add(version)
         self.newest_ever = version
         self.expect(name, request, m.Done(request))
         self.settle()
+
+    @rule(data=st.data(), beyond=st.integers(1, 3), attempt=st.integers(0, 1))
+    def publish_too_far_ahead(self, data: st.DataObject, beyond: int, attempt: int) -> None:
+        name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
+        version = version_of(attempt, (0 if attempt else self.newest()) + STEPS_AHEAD_MAX + beyond)
+        self.tell(name, m.Publish(request, m.Holding(key(version), b"%016d" % version, 1)))
+        self.expect_refusal(name, request)
+
+    def newest(self) -> int:
+        """Below it a version that is not held is gone: what was withdrawn does not count."""
+        return max(self.shown - self.withdrawn, default=0)
 
     @precondition(lambda self: self.newest_ever)
     @rule(data=st.data(), latest=st.booleans())
@@ -155,7 +173,9 @@ class HubBesideModel(RuleBasedStateMachine):
         version = 0 if latest else data.draw(st.integers(1, self.newest_ever + 1))
         self.tell(name, m.Acquire(request, version, 0, (CHECKPOINT,), LONG_S))
         wanted = version or self.latest(name)
-        sources = [source for source in self.staying(wanted) if source != name] if wanted in self.visible else []
+        taken = Counter(source for (reader, _), (_, source) in self.leases.items() if reader == name)
+        others = [s for s in self.staying(wanted) if s != name and taken[s] < LEASES_PER_SOURCE_MAX]
+        sources = others if wanted in self.visible else []
         answer = self.answers.get((name, request))
         if sources:
             assert isinstance(answer, m.Granted) and answer.version == wanted, answer
@@ -164,7 +184,7 @@ class HubBesideModel(RuleBasedStateMachine):
             assert source in sources
             self.leases[name, request] = wanted, source
             self.seen[name] = max(self.seen[name], wanted)
-        elif version and version not in self.visible and version <= self.newest_ever:
+        elif version in self.withdrawn or (version and version not in self.visible and version <= self.newest()):
             assert isinstance(answer, m.Refused) and answer.error == "VersionGone", answer
         else:
             assert answer is None
@@ -233,7 +253,7 @@ class HubBesideModel(RuleBasedStateMachine):
         name, request = data.draw(st.sampled_from(sorted(self.here))), self.request()
         version = data.draw(st.integers(1, self.newest_ever + 1))
         self.tell(name, m.Withdraw(request, version, LONG_S))
-        if version > self.newest_ever:
+        if version > self.newest() and version not in self.withdrawn:
             self.expect_refusal(name, request)
             return
         self.expect(name, request, m.Done(request))
@@ -323,6 +343,8 @@ TestHubBesideModel.settings = settings(max_examples=100, stateful_step_count=40,
         broken_hubs.shows_what_is_withdrawn,
         broken_hubs.lets_followers_go_back_by_themselves,
         broken_hubs.takes_a_withdrawn_version_again,
+        broken_hubs.takes_any_number,
+        broken_hubs.remembers_what_was_withdrawn_as_the_newest,
     ],
 )
 def test_the_model_notices_a_broken_hub(broken: broken_hubs.Broken) -> None:

@@ -7,6 +7,7 @@ from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
 
 from tensorhub_plugins.core.hub.hub import Received
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -308,3 +309,98 @@ def test_what_a_dead_process_has_sent_does_not_speak_for_its_replica(scenario: S
     scenario.acquire("rollout/0")
     assert scenario.heard("dead/0") == ["refused UsageError"]
     assert [scenario.heard(f"rollout/{shard}")[0].split()[:2] for shard in (0, 1)] == [["read", "1"], ["read", "1"]]
+
+
+# --- sources that have sent corrupt bytes ---
+
+
+def test_a_reader_of_which_all_sources_are_excluded_hears_so_at_once(scenario: Scenario) -> None:
+    for name in ("a/0", "b/0", "x/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1)
+    a, b = (scenario.sessions[name] for name in ("a/0", "b/0"))
+    scenario.acquire("x/0", version=1, exclude=(a,))
+    assert scenario.heard("x/0") == ["refused VersionGone"]
+    scenario.publish("b/0", 1)
+    scenario.acquire("x/0", version=1, exclude=(a,))  # the control
+    assert scenario.heard("x/0") == [f"read 1 {CHECKPOINT} 0<-b/0"]
+    scenario.acquire("x/0", version=1, exclude=(a,), beside=(b,))  # an additional one: the others go on
+    assert scenario.heard("x/0") == []
+    scenario.acquire("x/0", version=1, exclude=(a, b), layouts=(RUNTIME, CHECKPOINT))
+    assert scenario.heard("x/0") == ["refused VersionGone"]
+
+
+def test_who_waits_hears_it_when_the_last_other_source_leaves(scenario: Scenario) -> None:
+    for name in ("a/0", "b/0", "x/0"):
+        scenario.join(name)
+    limit = scenario.hub.limits.readers_per_source_max
+    for name in ("a/0", "b/0"):
+        scenario.publish(name, 1)
+    for number in range(limit):
+        scenario.join(f"r{number}/0")
+        scenario.acquire(f"r{number}/0", version=1, exclude=(scenario.sessions["a/0"],))
+    scenario.acquire("x/0", version=1, exclude=(scenario.sessions["a/0"],))
+    assert scenario.heard("x/0") == []  # b is busy, and will have room
+    scenario.tell("b/0", m.Bye())
+    assert scenario.heard("x/0") == ["refused VersionGone"]
+
+
+def test_after_a_restart_of_the_hub_others_may_still_come(scenario: Scenario) -> None:
+    scenario = Scenario(recovering=True)
+    for name in ("a/0", "x/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1, origin="replicated")
+    scenario.acquire("x/0", version=1, exclude=(scenario.sessions["a/0"],))
+    assert scenario.heard("x/0") == []
+    scenario.wait(LIMITS.grace_s + 1)
+    assert scenario.heard("x/0") == ["refused VersionGone"]
+
+
+def test_two_that_read_from_each_other_do_not_wait_for_each_other(scenario: Scenario) -> None:
+    for name in ("trainer/0", "a/0", "b/0"):
+        scenario.join(name)
+    trainer = (scenario.sessions["trainer/0"],)
+    scenario.publish("trainer/0", 1)
+    scenario.acquire("a/0", version=1, serve=True)
+    scenario.publish("a/0", 1, complete=False, origin="replicated")
+    lease = scenario.acquire("b/0", version=1, serve=True, avoid=(scenario.sessions["a/0"],))
+    scenario.publish("b/0", 1, complete=False, origin="replicated")
+    scenario.heard("a/0"), scenario.heard("b/0")
+    scenario.tell("a/0", m.Release(1, 0, True, (3,)))
+    scenario.acquire("a/0", version=1, exclude=trainer)
+    assert scenario.heard("a/0") == [f"read 1 {CHECKPOINT} 0<-b/0"]
+    scenario.tell("b/0", m.Release(lease, 0, True, (3,)))
+    scenario.acquire("b/0", version=1, exclude=trainer)
+    assert scenario.heard("b/0") == ["refused VersionGone"]  # a has it from b
+
+
+def test_a_runtime_copy_that_is_excluded_is_not_waited_for(scenario: Scenario) -> None:
+    for name in ("trainer/0", "engine/0", "x/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    scenario.publish("engine/0", 1, RUNTIME)
+    how = {"version": 1, "layouts": (RUNTIME, CHECKPOINT), "claim": True}
+    scenario.acquire("x/0", **how)
+    assert scenario.heard("x/0") == [f"read 1 {RUNTIME} 0<-engine/0"]
+    scenario.acquire("x/0", exclude=(scenario.sessions["engine/0"],), **how)
+    assert scenario.heard("x/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
+
+
+def test_who_sent_corrupt_bytes_is_told_and_counted_and_the_log_says_it_once(scenario: Scenario) -> None:
+    for name in ("trainer/0", "a/0", "b/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    scenario.logged.clear()
+    for reader in ("a/0", "b/0"):
+        scenario.inbox.clear()
+        lease = scenario.acquire(reader, version=1)
+        scenario.tell(reader, m.Release(lease, 0, True, (3, 5)))
+        scenario.tell(reader, m.Release(lease, 0, True, (3, 5)))  # its lease has ended: this is no reader's word
+        (said,) = [message for message in scenario.inbox["trainer/0"] if isinstance(message, m.Alive)]
+        assert said.doubted == (ShardKey(1, CHECKPOINT), (3, 5))
+    assert len([line for line in scenario.logged if "got corrupt bytes" in line]) == 1
+    (model,) = report(scenario.hub.registry, scenario.now)["models"]
+    assert model["corrupt_segments"] == 4
+    assert [w["corrupt_segments"] for w in model["workers"]] == [4, 0, 0]
+    scenario.acquire("b/0", version=1)
+    assert scenario.heard("b/0")[-1] == f"read 1 {CHECKPOINT} 0<-trainer/0"  # whether it is right only it can say

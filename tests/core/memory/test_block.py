@@ -20,8 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (TensorSpec("x", "float99", (2,), 8), "does not know"),
-        (TensorSpec("x", "nn", (2,), 8), "does not know"),
+        (TensorSpec("x", "float99", (2,), 8), "makes no such tensor"),
+        (TensorSpec("x", "quint8", (8,), 8), "makes no such tensor"),
+        (TensorSpec("x", "nn", (2,), 8), "makes no such tensor"),
         (TensorSpec("x", "float32", (2,), 9), "claims 9 bytes"),
         (TensorSpec("x", "float32", (-1, -1), 4), "claims"),
         (TensorSpec("x", "float32", (2, 3), 24, (3, 2)), "strides"),

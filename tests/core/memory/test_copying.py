@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slabs import KINDS, stream
 
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, digest_of
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import DIGEST_SIZE_BYTES
-from tensorhub_plugins.core.memory.copying import copy_views, digest_of, digests_of_segments
+from tensorhub_plugins.core.memory.copying import copy_views, digests_of_segments
 from tensorhub_plugins.core.testing import sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

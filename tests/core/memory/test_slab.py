@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slabs import KINDS, allocated, raw, stream, through_host
 
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
-from tensorhub_plugins.core.memory.copying import copy_views, digest_of
+from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import sample_tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import msgspec
@@ -23,14 +24,20 @@ from tensorhub_plugins.core.hub.hub import Hub, Received, Tick
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.manifest import (
     DIGEST_SIZE_BYTES,
+    LARGE_SIZE_BYTES,
     SHARD_SIZE_BYTES_MAX,
     Manifest,
+    Part,
     TensorSpec,
     TensorTable,
 )
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt
 from tensorhub_plugins.core.types import (
+    ATTEMPTS_MAX,
     CHECKPOINT,
+    DECODE_ERRORS,
+    STEPS_PER_ATTEMPT,
     VERSION_MAX,
     Location,
     ShardKey,
@@ -88,6 +95,10 @@ def test_the_root_depends_on_everything():
         ({"tensors": TensorTable((spec("a", 4), spec("a", 4)))}, "not sorted by unique name"),
         ({"tensors": TensorTable((spec("a", 12), spec("b", -4)))}, "negative size"),
         ({"tensors": TensorTable((TensorSpec("a", "uint8", (-2, -4), 8),))}, "negative size"),
+        ({"tensors": TensorTable((TensorSpec("a", "uint8", (0,), 8),))}, "'a' has sizes that contradict"),
+        ({"tensors": TensorTable((TensorSpec("a", "uint8", (3,), 8),))}, "'a' has sizes that contradict"),
+        ({"tensors": TensorTable((TensorSpec("a", "uint8", (2, 4), 8, (4,)),))}, "'a' has sizes that contradict"),
+        ({"tensors": TensorTable((TensorSpec("a", "uint8", (8,), 8, None, Part((9,), (2,))),))}, "'a' has sizes that"),
         ({"tensors": TensorTable((spec("a", SHARD_SIZE_BYTES_MAX + 1),))}, "the limit is"),
         ({"digests": bytes(16)}, "digests do not match"),
         ({"segment_size_bytes": 0}, "digests do not match"),
@@ -173,7 +184,7 @@ SESSION, ROOT = b"s" * 16, b"r" * 16
 HOLDING = m.Holding(KEY, ROOT, 100, False, "replicated")
 GRANT = m.Grant(1, SESSION, "a/1", {"tcp": "tcp://h:1"}, Location("dc", "rack", "host"), ROOT, 100)
 
-DIRECTIVE = m.Directive(2, 5, (3, 4))
+DIRECTIVE = m.Directive(2, 5, (3, 4), (Attempt(1, 5, b"m" * 16),))
 
 FROM_CLIENT: list[m.ClientMessage] = [
     m.Hello(
@@ -192,6 +203,8 @@ FROM_CLIENT: list[m.ClientMessage] = [
         pending=(3,),
         directive=DIRECTIVE,
         hub=SESSION,
+        process="boot pid:[1] 7 8",
+        mark=b"m" * 16,
     ),
     m.Heartbeat(b"h" * 16, 9, (3,), {4: 1}, 7, 8),
     m.Bye(),
@@ -206,6 +219,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
     m.Pin(5, 3, 2.0),
     m.Withdraw(5, 3, 2.0),
     m.Retain(6, 2),
+    m.Begin(6, 5, 2.0, "start 3", ("boot pid:[1] 7 8",), True),
     m.AskVersions(7),
     m.AskStatus(8),
 ]
@@ -219,6 +233,8 @@ FROM_HUB: list[m.HubMessage] = [
     m.Granted(3, 5, CHECKPOINT, 2, (GRANT,), KEY),
     m.Visible(5, 4),
     m.Refused(0, "UsageError", "because"),
+    m.Begun(6, Attempt(1, 5, b"m" * 16)),
+    m.Rivals(6, ("trainer/0",), ("boot pid:[1] 7 8",)),
     m.Versions(7, (VersionInfo(5, True, {CHECKPOINT: ("a/0",)}),)),
     m.Status(8, {"models": [{"run": "r"}]}),
     m.SourceGone(SESSION),
@@ -307,6 +323,8 @@ HEADER = m.encode(m.Bye())[:3]
         (HEADER + msgspec.msgpack.encode(["Wait", 1, 2, 3, float("nan")]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Retain", 1, 10**6]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Withdraw", 1, 0, 1.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Begin", 1, STEPS_PER_ATTEMPT, 1.0]), "malformed"),
+        (HEADER + msgspec.msgpack.encode(["Begin", 1, 5, 1.0, "w" * 257]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [1] * (m.REFUSED_MAX + 1)]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Target", 1, 2, 1.0, [], m.SERIAL_MAX + 1]), "malformed"),
         (HEADER + msgspec.msgpack.encode(["Abandon", 1, [5, "", 0, 1]]), "malformed"),
@@ -317,7 +335,7 @@ HEADER = m.encode(m.Bye())[:3]
         (HEADER + b"\x91" * 100_000, "malformed"),  # nested deeper than any stack
         (HEADER + b"\xdd\xff\xff\xff\xff", "malformed"),  # an array of four billion, of which nothing follows
         (HEADER + b"\x93\xa7Abandon\x01\x94\x05\xa2\xff\xfe\x00\x01", "malformed"),  # no UTF-8
-        (HEADER + bytes(m.MESSAGE_SIZE_BYTES_MAX), "the limit is"),
+        (HEADER + bytes(m.FROM_CLIENT_SIZE_BYTES_MAX), "the limit is"),
     ],
 )
 def test_garbage_is_refused_in_words(frame, words):
@@ -352,7 +370,7 @@ keys = st.builds(ShardKey, positive, layouts, shards, counts)
 origins = st.sampled_from(["published", "replicated"])
 holdings = st.builds(m.Holding, keys, roots, numbers, st.booleans(), origins)
 held = st.builds(
-    m.HeldLease, numbers, numbers, layouts, st.dictionaries(st.integers(-1, 3), sessions, max_size=3), seconds
+    m.HeldLease, numbers, positive, layouts, st.dictionaries(st.integers(0, 3), sessions, max_size=3), seconds
 )
 
 
@@ -360,7 +378,11 @@ def several(strategy):
     return st.lists(strategy, max_size=3).map(tuple)
 
 
-directives = st.builds(m.Directive, serials, numbers, several(positive))
+steps = st.integers(0, 3) | st.just(STEPS_PER_ATTEMPT - 1)
+words = st.sampled_from(["", "w", "boot pid:[1] 1 1"])
+marks = st.sampled_from([b"", b"M", b"N" * 16])
+attempts = st.builds(Attempt, st.integers(0, 2) | st.just(ATTEMPTS_MAX - 1), steps, marks)
+directives = st.builds(m.Directive, serials, numbers, several(positive), several(attempts))
 
 strange_messages = st.one_of(
     st.builds(
@@ -379,6 +401,8 @@ strange_messages = st.one_of(
         numbers,
         several(numbers),
         directive=directives,
+        process=words,
+        mark=marks,
     ),
     st.builds(
         m.Heartbeat,
@@ -413,6 +437,7 @@ strange_messages = st.one_of(
     st.builds(m.Pin, numbers, numbers, seconds),
     st.builds(m.Withdraw, numbers, positive, seconds),
     st.builds(m.Retain, numbers, st.integers(0, 3)),
+    st.builds(m.Begin, numbers, steps, seconds, words, several(words), st.booleans()),
     st.builds(m.AskVersions, numbers),
     st.builds(m.AskStatus, numbers),
 )
@@ -435,3 +460,19 @@ def test_nothing_that_decodes_breaks_the_hub(conversation):
             if hasattr(effect, "message"):
                 m.decode_from_hub(m.encode(effect.message))  # a client can read all that it says
     report(hub.registry, now)
+
+
+def test_a_large_table_is_decoded_like_a_small_one():
+    """In steps, and all that follows from it at once."""
+
+    def table() -> TensorTable:
+        return TensorTable.of([spec("w" * 900 + f"{number:04}", 4) for number in range(5000)])
+
+    encoded = bytes(table().encoded)
+    gc.collect()
+    found = TensorTable.decode(encoded)
+    assert len(encoded) > LARGE_SIZE_BYTES and found == table()
+    assert {"offsets", "_block_ends", "spans"} <= found.__dict__.keys()
+    for bad in (encoded[:-1], encoded + b"x", b"\x91\x91\x91" * 2_000_000, b"\xdd\xff\xff\xff\xff" * 1_000_000):
+        with pytest.raises((ProtocolError, *DECODE_ERRORS)):
+            TensorTable.decode(bad)

@@ -103,8 +103,8 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
     story, one, two = Story(), manifest(2), manifest(1, "2")
     story.open(1, (A, one), (B, two))
     story.arrive(0, A, 0)
-    assert story.then(r.Withdrawn((5, 6))) == []  # others
-    effects = story.then(r.Withdrawn((5, 6, 7)))
+    assert story.then(r.Directed(m.Directive(0, 0, (5, 6)))) == []  # others
+    effects = story.then(r.Directed(m.Directive(0, 0, (5, 6, 7))))
     ends = [r.Close(0, A), r.EndLease(1, 0, False), r.Close(1, B), r.EndLease(1, 1, False)]
     assert effects[:-1] == ends and story.machine.finished
     error = gives_up(effects)
@@ -114,7 +114,7 @@ def test_a_version_that_is_withdrawn_is_not_read_to_its_end():
 def test_a_grant_and_the_withdrawal_of_its_version_cross():
     story, of = Story(LATEST), manifest(1)
     story.begin()
-    story.then(r.Withdrawn((7,)))  # which version it is to read it does not know yet
+    story.then(r.Directed(m.Directive(0, 0, (7,))))  # which version it is to read it does not know yet
     effects = story.then(granted(1, grant(0, A, of)))
     assert effects[0] == r.EndLease(1, None, False)
     assert isinstance(gives_up(effects), errors.VersionGone)
@@ -250,7 +250,7 @@ def test_a_corrupt_segment_is_read_again_and_never_verified():
     story.open(1, (A, of))
     story.arrive(0, A, 0)
     effects = story.then(r.Arrived(0, A, 1, False))
-    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True, corrupt=(1,))]  # which the hub is told
     assert story.asks(effects[2:]).exclude == ()
     story.then(granted(2, grant(0, A, of)))
     assert story.then(r.Opened(0, A, of)) == [r.Read(0, A, (1,))]
@@ -270,6 +270,24 @@ def test_a_source_that_keeps_sending_corrupt_bytes_is_excluded():
     assert story.machine.losses == ["shard 0 from a/0: segment 1 arrived corrupt"] * LIMITS.corrupt_segments_max
 
 
+def test_when_only_excluded_sources_are_left_it_names_what_was_corrupt():
+    story, of = Story(), manifest(2)
+    story.open(1, (A, of))
+    story.then(r.Arrived(0, A, 1, False, tensors=tuple(f"w{i}" for i in range(7))))
+    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    assert type(error) is errors.CorruptBytes
+    assert (error.version, error.shard, error.peer, error.segment) == (7, 0, "a/0", 1)
+    assert error.tensors == tuple(f"w{i}" for i in range(7))
+    assert "segment 1 arrived corrupt (of 'w0', 'w1', 'w2', 'w3', 'w4' and 2 more)" in str(error)
+
+    story = Story()
+    story.begin()
+    story.then(granted(1, grant(0, A, of)))
+    story.then(r.Opened(0, A, manifest(2, "other")))
+    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    assert type(error) is errors.CorruptBytes and error.segment is None and "its manifest is not the one" in str(error)
+
+
 def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
     story, of = Story(), manifest(2)
     story.begin()
@@ -277,6 +295,24 @@ def test_a_manifest_that_was_not_the_published_one_excludes_its_source():
     effects = story.then(r.Opened(0, A, manifest(2, "other")))
     assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
     assert story.asks(effects[2:]).exclude == (A,)
+
+
+def test_who_believes_one_digest_only_takes_no_other_whatever_its_root():
+    """A root of 128 bits by another algorithm may be forged to be the published one."""
+    weak = manifest(1)
+    story = Story(algorithm="blake3")
+    story.begin()
+    story.then(granted(1, grant(0, A, weak)))
+    effects = story.then(r.Opened(0, A, weak))
+    assert effects[:2] == [r.Close(0, A), r.EndLease(1, 0, True)]
+    assert story.asks(effects[2:]).exclude == (A,)
+    error = gives_up(story.then(r.Answer(2, errors.VersionGone("only excluded sources are left"))))
+    assert type(error) is errors.UsageError and error.peer == "a/0"
+    assert "digests by xxh3_128, and this reader believes blake3 only" in str(error)
+
+    strong = msgspec.structs.replace(weak, digest_algorithm="blake3")
+    Story(algorithm="blake3").open(1, (A, strong))
+    Story().open(1, (A, strong))  # who names none takes any
 
 
 def test_the_epoch_decides_when_digests_are_off():

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports.shm import memory_file as _memfile
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm import source as shm_source
+from tensorhub_plugins.core.transports.shm import transport as shm_transport
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
@@ -257,9 +259,24 @@ def test_shm_refuses_other_users(monkeypatch, caplog):
         uid = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1000)  # the source is another user's, and not root's
         monkeypatch.setattr(shm_source, "peer_of", lambda sock: (1234, uid + 2000))
+        monkeypatch.setattr(shm_transport, "check_owner", lambda sock: 1234)  # it would refuse itself to ask
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())
     assert "belongs to user" in caplog.text
+
+
+def test_shm_says_nothing_to_other_users(monkeypatch):
+    """Who knows the name of a source that has gone may listen there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger, contextlib.closing(ShmTransport()) as reader:
+        stranger.bind("\0tensorhub-test-" + uuid.uuid4().hex)
+        stranger.listen()
+        name = stranger.getsockname()[1:].decode()
+        monkeypatch.setattr(shm_source, "peer_of", lambda sock: (1234, os.geteuid() + 2000))
+        with pytest.raises(SourceLost, match="process 1234 belongs to user"):
+            reader.connect(f"shm://{name}", deadline=soon())
+        connection, _ = stranger.accept()
+        with connection:
+            assert connection.recv(100) == b""
 
 
 @pytest.mark.parametrize("what", ["too short", "no descriptor", "one descriptor", "three descriptors", "not the byte"])

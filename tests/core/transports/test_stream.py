@@ -10,10 +10,11 @@ import tracemalloc
 import msgspec
 import pytest
 import torch
-from transport_helpers import GREETING, KEY, frame, served, soon
+from transport_helpers import GREETING, KEY, frame, served, soon, until
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.stream import channel, messages
@@ -24,8 +25,10 @@ from tensorhub_plugins.core.transports.stream.messages import (
     MAGIC,
     PROTOCOL,
     SEGMENT,
+    StreamOpen,
     StreamOpened,
 )
+from tensorhub_plugins.core.transports.stream.source import _host_of
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 
 
@@ -110,7 +113,7 @@ def opened(manifest=None):
 @pytest.mark.parametrize(
     ("answers", "error", "reason"),
     [
-        ((HELLO.pack(MAGIC, PROTOCOL + 1, 0),), ProtocolError, f"protocol {PROTOCOL + 1}, this side {PROTOCOL}"),
+        ((HELLO.pack(MAGIC, PROTOCOL + 1, 0, b""),), ProtocolError, f"protocol {PROTOCOL + 1}, this side {PROTOCOL}"),
         ((b"HTTP/1.1 400 Bad Request\r\n\r\n",), ProtocolError, "no weight transfer"),
         ((GREETING, HEADER.pack(CONTROL, 0, 0, 1 << 62)), ProtocolError, "the limit is"),
         ((GREETING, HEADER.pack(SEGMENT, 0, 0, 0)), ProtocolError, "where a message should be"),
@@ -159,10 +162,10 @@ def test_a_source_has_a_limit_of_readers(caplog):
     source = TcpTransport(limits=TransportLimits(readers_max=2))
     with served(source) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
         links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
+        assert all(link.open(KEY, 1, deadline=soon()) for link in links)
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())
         assert "2 readers are connected" in caplog.text
-        assert all(link.open(KEY, 1, deadline=soon()) for link in links)
         links[0].close()
         patience = soon()
         while True:  # the place is free as soon as the source has noticed
@@ -171,6 +174,68 @@ def test_a_source_has_a_limit_of_readers(caplog):
                 break
             except SourceLost:
                 assert time.monotonic() < patience
+
+
+def connected(endpoint, sent=b""):
+    host, port = parse_address(endpoint, "tcp")
+    sock = socket.create_connection((host, port), timeout=60)
+    sock.sendall(sent)
+    return sock
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING, GREETING + HEADER.pack(CONTROL, 0, 0, 9)[:7]])
+def test_who_only_sits_there_keeps_no_reader_out(sent):
+    limits = TransportLimits(readers_max=4, hello_s=600.0)
+    with (
+        served(TcpTransport(limits=limits)) as (_, endpoint),
+        contextlib.closing(TcpTransport()) as reader,
+        contextlib.ExitStack() as stack,
+    ):
+        idle = [stack.enter_context(connected(endpoint, sent)) for _ in range(12)]
+        link = reader.connect(endpoint, deadline=soon())
+        manifest = link.open(KEY, 1, deadline=soon())
+        for sock in idle[:9]:  # of 4 places 3 are left to the last of them
+            while sock.recv(100):
+                pass
+        for _ in range(12):
+            stack.enter_context(connected(endpoint, sent))
+        target = Slab.allocate(manifest.tensors)
+        assert list(read_equal(link, [0], target, deadline=soon())) == [0]  # who has an offer open keeps its place
+
+
+def test_one_address_does_not_take_all_places(caplog):
+    limits = TransportLimits(readers_per_peer_max=2)
+    with served(TcpTransport(limits=limits)) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        links = [reader.connect(endpoint, deadline=soon()) for _ in range(2)]
+        assert all(link.open(KEY, 1, deadline=soon()) for link in links)
+        with pytest.raises(SourceLost):
+            reader.connect(endpoint, deadline=soon())
+        assert "2 readers are connected from there" in caplog.text
+    assert _host_of("tcp://10.0.0.1:5") == _host_of("tcp://10.0.0.1:6") != _host_of("tcp://10.0.0.2:5")
+    assert _host_of("pid 5") != _host_of("pid 6")
+
+
+@pytest.mark.parametrize("sent", [b"", GREETING[:5], GREETING, GREETING + HEADER.pack(CONTROL, 0, 0, 9)[:7]])
+def test_who_does_not_go_on_is_left_soon(sent):
+    limits = TransportLimits(hello_s=0.3)
+    with served(TcpTransport(limits=limits)) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        assert link.open(KEY, 1, deadline=soon())
+        with connected(endpoint, sent) as silent:
+            while silent.recv(100):  # for ever, if it were not cut off
+                pass
+        assert link.check(deadline=soon())  # who has an offer open may be silent; it was for as long
+
+
+def test_half_a_header_after_an_offer_was_opened():
+    limits = TransportLimits(hello_s=0.3)
+    with served(TcpTransport(limits=limits)) as (offer, endpoint):
+        with connected(endpoint, GREETING + frame(StreamOpen(KEY, 1))) as silent:
+            until(lambda: offer.active_readers)
+            silent.sendall(HEADER.pack(CONTROL, 0, 0, 9)[:1])
+            while silent.recv(1 << 16):
+                pass
+        until(lambda: not offer.active_readers)
 
 
 def test_a_fault_of_the_shelf_costs_one_connection(caplog):

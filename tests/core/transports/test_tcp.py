@@ -12,8 +12,8 @@ import pytest
 import torch
 from transport_helpers import KEY, served, soon
 
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.memory.copying import digest_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import local_host_towards
 from tensorhub_plugins.core.testing.material import read_equal
@@ -25,7 +25,7 @@ from tensorhub_plugins.core.transports.tcp import TcpLink, TcpTransport
 
 
 def test_tcp_says_what_fails_in_its_other_thread(monkeypatch):
-    def fail(views):
+    def fail(views, algorithm):
         raise ZeroDivisionError
 
     with (
@@ -45,7 +45,7 @@ def test_tcp_says_what_fails_in_its_other_thread(monkeypatch):
 def test_tcp_digests_in_another_thread_where_there_are_cores_for_it(monkeypatch, cores, offloads):
     threads = []
 
-    def digest(views):
+    def digest(views, algorithm):
         threads.append(threading.current_thread())
         return digest_of(views)
 

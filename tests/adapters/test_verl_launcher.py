@@ -1,0 +1,187 @@
+"""One more replica of a running job: what it is made with, what belongs to it, how many samples it makes room for."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl", reason="it makes verl's replicas")
+
+from omegaconf import OmegaConf  # noqa: E402
+
+from tensorhub_plugins.core import TensorHubError  # noqa: E402
+from tensorhub_plugins.verl import config, launcher  # noqa: E402
+from tensorhub_plugins.verl.launcher import VerlLauncher  # noqa: E402
+
+
+def root():
+    rollout = {
+        "n_gpus_per_node": 2,
+        "tensor_model_parallel_size": 2,
+        "data_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "load_format": "auto",
+        "gpu_memory_utilization": 0.3,
+        "standalone_gpu_memory_utilization": 0.8,
+        "checkpoint_engine": {"engine_kwargs": {"tensorhub": {"keep": 3}}},
+    }
+    tree = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": "m"}}})
+    OmegaConf.set_struct(tree, True)  # as Hydra leaves it
+    return tree
+
+
+class Replica:
+    fails = None
+    made = []
+
+    def __init__(self, *arguments, groups):
+        self.arguments, self.groups, self.servers = arguments, groups, ["server"]
+        self.made.append(self)
+
+    async def init_standalone(self):
+        if self.fails:
+            raise RuntimeError(f"Traceback\n  many lines\n{self.fails}")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    async def find(options):
+        return "tcp://10.0.0.1:7"
+
+    monkeypatch.setattr(launcher.hub, "find", find)
+    monkeypatch.setattr(launcher.hub, "run_name", lambda options: "verl-1")
+    monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 0 if "full" in avoid else 1)
+    monkeypatch.setattr(launcher.room, "reserve", lambda *given, **how: (*given, how))
+    monkeypatch.setattr(RolloutReplicaRegistry, "get", lambda name: Replica)
+    monkeypatch.setattr(Replica, "made", [])
+    monkeypatch.setattr(Replica, "fails", None)
+    return Replica.made
+
+
+def test_it_is_told_the_hub_and_reads_no_disk(made):
+    given = root()
+    handle = asyncio.run(VerlLauncher(given, config.Options()).start("rollout-3", 3, ("draining",)))
+    (replica,) = made
+    rank, rollout, model, gpus = replica.arguments
+    assert (handle, rank, gpus, model.path) == ("server", 3, 2, "m")
+    place = {"avoid": ("draining",), "strategy": "STRICT_PACK"}
+    assert replica.groups == [("rollout_pool_3verl_group_2:0", [{"CPU": 2, "GPU": 1}] * 2, place)]
+    assert launcher.is_group_of("rollout-3", replica.groups[0][0])
+    assert rollout.load_format == "dummy" and rollout.gpu_memory_utilization == 0.8
+    assert rollout.checkpoint_engine.engine_kwargs.tensorhub == {"keep": 3, "hub": "tcp://10.0.0.1:7", "run": "verl-1"}
+    assert rollout._get_root().actor_rollout_ref.rollout == rollout  # where the options of the trainer are looked up
+    assert given == root()  # the next one begins with the same
+
+
+def test_without_room_nothing_is_begun(made):
+    with pytest.raises(TensorHubError, match="no node has room"):
+        asyncio.run(VerlLauncher(root(), config.Options()).start("rollout-3", 3, ("full",)))
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("trainer", "spans"),
+    [
+        ({"trainer": {"v1": {"trainer_mode": "separate_async"}}}, "split"),
+        ({"rollout": {"nnodes": 1}, "trainer": {}}, "oldest"),  # one_step_off, whose client takes a part for the whole
+        ({"async_training": {"partial_rollout": True}}, "split"),
+        ({"async_training": {"partial_rollout": False}}, "oldest"),
+    ],
+)
+def test_a_server_that_joins_answers_as_verls_client_understands_it(made, monkeypatch, trainer, spans):
+    tree = root()
+    OmegaConf.set_struct(tree, False)
+    tree.merge_with(trainer)
+    started = []
+
+    async def start(name, url, options, rollout, expected):
+        started.append((name, url, options.hub, options.run, options.spans, rollout, expected))
+        return "actor"
+
+    monkeypatch.setattr(launcher.external, "start", start)
+    monkeypatch.setattr(VerlLauncher, "_expected", lambda self: ("rollout", "expected"))
+    assert asyncio.run(VerlLauncher(tree, config.Options()).start_external("external-0", "http://h:1")) == "actor"
+    assert started == [("external-0", "http://h:1", "tcp://10.0.0.1:7", "verl-1", spans, "rollout", "expected")]
+
+
+def test_an_engine_that_does_not_start_is_one_sentence(made, monkeypatch):
+    monkeypatch.setattr(Replica, "fails", "CUDA out of memory")
+    with pytest.raises(TensorHubError) as error:
+        asyncio.run(VerlLauncher(root(), config.Options()).start("rollout-3", 3, ()))
+    assert error.value.message == "the engine did not start: CUDA out of memory"
+
+
+def test_what_belongs_to_a_replica():
+    actors = [
+        "vllm_tensorhub_server_1_0",
+        "vllm_tensorhub_server_1_1",
+        "vllm_tensorhub_server_11_0",
+        "rollout_standalone_1CheckpointEngineWorker_0:0",
+        "rollout_standalone_1_abCheckpointEngineWorker_1:3",
+        "vllm_tensorhub_place_1_0",
+        "rollout_standalone_11CheckpointEngineWorker_0:0",
+        "vllm_tensorhub_place_11_0",
+        "vllm_tensorhub_server_reward_1_0",
+        "tensorhub_null_worker",
+    ]
+    mine = [actor for actor in actors if launcher.is_actor_of("rollout-1", actor)]
+    assert mine == [*actors[:2], *actors[3:6]]
+    groups = ["rollout_pool_1verl_group_2:0", "rollout_pool_11verl_group_2:0", "rollout_pool_reward_1verl_group_2:0"]
+    assert [group for group in groups if launcher.is_group_of("rollout-1", group)] == groups[:1]
+
+
+def test_an_external_server_ends_no_replica_of_the_same_number(monkeypatch):
+    ended = []
+
+    async def close():
+        ended.append("close")
+
+    monkeypatch.setattr(launcher, "give_back", ended.append)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: ended.append("kill"))
+    handle = SimpleNamespace(close=SimpleNamespace(remote=close))
+    asyncio.run(VerlLauncher(root(), config.Options()).stop("external-0", handle))
+    assert ended == ["close", "kill"]
+
+
+def test_samples_under_way_grow_and_shrink_with_the_fleet(made, monkeypatch):
+    recorded = []
+    rollouter = SimpleNamespace(
+        max_required_samples=40,
+        concurrent_samples_per_replica=16,
+        max_concurrent_samples=16,
+        llm_server_manager=SimpleNamespace(get_replicas=lambda: ["first"]),
+    )
+    rollouter._record_active_count = lambda: recorded.append(rollouter.max_concurrent_samples)
+
+    async def call(function, *arguments):
+        function(rollouter, *arguments)
+
+    async def leave():
+        pass
+
+    monkeypatch.setattr(launcher, "give_back", lambda name: None)
+    monkeypatch.setattr(launcher.ray, "kill", lambda handle: None)
+    actor = SimpleNamespace(__ray_call__=SimpleNamespace(remote=call))
+    handle = SimpleNamespace(tensorhub_leave=SimpleNamespace(remote=leave))
+
+    async def start(*given):
+        return "actor"
+
+    monkeypatch.setattr(launcher.external, "start", start)
+    monkeypatch.setattr(VerlLauncher, "_expected", lambda self: ("rollout", "expected"))
+
+    async def story():
+        owner = VerlLauncher(root(), config.Options(), actor)
+        await owner.start("rollout-1", 1, ())
+        await owner.start("rollout-2", 2, ())
+        await owner.stop("rollout-0", handle)  # one of verl's own
+        await owner.stop("rollout-2", handle)
+        await owner.stop("rollout-2", handle)  # asked for again
+        await owner.stop("rollout-3", None)  # never began
+        await owner.start_external("external-0", "http://h:1")
+        await owner.stop("external-0", SimpleNamespace(close=handle.tensorhub_leave))
+
+    asyncio.run(story())
+    assert recorded == [32, 40, 32, 16, 16, 16, 32, 16]  # 40: what verl's staleness allows

@@ -1,0 +1,189 @@
+"""verl's own FSDP engine hands the weights over, and each rank publishes what it holds: names and bytes are those that
+verl itself gathers. Two real ranks; dense and with experts, tied, FSDP1 and FSDP2."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+
+from torch_ranks import await_version, free_port, started  # noqa: E402
+
+from tensorhub_plugins.core import Client, start_server  # noqa: E402
+from tensorhub_plugins.verl import parts  # noqa: E402
+from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+READ = "read\n"  # what a rank hears when its case has been read
+TIMEOUT_S = 240
+STEPS = (1, 2)
+CASES = ["fsdp2 dense", "fsdp1 dense", "fsdp1 experts originals", "fsdp2 experts", "fsdp2 dense gathered", "broken"]
+
+
+def build(kind):
+    import transformers
+
+    torch.manual_seed(0)
+    common = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    if kind == "experts":
+        config = transformers.Qwen3MoeConfig(
+            **common, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=16
+        )
+    else:
+        config = transformers.Qwen2Config(**common, tie_word_embeddings=True)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def engine_of(case):
+    """verl's engine around a model, without what it needs to train."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        FullyShardedDataParallel,
+        ShardedStateDictConfig,
+        StateDictType,
+        fully_shard,
+    )
+    from verl.workers.engine.fsdp import transformer_impl
+
+    strategy, kind, *how = (case if case != "broken" else "fsdp2 dense").split()
+    module, mesh = build(kind), init_device_mesh("cpu", (RANKS,))
+    hf_config = module.config
+    if strategy == "fsdp2":
+        for layer in module.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    else:
+        module = FullyShardedDataParallel(
+            module, device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params="originals" in how
+        )
+        state = StateDictType.SHARDED_STATE_DICT
+        FullyShardedDataParallel.set_state_dict_type(module, state, ShardedStateDictConfig())
+    transformer_impl.get_device_id = lambda: "cpu"  # verl knows no CPU
+    transformer_impl.load_fsdp_model_to_gpu = lambda module: None
+    transformer_impl.log_gpu_memory_usage = lambda *args, **kwargs: None
+    engine = object.__new__(transformer_impl.FSDPEngineWithLMHead)
+    engine.module, engine._is_offload_param, engine._uses_fsdp2_cpu_offload_policy = module, False, False
+    engine._qat_enabled, engine.model_config = False, SimpleNamespace(lora={}, hf_config=hf_config)
+    return engine
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main(rank, port, address, folder):
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("cpu:gloo", rank=rank, world_size=RANKS)
+    for case in CASES:
+        run_case(case, rank, address, Path(folder))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_case(case, rank, address, folder):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    from tensorhub_plugins.verl.trainer import TensorHubCheckpointEngine
+
+    name = case.replace(" ", "-")
+    gathers = "gathered" in case
+    engine = engine_of(case)
+    store = TensorHubCheckpointEngine(
+        1 << 20, is_master=rank == 0, hub=address, run="r", model=name, dtype="bfloat16", keep=3, parts=not gathers
+    )
+    parts.watch()  # twice is fine
+    gather = getattr(FSDPEngine.get_per_tensor_param, "__wrapped__", FSDPEngine.get_per_tensor_param)
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.5)
+    if case == "broken" and rank == 1:  # the control: a rank whose weights are others
+        honest = parts.held_by_rank
+        parts.held_by_rank = lambda e: (
+            h._replace(tensor=None if h.tensor is None else h.tensor + 1) for h in honest(e)
+        )
+    for step in STEPS:
+        truth = {name: tensor.detach().bfloat16() for name, tensor in gather(engine)[0]}
+        if rank == 0:
+            torch.save(truth, folder / f"{name}.{step}")
+        with Collectives() as collectives:
+            weights, adapter = engine.get_per_tensor_param()
+            metrics = asyncio.run(store.send_weights(weights, global_steps=step))
+        assert adapter is None
+        assert isinstance(weights, parts.Weights)
+        assert (sum(collectives.seen.values()) > 0) == gathers, collectives.seen
+        if rank == 0:
+            assert metrics["tensorhub/publish/bytes"] == sum(tensor.nbytes for tensor in truth.values())
+        engine.module(torch.arange(8).view(1, 8)).logits.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sys.stdin.readline() == READ
+    store._publisher.close()
+    parts.held_by_rank = honest if case == "broken" and rank == 1 else parts.held_by_rank
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_what_the_ranks_hold_is_what_verl_gathers(tmp_path):
+    with start_server() as server, started(__file__, RANKS, free_port(), server.address, tmp_path) as ranks:
+        for case in CASES:
+            read(server.address, case, tmp_path, ranks)
+        assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * RANKS
+
+
+def read(address, case, folder, processes):
+    name = case.replace(" ", "-")
+    with Client(address, run="r", model=name, replica="reader") as reader:
+        for step in STEPS:
+            await_version(reader, version_of_step(step), processes, TIMEOUT_S)
+            fetched = reader.fetch(version_of_step(step), timeout_s=60)
+            truth, tensors = torch.load(folder / f"{name}.{step}"), fetched.tensors()
+            assert sorted(tensors) == sorted(truth)
+            differ = [n for n, tensor in truth.items() if not torch.equal(tensors[n], tensor)]
+            assert bool(differ) == (case == "broken"), differ
+            assert sorted(fetched.report.sources) == ["trainer/0", "trainer/1"]
+            assert any(".experts.2.up_proj.weight" in n for n in truth) == ("experts" in case)
+    for process in processes:
+        process.stdin.write(READ)
+        process.stdin.flush()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"_qat_enabled": True}, parts.QAT),
+        ({"module": SimpleNamespace(peft_config={})}, parts.LORA),
+        ({"module": SimpleNamespace(_fsdp_wrapped_module=SimpleNamespace(peft_config={}))}, parts.LORA),
+    ],
+)
+def test_what_only_whole_tensors_are_good_for_is_gathered(change, why):
+    engine = SimpleNamespace(_qat_enabled=False, module=torch.nn.Linear(2, 2))
+    vars(engine).update(change)
+    assert parts.why_gathered(engine) == why
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

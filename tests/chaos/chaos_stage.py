@@ -1,0 +1,304 @@
+"""One chaos run: real processes in network namespaces, faults by a plan, then calm; and what is left to judge.
+
+Two sites, joined by a thin link. In the east: the hub, the trainer's two ranks on one host, two rollouts on another
+(they read each other's memory), one on a third. In the west: two rollouts on one host, one on another, and the liar.
+The stranger stands in the east.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count, repeat
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from chaos_checks import Evidence
+from chaos_crew import RANKS, Hub, Post, Rank, Rollout, read_diaries, serve
+from chaos_plan import FAULTS, Fault, plan
+from chaos_strangers import Liar, Stranger
+
+from recipes.bench import network
+from tensorhub_plugins.core import Location
+
+LAN_MBIT, WAN_MBIT = 400, 100
+HUB_PORT = 7070
+ROLLOUTS = ("rollout-0", "rollout-1", "rollout-2", "rollout-3", "rollout-4", "rollout-5")
+HOMES = {  # worker -> (site, host)
+    "hub": ("east", "hub"),
+    "trainer/0": ("east", "trainers"),
+    "trainer/1": ("east", "trainers"),
+    "rollout-0": ("east", "e0"),
+    "rollout-1": ("east", "e0"),
+    "rollout-2": ("east", "e1"),
+    "rollout-3": ("west", "w0"),
+    "rollout-4": ("west", "w0"),
+    "rollout-5": ("west", "w1"),
+    "liar": ("west", "w2"),
+    "stranger": ("east", "outside"),
+}
+KINDS: dict[str, type] = {"hub": Hub, "trainer": Rank, "rollout": Rollout, "liar": Liar, "stranger": Stranger}
+SECRET = "the secret of a run that nobody else knows"
+STEP_S = 0.4  # between two versions, beside what they take
+ANSWER_S = 90.0  # for a process to answer: only a broken one takes so long
+ARRIVE_S = 60.0  # in the calm, for all to come to the last version
+TRACEBACK = re.compile(rb"Traceback.*?^(\w[^\n]*)$", re.S | re.M)
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(
+    ["torch", "numpy", "xxhash", "zmq", "tensorhub_plugins.core", "recipes.bench.network"]
+)
+
+
+@dataclass
+class Actor:
+    """A process that may be killed and started again."""
+
+    who: str
+    life: int = 0
+    process: Any = None
+    pipe: Connection | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one question at a time
+    frozen_at: float | None = None
+
+
+class Chaos:
+    """`run()` once; `evidence` is what it has left."""
+
+    def __init__(
+        self,
+        seed: int,
+        seconds: float,
+        folder: Path,
+        *,
+        verify: bool = True,
+        kinds: Sequence[str] = tuple(FAULTS),
+        betrayed: bool = False,
+    ) -> None:
+        self.seed, self.seconds, self.folder, self.verify = seed, seconds, folder, verify
+        self.betrayed = betrayed  # the stranger has been told the secret
+        targets = {
+            "rollout": ROLLOUTS,
+            "trainer": [f"trainer/{rank}" for rank in range(RANKS)],
+            "hub": ["hub"],
+            "host": ["trainers", "e0", "e1", "w0", "w1"],
+            "site": ["west"],
+            "stranger": ["stranger"],
+        }
+        self.plan = plan(seed, seconds, targets, kinds)
+        self.evidence = Evidence(expected=ROLLOUTS)
+        self._actors = {who: Actor(who) for who in HOMES}
+        self._hosts: dict[str, network.Host] = {}
+        self._lives = count(1)  # of the trainer: each life publishes other bytes
+        self._calm, self._calm_at = threading.Event(), float("inf")
+
+    def run(self) -> Evidence:
+        with network.Network() as self._wires:
+            self._build()
+            try:
+                self._start("hub", "trainer/0", "trainer/1", *ROLLOUTS, "liar", "stranger")
+                trainer = threading.Thread(target=self._train)
+                trainer.start()
+                self._play()
+                self._calm_at = time.monotonic()
+                self._calm.set()
+                trainer.join()
+                self._settle()
+            finally:
+                self._calm.set()
+                self._end()
+        self._gather()
+        return self.evidence
+
+    # --- the stage ---
+
+    def _build(self) -> None:
+        self._wires.site("east")
+        self._wires.site("west")
+        self._wires.join("east", "west", WAN_MBIT)
+        for site, host in dict.fromkeys(HOMES.values()):
+            self._hosts[host] = self._wires.host(site, LAN_MBIT)
+
+    def _post(self, who: str, life: int) -> Post:
+        site, host = HOMES[who]
+        at, hub = self._hosts[host], f"tcp://{self._hosts['hub'].address}:{HUB_PORT}"
+        seed = hash((self.seed, life, *who.encode()))  # of integers: the same in every process
+        where, secret = Location(site, "", host), "" if who == "stranger" and not self.betrayed else SECRET
+        return Post(who, life, abs(seed), at.name, where, at.address, hub, str(self.folder), secret, self.verify)
+
+    def _start(self, *names: str) -> None:
+        life = next(self._lives)
+        begun = []
+        for who in names:
+            actor = self._actors[who]
+            actor.life, (actor.pipe, theirs) = life, _processes.Pipe()
+            kind = KINDS[re.split("[-/]", who)[0]]
+            arguments = (theirs, kind, self._post(who, life))
+            actor.process = _processes.Process(target=serve, args=arguments, daemon=True)
+            actor.process.start()
+            theirs.close()
+            begun.append(actor)
+        for actor in begun:
+            with contextlib.suppress(EOFError):  # killed again already: whoever asks it next finds out
+                self._answer(actor)
+
+    def _ask(self, who: str, method: str, *arguments: Any) -> Any:
+        """None from one that is dead, or dies of it."""
+        actor = self._actors[who]
+        with actor.lock:
+            try:
+                assert actor.pipe is not None
+                actor.pipe.send((method, arguments))
+                return self._answer(actor)
+            except (EOFError, OSError):
+                return None
+
+    def _answer(self, actor: Actor) -> Any:
+        assert actor.pipe is not None
+        if not actor.pipe.poll(ANSWER_S):
+            raise TimeoutError(f"{actor.who} does not answer")
+        return actor.pipe.recv()
+
+    # --- the job ---
+
+    def _train(self) -> None:
+        """Both ranks publish each step; when one is lost both start again, as under torchrun. At last the final one."""
+        ranks = [f"trainer/{rank}" for rank in range(RANKS)]
+        step = 0
+        while True:
+            step, last = step + 1, self._calm.is_set()
+            with ThreadPoolExecutor(RANKS) as asking:
+                answers = dict(zip(ranks, asking.map(self._ask, ranks, repeat("publish"), repeat(step)), strict=True))
+            if any(answers[who] is None for who in ranks):
+                for who in ranks:
+                    self._kill(who)
+                self._start(*ranks)
+            elif all(answers.values()) and last:
+                self.evidence.final_version = max(answers.values())
+                return
+            if last and time.monotonic() > self._calm_at + ARRIVE_S:
+                return
+            self._calm.wait(STEP_S)
+
+    # --- the faults ---
+
+    def _play(self) -> None:
+        began = time.monotonic()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        order = count()
+        for fault in self.plan:
+            heapq.heappush(self._due, (fault.at_s, next(order), lambda fault=fault: self._strike(fault)))
+        self._after = lambda seconds, action: heapq.heappush(
+            self._due, (time.monotonic() - began + seconds, next(order), action)
+        )
+        while self._due:
+            at_s, _, action = heapq.heappop(self._due)
+            time.sleep(max(0.0, began + at_s - time.monotonic()))
+            action()
+        time.sleep(max(0.0, began + self.seconds - time.monotonic()))
+
+    def _strike(self, fault: Fault) -> None:
+        verb, kind = fault.kind.split()
+        who = fault.target
+        match verb, kind:
+            case "kill", _:
+                self._kill(who)
+                if kind != "trainer":  # the trainer's loop starts both ranks again
+                    self._after(fault.lasts_s, lambda: self._start(who))
+            case "stop", _:
+                self._freeze(who)
+                self._after(fault.lasts_s, lambda: self._thaw(who))
+            case "cut", "site":
+                self._wires.cut(who)
+                self._after(fault.lasts_s, lambda: self._wires.mend(who))
+            case (("cut" | "mute" | "deafen"), "host"):
+                host = self._hosts[who]
+                self._wires.impair(host, verb)
+                self._after(fault.lasts_s, lambda: self._wires.repair(host))
+            case "flip", _:
+                threading.Thread(target=self._ask, args=(who, "flip"), daemon=True).start()
+            case "strike", _:
+                ports = self._ports()
+                threading.Thread(target=self._ask, args=(who, "strike", ports), daemon=True).start()
+            case _:
+                raise AssertionError(fault)
+
+    def _kill(self, who: str) -> None:
+        actor = self._actors[who]
+        if actor.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):  # the trainer's loop has just done it
+                os.kill(actor.process.pid, signal.SIGKILL)
+            self.evidence.killed[who, actor.life] = time.monotonic()
+        actor.process.join()
+        if actor.frozen_at is not None:
+            self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
+        actor.frozen_at = None
+
+    def _freeze(self, who: str) -> None:
+        actor = self._actors[who]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(actor.process.pid, signal.SIGSTOP)
+            actor.frozen_at = time.monotonic()
+
+    def _thaw(self, who: str) -> None:
+        actor = self._actors[who]
+        if actor.frozen_at is None or not actor.process.is_alive():
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(actor.process.pid, signal.SIGCONT)
+        self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
+        actor.frozen_at = None
+
+    def _ports(self) -> list[tuple[str, int]]:
+        """Where anything listens, in any of the namespaces."""
+        found = defaultdict(set)
+        for who, actor in self._actors.items():
+            if who != "stranger" and actor.process.is_alive():
+                for line in Path(f"/proc/{actor.process.pid}/net/tcp").read_text().splitlines()[1:]:
+                    local, state = line.split()[1], line.split()[3]
+                    if state == "0A":
+                        found[self._hosts[HOMES[who][1]].address].add(int(local.split(":")[1], 16))
+        return sorted((address, port) for address, ports in found.items() for port in ports)
+
+    # --- the calm ---
+
+    def _settle(self) -> None:
+        """Faults have stopped: all must come to the last version."""
+        deadline = time.monotonic() + ARRIVE_S
+        waiting = set(ROLLOUTS)
+        while waiting and time.monotonic() < deadline:
+            for who in sorted(waiting):
+                version = self._ask(who, "version")
+                self.evidence.arrived[who] = version or 0
+                if version == self.evidence.final_version:
+                    waiting.discard(who)
+            time.sleep(0.1)
+        got = self._ask("stranger", "ask")
+        self.evidence.intrusions = ["it died"] if got is None else got
+        self.hub_memory_bytes = self._ask("hub", "memory_bytes")
+
+    def _end(self) -> None:
+        for who, actor in self._actors.items():
+            if actor.process is not None:
+                self._kill(who)
+                actor.process.close()
+                assert actor.pipe is not None
+                actor.pipe.close()
+
+    def _gather(self) -> None:
+        stops = [f"{who} life {life}: {times}" for (who, life), times in self.evidence.stopped.items()]
+        (self.folder / "stops").write_text("\n".join(stops))  # with the diaries, for whoever looks
+        self.evidence.calls = read_diaries(str(self.folder))
+        for log in sorted(self.folder.glob("*.log")):
+            self.evidence.tracebacks += [f"{log.stem}: {end.decode()}" for end in TRACEBACK.findall(log.read_bytes())]

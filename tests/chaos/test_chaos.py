@@ -1,0 +1,120 @@
+"""Hub, trainer, rollouts, a liar and a stranger as real processes on two sites, under faults: what must hold, holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from chaos_checks import Call, Evidence, summary, violations
+from chaos_crew import digest_of, weights_of
+from chaos_plan import CALM_S, FAULTS, plan
+from chaos_stage import Chaos
+
+from recipes.bench import network
+
+TARGETS = {"rollout": ("a", "b"), "trainer": ("t",), "hub": ("h",), "host": ("x",), "site": ("s",), "stranger": ("o",)}
+real = pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "")
+
+
+def truth(life: int, step: int) -> str:
+    return digest_of(weights_of(life, step))
+
+
+def step_of(version: int) -> int:
+    return version % 1_000_000_000
+
+
+# --- the plan and the judge ---
+
+
+def test_a_plan_is_its_seed_and_has_every_fault() -> None:
+    one = plan(1, 3000.0, TARGETS)
+    assert one == plan(1, 3000.0, TARGETS) != plan(2, 3000.0, TARGETS)
+    assert {fault.kind for fault in one} == set(FAULTS)
+    assert all(fault.at_s >= CALM_S and fault.at_s + fault.lasts_s <= 3000 - CALM_S for fault in one)
+
+
+def evidence(*calls: Call) -> Evidence:
+    return Evidence(list(calls), {}, {}, 7, {"rollout-0": 7}, ("rollout-0",))
+
+
+PUBLISH = Call("trainer/0", 3, "publish", 0.0, 5.0, 1.0, version=7, step=7)
+READ = Call("rollout-0", 4, "replicate", 1.0, 5.0, 2.0, version=7, digest=truth(3, 7))
+
+
+def test_the_judge_is_content_with_a_good_run() -> None:
+    killed = replace(PUBLISH, ended=None, version=0, step=8)
+    read_of_it = replace(READ, version=8, digest=truth(3, 8))
+    assert violations(evidence(PUBLISH, READ, killed, read_of_it), truth, step_of) == []
+    assert summary(evidence(PUBLISH, READ))["read"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "calls"),
+    [
+        ("wrong bytes", (PUBLISH, replace(READ, digest=truth(3, 8)))),
+        ("wrong bytes", (PUBLISH, replace(READ, digest=truth(2, 7)))),
+        ("wrong bytes", (PUBLISH, replace(PUBLISH, life=5), READ, replace(READ, digest=truth(5, 7)))),
+        ("wrong bytes", (READ,)),
+        ("late", (PUBLISH, replace(READ, ended=6.6))),
+        ("late", (PUBLISH, replace(READ, ended=8.6, starved_s=2.0))),
+        (
+            "backwards",
+            (PUBLISH, replace(PUBLISH, version=6, step=6), READ, replace(READ, version=6, digest=truth(3, 6))),
+        ),
+        ("untyped", (PUBLISH, replace(READ, error="KeyError"))),
+    ],
+)
+def test_the_judge_sees(rule: str, calls: tuple[Call, ...]) -> None:
+    found = violations(evidence(*calls), truth, step_of)
+    assert [line.split(":")[0] for line in found] == [rule], found
+
+
+def test_the_judge_sees_what_is_not_in_the_calls() -> None:
+    hangs = evidence(PUBLISH, replace(READ, ended=None))
+    hangs.killed["rollout-0", 4] = 9.5
+    assert violations(hangs, truth, step_of)[0].startswith("hangs")
+    wedged = evidence(PUBLISH, READ)
+    wedged.arrived["rollout-0"] = 6
+    assert violations(wedged, truth, step_of)[0].startswith("wedged")
+    let_in = evidence(PUBLISH, READ)
+    let_in.intrusions.append("was let in")
+    let_in.tracebacks.append("hub: KeyError")
+    assert [line.split(":")[0] for line in violations(let_in, truth, step_of)] == ["stranger", "traceback"]
+
+
+def test_a_stopped_process_is_not_late() -> None:
+    stopped = evidence(PUBLISH, replace(READ, ended=9.0))
+    assert violations(stopped, truth, step_of)
+    stopped.stopped["rollout-0", 4] = [(2.0, 5.0)]
+    assert violations(stopped, truth, step_of) == []
+
+
+# --- the run ---
+
+
+@real
+@pytest.mark.heavy
+@pytest.mark.timeout(900)
+def test_nothing_breaks_what_must_hold(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    seed, seconds = request.config.getoption("--chaos-seed"), request.config.getoption("--chaos-s")
+    print(f"\nchaos: seed {seed}, {seconds:.0f} s, diaries in {tmp_path}", flush=True)
+    chaos = Chaos(seed, seconds, tmp_path)
+    left = chaos.run()
+    done = summary(left)
+    print(f"chaos: {done}, {len(chaos.plan)} faults, hub {chaos.hub_memory_bytes >> 20} MiB", flush=True)
+    found = violations(left, truth, step_of)
+    assert not found, "\n".join([f"seed {seed}:", *found])
+    assert done["read"] > seconds / 2 and done["published"] > seconds / 10, done
+
+
+@real
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_the_run_can_fail(tmp_path: Path) -> None:
+    """Negative control: readers that do not verify take what the liar and flipped bits make of a version, and a
+    stranger who has been told the secret comes in."""
+    chaos = Chaos(3, 30.0, tmp_path, verify=False, kinds=("flip rollout", "flip trainer"), betrayed=True)
+    found = violations(chaos.run(), truth, step_of)
+    assert {"wrong bytes", "stranger"} <= {line.split(":")[0] for line in found}, found

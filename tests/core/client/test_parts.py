@@ -1,0 +1,317 @@
+"""Whole tensors out of parts: put together where they land, served on as they came, refused where parts are missing."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub_plugins.core import CHECKPOINT, Client, Part, ShardKey, UsageError, contiguous_spec, start_server
+from tensorhub_plugins.core.client.parts import Held, Ownership, Turns, held_run, held_split
+from tensorhub_plugins.core.client.publisher import Publisher
+
+ROWS, COLUMNS = 1000, 257  # 1 MB, in several segments, and no row on a boundary
+
+
+@pytest.fixture
+def address():
+    with start_server() as server:
+        yield server.address
+
+
+def client(address, replica, shard=0, shard_count=1, **options):
+    return Client(address, run="r", model="actor", replica=replica, shard=shard, shard_count=shard_count, **options)
+
+
+def model(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "columns": torch.randn(64, 96, generator=generator),
+        "norm": torch.randn(7, generator=generator).bfloat16(),
+        "rows": torch.randn(ROWS, COLUMNS, generator=generator),
+        "runs": torch.randn(61, 13, 3, generator=generator).bfloat16(),
+        "scalar": torch.randn((), generator=generator),
+    }
+
+
+def of_rank(whole, rank):
+    """Of two ranks: rows cut unevenly, columns, a run that ends within a row, and what only one of them has."""
+    cut = (0, 617, ROWS)
+    rows = slice(*cut[rank : rank + 2])
+    half = slice(48 * rank, 48 * rank + 48)
+    ends = (0, 1000, whole["runs"].numel())
+    flat = whole["runs"].reshape(-1)[ends[rank] : ends[rank + 1]]
+    tensors = {"rows": whole["rows"][rows], "columns": whole["columns"][:, half], "runs": flat}
+    parts = {
+        "rows": Part((ROWS, COLUMNS), (cut[rank], 0)),
+        "columns": Part((64, 96), (0, 48 * rank)),
+        "runs": Part((61, 13, 3), (ends[rank],)),
+    }
+    alone = {"norm": whole["norm"]} if rank == 0 else {"scalar": whole["scalar"]}
+    return {**tensors, **alone}, parts
+
+
+@pytest.fixture
+def ranks(address):
+    trainers = [client(address, "trainer", rank, 2) for rank in range(2)]
+    yield trainers
+    for trainer in trainers:
+        trainer.close()
+
+
+def publish(ranks, version):
+    whole = model(version)
+    for rank, trainer in enumerate(ranks):
+        tensors, parts = of_rank(whole, rank)
+        trainer.publish(version, tensors, parts=parts)
+    return whole
+
+
+def assert_same(tensors, expected):
+    assert sorted(tensors) == sorted(expected)
+    for name, tensor in expected.items():
+        assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape, name
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_was_published_in_parts_is_fetched_whole_and_served_on_in_the_same_parts(address, ranks, transport):
+    first, second = (client(address, name, transports=(transport,)) for name in ("first", "second"))
+    for version in (1, 2, 3):
+        whole = publish(ranks, version)
+        fetched = first.fetch(version, serve=True)
+        assert_same(fetched.tensors(), whole)
+        assert set(fetched.report.sources) == {"trainer/0", "trainer/1"}
+        for trainer in ranks:
+            trainer.unpublish(version)
+        again = second.fetch(version)
+        assert_same(again.tensors(), whole)
+        assert set(again.report.sources) == {"first/0"}
+        assert again.report.roots == fetched.report.roots
+        again.release()
+        if version > 1:
+            first.unpublish(version - 1)
+    first.close()
+    second.close()
+
+
+def test_the_memory_is_one_copy_and_is_used_again(address, ranks):
+    reader = client(address, "reader")
+    used = []
+    for version in (1, 2, 3, 4):
+        whole = publish(ranks, version)
+        fetched = reader.fetch(version, serve=True)
+        size_bytes = sum(tensor.nbytes for tensor in whole.values())
+        assert sum(slab.size_bytes for slab in fetched.slabs.values()) == size_bytes
+        used.append({tensor.data_ptr() for tensor in fetched.tensors().values()})
+        if version > 1:
+            reader.unpublish(version - 1)
+    assert used[0] == used[2] and used[1] == used[3] and not used[0] & used[1]
+    reader.close()
+
+
+def test_memory_that_is_offered_does_not_go_back_to_the_pool(address, ranks):
+    reader = client(address, "reader")
+    whole = publish(ranks, 1)
+    served = reader.fetch(1, serve=True)
+    kept = {name: tensor.clone() for name, tensor in served.tensors().items()}
+    views = served.tensors()
+    served.release()  # it is on offer still
+    publish(ranks, 2)
+    reader.fetch(2)
+    assert_same(views, kept)
+    reader.unpublish(1)
+    publish(ranks, 3)
+    later = reader.fetch(3).tensors()  # the control: now it does
+    assert {tensor.data_ptr() for tensor in later.values()} == {tensor.data_ptr() for tensor in views.values()}
+    assert_same(later, model(3))
+    assert not torch.equal(views["rows"], whole["rows"])
+    reader.close()
+
+
+@pytest.mark.parametrize("broken", ["missing", "twice", "shape"])
+def test_parts_that_do_not_make_a_whole_are_refused_and_the_next_version_is_read(address, ranks, broken):
+    reader = client(address, "reader")
+    publish(ranks, 1)
+    reader.fetch(1).release()
+    for rank, trainer in enumerate(ranks):
+        tensors, parts = of_rank(model(2), rank)
+        if rank == 1 and broken == "missing":
+            tensors["rows"], parts["rows"] = tensors["rows"][:-1], Part((ROWS, COLUMNS), (617, 0))
+        elif rank == 0 and broken == "twice":
+            tensors["rows"] = model(2)["rows"][:618]
+        elif rank == 1 and broken == "shape":
+            parts["rows"] = Part((ROWS + 1, COLUMNS), (617, 0))
+        trainer.publish(2, tensors, parts=parts)
+    words = {"missing": "not all of them", "twice": "published by shard 0 and by shard 1", "shape": "'rows' is float32"}
+    with pytest.raises(UsageError, match=words[broken]):
+        reader.fetch(2)
+    assert_same(reader.fetch(1).tensors(), model(1))  # the control
+    publish(ranks, 3)
+    assert_same(reader.fetch(3).tensors(), model(3))
+    reader.close()
+
+
+def test_other_tensors_than_the_last_time_leave_no_old_ones_behind(address, ranks):
+    reader = client(address, "reader")
+    publish(ranks, 1)
+    reader.fetch(1).release()
+    whole = model(2)
+    for rank, trainer in enumerate(ranks):
+        tensors, parts = of_rank(whole, rank)
+        del tensors["columns"], parts["columns"]
+        trainer.publish(2, tensors, parts=parts)
+    del whole["columns"]
+    assert_same(reader.fetch(2).tensors(), whole)
+    reader.close()
+
+
+def test_a_reader_takes_its_rows_out_of_runs(address, ranks):
+    whole = publish(ranks, 1)
+    reader = client(address, "reader")
+    mine = torch.zeros(20, 13, 3, dtype=torch.bfloat16)
+    report = reader.replicate({"runs": mine}, parts={"runs": Part((61, 13, 3), (15, 0, 0))}, serve=False)
+    assert torch.equal(mine, whole["runs"][15:35])
+    assert set(report.sources) == {"trainer/0", "trainer/1"}
+    inner = torch.zeros(61, 5, 3, dtype=torch.bfloat16)
+    reader.replicate({"runs": inner}, parts={"runs": Part((61, 13, 3), (0, 4, 0))}, serve=False)
+    assert torch.equal(inner, whole["runs"][:, 4:9])
+    reader.close()
+
+
+# --- the publisher ---
+
+
+def publishers(address, ranks, **options):
+    return [
+        Publisher(
+            client(address, "trainer", rank, ranks),
+            rank=rank,
+            ranks=ranks,
+            worker=f"trainer/{rank}",
+            keep=2,
+            timeout_s=10,
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def flat_shares(whole, rank, ranks):
+    """As FSDP1 and ZeRO-3 cut: every tensor in equal runs, the last one shorter or empty."""
+    for name, tensor in whole.items():
+        size = -(-tensor.numel() // ranks)
+        flat = tensor.reshape(-1)[rank * size : (rank + 1) * size]
+        yield held_run(contiguous_spec(name, tensor.dtype, tensor.shape), flat, min(rank * size, tensor.numel()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_publish_what_they_hold_once_and_cast_it(address, ranks):
+    trainers, reader = publishers(address, ranks, dtype=torch.bfloat16), client(address, "reader")
+    for version in (1, 2):
+        whole = model(version)
+        size_bytes = [t.publish_parts(version, flat_shares(whole, t.rank, ranks)) for t in trainers]
+        expected = {name: tensor.bfloat16() for name, tensor in whole.items()}
+        assert sum(m["tensorhub/publish/bytes"] for m in size_bytes) == sum(t.nbytes for t in expected.values())
+        assert trainers[0].whole_size_bytes == sum(t.nbytes for t in expected.values())
+        assert_same(reader.fetch(version).tensors(), expected)
+    with pytest.raises(UsageError, match=r"1 missing: 'norm'"):
+        trainers[0].publish_parts(3, [held for held in flat_shares(whole, 0, ranks) if held.whole.name != "norm"])
+    assert trainers[0].publish_parts(2, flat_shares(model(2), 0, ranks)) == {}  # once more, and nothing changed
+    with pytest.raises(UsageError, match="other weights were given"):
+        trainers[0].publish_parts(2, flat_shares(model(5), 0, ranks))
+    for each in (*trainers, reader):
+        each.close()
+
+
+def test_a_rank_with_nothing_publishes_nothing_and_the_version_is_whole(address):
+    trainers, reader = publishers(address, 3), client(address, "reader")
+    whole = {"one": torch.ones(1), "two": torch.ones(2)}
+    for trainer in trainers:
+        trainer.publish_parts(1, flat_shares(whole, trainer.rank, 3))
+    assert trainers[2].client.find(ShardKey(1, CHECKPOINT, 2, 3)).manifest.size_bytes == 0
+    assert_same(reader.fetch(1).tensors(), whole)
+    for each in (*trainers, reader):
+        each.close()
+    gc.collect()
+
+
+# --- pure ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_experts_are_split_out_of_any_run(shape, ranks, data):
+    """One tensor of all experts, cut anywhere, becomes a tensor for each of them: every element comes once."""
+    experts = data.draw(st.integers(1, 4))
+    whole = torch.arange(experts * torch.Size(shape).numel()).view(experts, *shape)
+    spec = contiguous_spec("w", whole.dtype, whole.shape)
+    one = whole[0].numel()
+    pieces = [(f"w.{k}", k * one, tuple(shape)) for k in range(experts)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, whole.numel()), min_size=ranks - 1, max_size=ranks - 1)))
+    made = {name: torch.full(shape, -1) for name, _, _ in pieces}
+    for low, high in zip([0, *cuts], [*cuts, whole.numel()], strict=True):
+        for held in held_split(held_run(spec, whole.reshape(-1)[low:high], low), pieces):
+            if held.tensor is None:
+                continue
+            target = made[held.whole.name]
+            if held.part is not None and held.part.is_run:
+                place = target.view(-1)[held.part.start[0] : held.part.start[0] + held.tensor.numel()]
+            elif held.part is not None:
+                rows = held.part.start[0]
+                place = target[rows : rows + held.tensor.shape[0]]
+            else:
+                place = target
+            assert bool((place == -1).all())  # once
+            place.copy_(held.tensor)
+    for k in range(experts):
+        assert torch.equal(made[f"w.{k}"], whole[k])
+
+
+def test_what_is_cut_along_two_dimensions_is_not_split():
+    spec = contiguous_spec("w", torch.float32, (4, 4))
+    with pytest.raises(UsageError, match="'w' is cut along more than its first dimension"):
+        list(held_split(Held(spec, torch.zeros(4, 2), Part((4, 4), (0, 0))), [("a", 0, (2, 4))]))
+
+
+@given(st.lists(st.integers(0, 100), max_size=50), st.integers(1, 9))
+def test_turns_are_the_same_for_all_and_fair(sizes, count):
+    turns = [Turns(rank, count) for rank in range(count)]
+    given_bytes = [0] * count
+    for size in sizes:
+        owners = [rank for rank in range(count) if turns[rank].is_mine(rank, count, size)]
+        assert len(owners) == 1
+        assert given_bytes[owners[0]] == min(given_bytes)
+        given_bytes[owners[0]] += size
+
+
+def test_ownership_of_many_ranks_costs_a_heap_and_no_search():
+    """Counted, as a time would not be the same everywhere: comparisons of one step at 1,024 ranks."""
+    compared = 0
+
+    class Counted(int):
+        def __lt__(self, other):
+            nonlocal compared
+            compared += 1
+            return int(self) < int(other)
+
+        def __eq__(self, other):
+            return int(self) == int(other)
+
+        def __add__(self, other):
+            return Counted(int(self) + int(other))
+
+        __hash__ = int.__hash__
+
+    ownership = Ownership(1024)
+    ownership._next = [(Counted(given), rank) for given, rank in ownership._next]
+    for size in range(2000):
+        ownership.give(size)
+    assert compared < 2000 * 64

@@ -1,0 +1,147 @@
+"""A process that forks, and an interpreter that exits: nobody waits for what is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from client_processes import SIZE, same_bytes, tensors_of
+from client_stage import FAR, HELD, SOON_S, holders, until
+
+from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, UsageError, process, start_server
+from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.transfer.limits import TransferLimits
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, for what this is about
+
+CALLS: dict[str, Callable[[Client], Any]] = {
+    "publish": lambda c: c.publish(2, {"w": torch.ones(1)}),
+    "unpublish": lambda c: c.unpublish(1),
+    "recheck": lambda c: c.recheck(1),
+    "replicate": lambda c: c.replicate({"w": torch.ones(1)}),
+    "fetch": lambda c: c.fetch(),
+    "wait": lambda c: c.wait(),
+    "target": lambda c: c.target(),
+    "versions": lambda c: c.versions(),
+    "retain": lambda c: c.retain(),
+    "pin": lambda c: c.pin(1),
+    "begin": lambda c: c.begin(1),
+    "abandon": lambda c: c.abandon(1, CHECKPOINT),
+    "allocate": lambda c: c.allocate([]),
+    "serving": lambda c: c.serving(),
+    "find": lambda c: c.find(ShardKey(1, CHECKPOINT)),
+}
+
+
+def in_a_child(action: Callable[[], str]) -> str:
+    """What it returns in a forked child, which must not wait for anybody."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(theirs, action().encode())
+        except BaseException as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        with open(ours, "rb") as pipe:
+            os.set_blocking(ours, False)
+            return until(lambda: pipe.read() or b"").decode()
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def outcome(call: Callable[[Client], Any], client: Client) -> str:
+    try:
+        return repr(call(client))
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(stage):
+    client = stage.client("a")
+    client.publish(1, {"w": torch.ones(3)})
+    parent = os.getpid()
+
+    def child() -> str:
+        with client._lock, client._serving._changed, client._hub._lock:  # as another thread may have held them
+            said = {outcome(call, client) for call in CALLS.values()}
+        client.close()
+        client.close()
+        process._exits(parent)  # those of other libraries may wait for threads that are not here
+        return "; ".join(said)
+
+    said = in_a_child(child)
+    assert f"this client was made by process {os.getpid()} and this is its fork" in said
+    assert said.count("make a client in the child") == 1  # all say the same
+    assert holders(client, 1) == ("a/0",)  # no Bye was said for us
+    fetched = stage.client("b").fetch()
+    assert torch.equal(fetched.tensors()["w"], torch.ones(3))
+
+
+@pytest.fixture
+def sleeper(tmp_path):
+    """A FIFO on which children wait, which end with the test."""
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    keep = os.open(path, os.O_RDWR)  # so that nobody waits for the other end
+    yield path
+    os.close(keep)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_the_death_of_a_process_is_noticed_although_its_child_lives(stage, progress, sleeper, transport):
+    options = {"transports": (transport,)}
+    near, far = stage.worker("near", **options), stage.client("far", location=FAR, **options)
+    rollout = stage.client("rollout", limits=TransferLimits(stall_s=SOON_S), **options)
+    near.call("publish", 1, 1, hold_from=HELD)
+    far.publish(1, tensors_of(1))
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    child = near.call("fork", sleeper)
+    began = time.monotonic()
+    near._signal(signal.SIGKILL)  # its end is not waited for: the child has that pipe, too
+    fetched = reading.result(2 * SOON_S)
+    assert time.monotonic() - began < SOON_S  # it did not have to become silent for long
+    assert fetched.report.sources["far/0"] < SIZE and same_bytes(fetched.tensors(), tensors_of(1))
+    assert "went away" in fetched.report.losses[0] or "cannot be read any more" in fetched.report.losses[0]
+    os.kill(child, 0)  # it lives
+
+
+def test_a_child_that_keeps_the_sockets_hides_the_death(stage, progress, sleeper):
+    """The control: its reader sees silence, which is noticed by chance, because somebody else could take over."""
+    near, far, rollout = stage.worker("near"), stage.client("far", location=FAR), stage.client("rollout")
+    near.call("publish", 1, 1, hold_from=HELD)
+    far.publish(1, tensors_of(1))
+    reading = stage.begin(rollout.fetch)
+    progress.wait("rollout", HELD)
+    near.call("fork", sleeper, keeps_sockets=True)
+    near._signal(signal.SIGKILL)
+    (loss,) = reading.result(2 * SOON_S).report.losses
+    assert "went away" not in loss
+
+
+PROGRAM = """
+import sys
+import torch
+from tensorhub_plugins.core import Client
+client = Client(sys.argv[1], run="r", model="m", replica="leaves", transports=("tcp",))
+client.publish(1, {"w": torch.ones(3)})
+"""
+
+
+def test_an_interpreter_that_exits_says_bye():
+    with start_server(limits=HubLimits(session_timeout_s=3600)) as hub:
+        subprocess.run([sys.executable, "-c", PROGRAM, hub.address], check=True, timeout=4 * SOON_S)
+        until(lambda: fetch_status(hub.address)["models"] == [])  # not given up for its silence

@@ -1,0 +1,281 @@
+"""What one message or session can take of the hub: sizes, queues, rates, and what our own faults cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from hub_peer import ask, peer
+from hub_scenarios import Scenario
+
+from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.hub import hub, outbox, rates, server
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.server import Server, start_server
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, SHARDS_MAX, Location, ShardKey
+
+LONG = "x" * 257
+KEY = ShardKey(1, CHECKPOINT)
+HELD = m.Holding(KEY, b"r" * 16, 1)
+ENDPOINTS = {"tcp": "tcp://1.2.3.4:5"}
+
+
+def hello(**fields: object) -> m.Hello:
+    said: dict[str, object] = {"run": "r", "model": "m", "replica": "a", "shard": 0, "shard_count": 1}
+    return m.Hello(**{**said, "location": Location(), "endpoints": ENDPOINTS, "request_id": 1, **fields})
+
+
+# --- what is decoded ---
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello(location=Location(LONG)),
+        hello(location=Location("", LONG)),
+        hello(location=Location("", "", LONG)),
+        hello(endpoints={"tcp": LONG}),
+        hello(endpoints={"t" * 33: ""}),
+        hello(endpoints={str(n): "" for n in range(9)}),
+        hello(holdings=(HELD,) * (m.HOLDINGS_MAX + 1)),
+        hello(shard_count=0),
+        hello(leases=(m.HeldLease(1, 1, CHECKPOINT, {-1: b"s" * 16}, 1.0),)),
+        hello(leases=(m.HeldLease(1, 1, CHECKPOINT, {SHARDS_MAX: b"s" * 16}, 1.0),)),
+        hello(leases=(m.HeldLease(1, 1, CHECKPOINT, {0: b"s" * 16}, math.nan),)),
+        hello(leases=(m.HeldLease(1, 0, CHECKPOINT, {0: b"s" * 16}, 1.0),)),
+        hello(leases=(m.HeldLease(1, 1, CHECKPOINT, {0: b"s" * 16}, 1.0),) * 1025),
+        m.Unpublish(1, (KEY,) * (m.HOLDINGS_MAX + 1), 1.0),
+        m.Acquire(1, 1, 0, (CHECKPOINT,), math.inf),
+        m.Acquire(1, 1, 0, (CHECKPOINT,), 1.0, shards=(0,) * (SHARDS_MAX + 1)),
+    ],
+)
+def test_what_is_out_of_bounds_does_not_decode(message: m.ClientMessage) -> None:
+    with pytest.raises(ProtocolError, match="malformed message"):
+        m.decode_from_client(m.encode(message))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        hello(location=Location(LONG[1:], LONG[1:], LONG[1:]), endpoints={"t" * 32: LONG[1:]}),
+        hello(holdings=tuple(m.Holding(ShardKey(n + 1, LONG[1:]), b"r" * 16, 1) for n in range(m.HOLDINGS_MAX))),
+        hello(leases=(m.HeldLease(1, 1, CHECKPOINT, {SHARDS_MAX - 1: b"s" * 16}, 1.0),) * 1024),
+    ],
+)
+def test_the_control_the_largest_that_may_be_do(message: m.Hello) -> None:
+    assert m.decode_from_client(m.encode(message)) == message
+
+
+def test_the_largest_answer_can_be_decoded() -> None:
+    location, endpoints = Location(*(LONG[1:],) * 3), {f"{n:032}": LONG[1:] for n in range(8)}
+    ticket = m.Ticket(m.Claim(b"h" * 16, "r" * 262, 1.0), b"k" * 32)
+    grant = m.Grant(0, b"s" * 16, LONG[1:], endpoints, location, b"r" * 16, 1 << 48, 1 << 48, ticket)
+    granted = m.Granted(1, 1, LONG[1:], SHARDS_MAX, (grant,) * m.GRANTS_MAX)
+    assert len(m.encode(granted)) < m.FROM_HUB_SIZE_BYTES_MAX and m.decode_from_hub(m.encode(granted)) == granted
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"), [((0,) * 65536, "asked for twice"), ((0, 2), "shard 2 of 2 was asked for")]
+)
+def test_an_acquire_that_makes_no_sense_is_refused_at_once(shards: tuple[int, ...], words: str) -> None:
+    story = Scenario()
+    story.join("trainer/0")
+    story.join("rollout/0")
+    story.publish("trainer/0", 1)
+    story.acquire("rollout/0", 1, shards=shards, shards_layout=CHECKPOINT, shard_count=2)
+    (refused,) = (message for message in story.inbox["rollout/0"] if isinstance(message, m.Refused))
+    assert words in refused.message and not story.hub.registry.workers[story.sessions["rollout/0"]].pending
+
+
+def test_a_serial_that_leaves_operators_none_is_not_believed() -> None:
+    story = Scenario()
+    story.join("trainer/0")
+    story.publish("trainer/0", 1)
+    story.join("other/0", directive=m.Directive(m.SERIAL_MAX, 9, ()))
+    assert story.hub.registry.histories["run", "actor"].directive == m.NO_DIRECTIVE
+    story.say("trainer/0", m.Pin, version=1, timeout_s=1.0)
+    assert isinstance(story.inbox["trainer/0"][-1], m.Done)
+    story.join("third/0", directive=m.Directive(1000, 0, ()))  # the control
+    assert story.hub.registry.histories["run", "actor"].directive.serial == 1000
+
+
+# --- what is kept ---
+
+
+def test_remembered_answers_have_a_budget() -> None:
+    story = Scenario()
+    story.join("a/0")
+    worker = story.hub.registry.workers[story.sessions["a/0"]]
+    box = outbox.Outbox()
+    large = m.Refused(0, "UsageError", "x" * (outbox.REPLIES_KEPT_BYTES_MAX // 4))
+    for number in range(1, 1000):
+        box.remember(worker, m.Refused(number, "UsageError", large.message))
+        assert worker.replies_size_bytes == sum(map(outbox._size_bytes, worker.replies.values()))
+        assert worker.replies_size_bytes <= outbox.REPLIES_KEPT_BYTES_MAX
+    assert list(worker.replies) == [997, 998, 999]
+    box.remember(worker, m.Refused(1000, "UsageError", 8 * large.message))
+    assert list(worker.replies) == [1000]  # the last one always: it may be asked for again
+    for number in range(2000, 3000):
+        box.remember(worker, m.Done(number))
+    assert len(worker.replies) == outbox.REPLIES_KEPT_MAX
+
+
+@pytest.fixture
+def running() -> Iterator[Server]:
+    with start_server(limits=HubLimits(grace_s=0.0)) as one:
+        yield one
+
+
+FLOOD = 200  # messages of 1 MiB
+
+
+def taken_from_a_flood(address: str) -> int:
+    with peer(address, SNDHWM=1, SNDBUF=1 << 16) as flood:
+        flood.send(m.encode(m.AskStatus(1)))
+        taken = 0
+        while taken < FLOOD and flood.poll(2000, zmq.POLLOUT):
+            flood.send(bytes(1 << 20))
+            taken += 1
+        return taken
+
+
+def test_a_hub_that_is_busy_does_not_take_in_what_it_cannot_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, true_handle = threading.Event(), hub.Hub.handle
+
+    def busy(self: hub.Hub, event: hub.Event, now: float) -> list[hub.Effect]:
+        if isinstance(event, hub.Received):
+            go_on.wait(60)
+        return true_handle(self, event, now)
+
+    monkeypatch.setattr(hub.Hub, "handle", busy)
+    with start_server() as running:
+        taken = taken_from_a_flood(running.address)
+        go_on.set()
+    assert taken < FLOOD / 2
+
+
+def test_the_control_an_endless_queue_takes_it_all() -> None:
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.RCVHWM, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        assert taken_from_a_flood(f"tcp://127.0.0.1:{port}") == FLOOD
+    context.term()
+
+
+# --- how much one session may say ---
+
+
+def test_a_bucket_fills_with_time_and_takes_sizes_and_debts_into_account() -> None:
+    limited = rates.Rates(10.0)
+    said = [limited.admits(b"a", 0, 0.0) for _ in range(200)]
+    assert said == [True] * 160 + [False] * 40
+    assert limited.admits(b"b", 0, 0.0)  # another one's is its own
+    assert not limited.admits(b"a", 0, 0.0) and limited.admits(b"a", 0, 0.2)
+    assert limited.admits(b"c", 1 << 20, 0.0) and not limited.admits(b"c", 0, 80.0) and limited.admits(b"c", 0, 90.0)
+    limited.charge(b"d", 200)
+    assert not limited.admits(b"d", 0, 0.0) and limited.admits(b"d", 0, 5.0)
+    assert limited.is_to_hear(b"a", 0.0) and not limited.is_to_hear(b"a", 0.9) and limited.is_to_hear(b"a", 1.0)
+
+
+def test_buckets_are_bounded() -> None:
+    limited = rates.Rates(10.0)
+    for number in range(3 * rates.BUCKETS_KEPT_MAX):
+        assert limited.admits(number.to_bytes(16, "big"), 0, 0.0)
+    assert len(limited) <= rates.BUCKETS_KEPT_MAX
+
+
+def test_who_floods_hears_it_once_and_nobody_else_notices() -> None:
+    now = [100.0]
+    with (
+        Server(limits=HubLimits(grace_s=0.0, messages_per_s_max=10), clock=lambda: now[0]) as running,
+        peer(running.address) as flood,
+        peer(running.address) as worker,
+    ):
+        assert isinstance(ask(worker, hello()), m.Welcome)
+        for number in range(1, 1001):
+            flood.send(m.encode(m.Retain(number, 1)))
+        heard = [m.decode_from_hub(flood.recv())]
+        while isinstance(heard[-1], m.Unknown):
+            heard.append(m.decode_from_hub(flood.recv()))
+        assert 150 < len(heard) < 170 and "10 messages a second" in getattr(heard[-1], "message", "")
+        assert isinstance(ask(worker, m.Publish(2, HELD)), m.Done)
+        flood.send(m.encode(m.Retain(1001, 1)))
+        assert isinstance(ask(worker, m.Retain(3, 1)), m.Done) and not flood.poll(500)  # not told again, nor answered
+        now[0] += 1.0
+        assert isinstance(ask(flood, m.Retain(2000, 1)), m.Unknown)  # it may speak again
+
+
+def test_what_workers_do_is_far_below_the_limit() -> None:
+    """A worker that ends the leases of 8,192 shards at once, tells all it holds, and beats its heart for a minute."""
+    limited, now = rates.Rates(HubLimits().messages_per_s_max), 0.0
+    held = hello(holdings=tuple(m.Holding(ShardKey(n + 1, CHECKPOINT), b"r" * 16, 1) for n in range(m.HOLDINGS_MAX)))
+    assert all(limited.admits(b"a", len(m.encode(m.Release(n, n))), now) for n in range(8192))
+    for _ in range(6):
+        now += 0.5
+        assert limited.admits(b"a", len(m.encode(held)), now)
+    for _ in range(60):
+        now += 1.0
+        assert limited.admits(b"a", len(m.encode(m.Heartbeat(b"h" * 16, 1, tuple(range(256))))), now)
+
+
+# --- our own faults ---
+
+
+def failing_over(monkeypatch: pytest.MonkeyPatch, damage: Callable[[hub.Hub], object] = lambda hub: None) -> None:
+    true_request = hub.Hub._request
+
+    def request(self: hub.Hub, worker: object, message: m.Request, now: float) -> None:
+        if isinstance(message, m.Retain):
+            damage(self)
+            raise KeyError("a bug")
+        true_request(self, worker, message, now)
+
+    monkeypatch.setattr(hub.Hub, "_request", request)
+
+
+def test_a_fault_costs_the_session_that_it_came_with_and_no_other(
+    running: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing_over(monkeypatch)
+    life = running._hub.session
+    with peer(running.address) as bad, peer(running.address) as good, peer(running.address) as reader:
+        for socket, name in ((bad, "bad"), (good, "good"), (reader, "reader")):
+            assert isinstance(ask(socket, hello(replica=name)), m.Welcome)
+        assert isinstance(ask(good, m.Publish(2, HELD)), m.Done)
+        assert isinstance(ask(reader, m.Acquire(2, 1, 0, (CHECKPOINT,), 60.0)), m.Granted)
+        reader.send(m.encode(m.Wait(3, 2, 0, 60.0)))
+        for _ in range(server.FAILURES_PER_SESSION_MAX):
+            refused = ask(bad, m.Retain(3, 1))
+            assert isinstance(refused, m.Refused) and "the hub failed over this" in refused.message
+            said = ask(bad, m.AskVersions(4))  # it is not known any more, and may come back
+            if isinstance(said, m.Unknown):
+                assert isinstance(ask(bad, hello(replica="bad", request_id=9)), m.Welcome)
+        assert "too often" in getattr(said, "message", "")
+        assert running._hub.session == life
+        second = m.Holding(ShardKey(2, CHECKPOINT), b"s" * 16, 1)
+        assert isinstance(ask(good, m.Publish(3, second)), m.Done)
+        visible = m.decode_from_hub(reader.recv())  # what waited before waits still, and is answered
+        assert isinstance(visible, m.Visible) and visible.version == 2
+        (source,) = (w for w in running._hub.workers.values() if w.name == "good/0")
+        assert len(source.readers) == 1 and len(source.holdings) == 2
+    errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(errors) == server.FAILURES_PER_SESSION_MAX and "starts afresh" not in " ".join(errors)
+
+
+def test_the_control_damaged_records_are_not_kept(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_over(monkeypatch, lambda self: [w.holdings.clear() for w in self.workers.values()])
+    life = running._hub.session
+    with peer(running.address) as bad, peer(running.address) as good:
+        for socket, name in ((bad, "bad"), (good, "good")):
+            assert isinstance(ask(socket, hello(replica=name)), m.Welcome)
+        assert isinstance(ask(good, m.Publish(2, HELD)), m.Done)
+        assert isinstance(ask(bad, m.Retain(2, 1)), m.Refused)
+        assert running._hub.session != life
+        assert isinstance(ask(good, m.AskVersions(3)), m.Unknown)

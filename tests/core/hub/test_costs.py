@@ -1,0 +1,202 @@
+"""No handler takes more than n log n of what one message holds, and no reader more than its share (attacks 8, 10).
+
+Counted, not timed: each call of a function of the hub, for messages of n and of 4 n parts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hub_scenarios import Scenario, source_of
+
+from tensorhub_plugins.core.hub.hub import LEASES_PER_SESSION_MAX
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+SMALL, LARGE = 64, 256
+RATIO_MAX = 1.6 * LARGE / SMALL  # n log n: 4 x 8 / 6 is 5.3
+SHARDS = 4096
+
+
+def lines_of(do: Callable[[], object]) -> int:
+    """How many lines of ours this runs: generators and loops within a function count, too."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if "tensorhub_plugins" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("report.py"):
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        do()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def held(count: int, *, versions: bool = False) -> tuple[m.Holding, ...]:
+    keys = [ShardKey(n + 1, CHECKPOINT) if versions else ShardKey(1, CHECKPOINT, n, SHARDS) for n in range(count)]
+    return tuple(m.Holding(key, b"r" * 16, 1) for key in keys)
+
+
+def of_many_shards(count: int) -> Callable[[], object]:
+    """As attack 8 did: each was looked for among all."""
+    story = Scenario(recovering=True)
+    return lambda: story.join("a/0", SHARDS, holdings=held(count))
+
+
+def of_many_versions(count: int) -> Callable[[], object]:
+    story = Scenario(recovering=True)
+    return lambda: story.join("a/0", holdings=held(count, versions=True))
+
+
+def gives_up_many(versions: bool) -> Callable[[int], Callable[[], object]]:
+    def prepare(count: int) -> Callable[[], object]:
+        story = Scenario()
+        story.join("a/0", 1 if versions else SHARDS, holdings=held(count, versions=versions), retain_newest=1024)
+        story.join("b/0", 1 if versions else SHARDS, holdings=held(count, versions=versions))
+        keys = tuple(holding.key for holding in held(count, versions=versions))
+        return lambda: story.say("a/0", m.Unpublish, keys=keys, timeout_s=5.0)
+
+    return prepare
+
+
+def ends_a_lease_of_many(count: int) -> Callable[[], object]:
+    story = Scenario()
+    keys = [ShardKey(1, CHECKPOINT, n, count) for n in range(count)]
+    story.join("a/0", count, holdings=tuple(m.Holding(key, b"r" * 16, 1) for key in keys))
+    story.join("b/0")
+    story.acquire("b/0", 1, serve=True)
+    assert story.heard("b/0")[0].startswith("read 1")
+    return lambda: story.tell("b/0", m.Release(story.requests["b/0"]))
+
+
+def announces_many_leases(count: int) -> Callable[[], object]:
+    story = Scenario(recovering=True)
+    sources = [f"s{n}".encode().ljust(16, b".") for n in range(count)]
+    leases = tuple(m.HeldLease(n + 1, 1, CHECKPOINT, {0: source}, 60.0) for n, source in enumerate(sources))
+    return lambda: story.join("a/0", leases=leases, request_id=count + 1, pending=tuple(range(1, count + 1)))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        of_many_shards,
+        of_many_versions,
+        gives_up_many(False),
+        gives_up_many(True),
+        ends_a_lease_of_many,
+        announces_many_leases,
+    ],
+    ids=["shards", "versions", "unpublish shards", "unpublish versions", "release", "leases"],
+)
+def test_what_is_four_times_as_large_takes_about_four_times_as_long(
+    prepare: Callable[[int], Callable[[], object]],
+) -> None:
+    small, large = (lines_of(prepare(count)) for count in (SMALL, LARGE))
+    assert large < RATIO_MAX * small, (small, large)
+
+
+def test_the_control_a_square_is_seen() -> None:
+    def square(count: int) -> Callable[[], object]:
+        story = Scenario()
+        story.join("a/0", SHARDS, holdings=held(count))
+        (worker,) = story.hub.registry.workers.values()
+        keys = list(worker.holdings)
+        return lambda: [story.hub.registry.refresh_candidate(worker, key) for key in keys for _ in keys]
+
+    small, large = (lines_of(square(count)) for count in (SMALL, LARGE))
+    assert large > RATIO_MAX * small
+
+
+# --- leases ---
+
+
+def test_one_reader_gets_so_many_leases_on_a_source_and_others_their_places() -> None:
+    story = Scenario()
+    for worker in ("trainer/0", "greedy/0", "other/0"):
+        story.join(worker)
+    story.publish("trainer/0", 1)
+    for number in range(LEASES_PER_SOURCE_MAX + 30):
+        story.acquire("greedy/0", 1)
+        granted = story.heard("greedy/0")
+        assert bool(granted) is (number < LEASES_PER_SOURCE_MAX), number
+    story.acquire("other/0", 1)
+    assert source_of(story, "other/0") == "trainer/0"
+    story.tell("greedy/0", m.Release(1))
+    assert source_of(story, "greedy/0") == "trainer/0"  # what waited is served
+    story.publish("other/0", 1, origin="replicated")
+    assert story.heard("greedy/0") == [f"read 1 {CHECKPOINT} 0<-other/0"] * LEASES_PER_SOURCE_MAX
+
+
+def test_a_hello_cannot_claim_more() -> None:
+    story = Scenario(recovering=True)
+    story.join("trainer/0", holdings=held(1, versions=True))
+    leases = tuple(m.HeldLease(n, 1, CHECKPOINT, {0: story.sessions["trainer/0"]}, 60.0) for n in range(1, 20))
+    story.join("greedy/0", leases=leases, request_id=20, pending=tuple(range(1, 20)))
+    assert len(story.hub.registry.workers[story.sessions["trainer/0"]].readers) == LEASES_PER_SOURCE_MAX
+    assert any("a lease too many of one reader" in line for line in story.logged)
+
+
+def test_a_session_has_a_number_of_leases() -> None:
+    story = Scenario(recovering=True)
+    sources = [f"s{n}".encode().ljust(16, b".") for n in range(LEASES_PER_SESSION_MAX)]
+    leases = tuple(m.HeldLease(n + 1, 1, CHECKPOINT, {0: source}, 600.0) for n, source in enumerate(sources))
+    story.join("a/0", leases=leases, request_id=len(leases))
+    story.requests["a/0"] = len(leases)
+    story.join("trainer/0", holdings=held(1, versions=True))
+    story.acquire("a/0", 1)
+    assert story.heard("a/0") == ["refused UsageError"]
+    story.tell("a/0", m.Release(1))
+    story.acquire("a/0", 1)
+    assert story.heard("a/0")[0].startswith("read 1")
+
+
+def a_lease_of_a_year() -> Scenario:
+    story = Scenario(limits=HubLimits(lease_s=30.0, grace_s=0.0))
+    for worker in ("trainer/0", "other/0", "greedy/0"):
+        story.join(worker)
+    for worker in ("trainer/0", "other/0"):
+        story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
+    story.acquire("greedy/0", 1, timeout_s=m.SECONDS_MAX)
+    return story
+
+
+def test_no_lease_is_for_longer_than_the_hub_says() -> None:
+    story = a_lease_of_a_year()
+    first = source_of(story, "greedy/0")
+    story.unpublish(first, 1, timeout_s=1000.0)
+    story.wait(29.0)
+    assert story.heard(first) == []
+    story.wait(2.0)
+    assert story.heard(first) == ["unpublished"] and story.heard("greedy/0") == [f"gone {first}"]
+    story.acquire("greedy/0", 1, timeout_s=m.SECONDS_MAX)  # its transfer asks again
+    assert story.heard("greedy/0")[0].startswith("read 1")
+
+
+@pytest.mark.parametrize("again_at_s", [5.0, 31.0])
+def test_a_hello_does_not_make_it_longer(again_at_s: float) -> None:
+    story = a_lease_of_a_year()
+    first = source_of(story, "greedy/0")
+    lease = m.HeldLease(1, 1, CHECKPOINT, {0: story.sessions[first]}, m.SECONDS_MAX)
+    story.wait(again_at_s)
+    story.join("greedy/0", leases=(lease,), request_id=9)
+    (reader,) = (w for w in story.hub.registry.workers.values() if w.name == "greedy/0")
+    assert len(reader.leases) == (again_at_s < 30.0)
+    story.wait(31.0 - again_at_s)
+    assert not reader.leases
+    story.inbox.clear()
+    story.tell("greedy/0", m.Heartbeat(story.hub.session, 9, (), {1: 1}))  # until its reader has heard
+    assert [type(message) for message in story.inbox["greedy/0"]] == [m.Alive]
+    story.tell("greedy/0", m.Heartbeat(story.hub.session, 9, (), {7: 1}))  # the control: one that is not known
+    assert any(isinstance(message, m.Unknown) for message in story.inbox["greedy/0"])

@@ -1,0 +1,152 @@
+"""A lease opens one shard of one source on one connection until it expires, by the pure parts and by real sockets."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Client, HubLimits, ShardKey, start_server
+from tensorhub_plugins.core.protocol.messages import Claim, Ticket
+from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.leases import Gate, issue, prove
+from tensorhub_plugins.core.transports import NotServable, create
+
+KEYS, OTHER = Keys.of(b"1" * 32), Keys.of(b"2" * 32)
+HERE, THERE = {"tcp": "tcp://10.0.0.1:1"}, {"tcp": "tcp://10.0.0.1:2"}
+KEY = ShardKey(1, "checkpoint", 0, 2)
+HUB, NONCE = b"H" * 16, b"n" * 16
+CLAIM = Claim(HUB, "rollout-0/0", 100.0)
+
+
+def gate(clock: float = 50.0) -> Gate:
+    made = Gate(KEYS.lease_key)
+    made.serves_at(HERE)
+    made.hear(HUB, clock, now=7.0)
+    return made
+
+
+def refusal(
+    ticket: Ticket, *, shard: ShardKey = KEY, claim: Claim = CLAIM, nonce: bytes = NONCE, now: float = 7.0
+) -> str:
+    """With the proof that this ticket gives on the connection NONCE."""
+    return gate().refusal(shard, claim, prove(ticket.key, NONCE), nonce, now) or ""
+
+
+def test_a_lease_is_good_for_what_was_granted_and_nothing_else() -> None:
+    ticket = issue(KEYS.lease_key, HERE, KEY, CLAIM)
+    assert refusal(ticket) == ""
+    for wrong in (
+        {"shard": ShardKey(1, "checkpoint", 1, 2)},
+        {"shard": ShardKey(2, "checkpoint", 0, 2)},
+        {"claim": Claim(HUB, "rollout-0/0", 1e9)},
+        {"claim": Claim(HUB, "rollout-1/0", 100.0)},
+        {"nonce": b"m" * 16},
+    ):
+        assert "is not of this hub, source, connection" in refusal(ticket, **wrong)
+    assert "is not of this hub" in refusal(issue(OTHER.lease_key, HERE, KEY, CLAIM))
+    assert "is not of this hub" in refusal(issue(KEYS.lease_key, THERE, KEY, CLAIM))
+    assert gate().refusal(KEY, None, b"", NONCE, 7.0) == "it shows no lease of the hub"
+
+
+def test_a_lease_expires_on_the_hubs_clock() -> None:
+    ticket = issue(KEYS.lease_key, HERE, KEY, CLAIM)
+    assert refusal(ticket, now=56.9) == ""
+    assert refusal(ticket, now=58.0) == "its lease has expired 1.0 s ago"
+    late = gate(clock=20.0)  # that word took 30 s to get here
+    assert late.refusal(KEY, CLAIM, prove(ticket.key, NONCE), NONCE, 58.0) is None
+    late.hear(HUB, 51.0, now=8.0)
+    assert late.refusal(KEY, CLAIM, prove(ticket.key, NONCE), NONCE, 58.0) is not None
+
+
+def test_a_hub_that_the_source_has_not_heard_yet_is_taken_at_its_word() -> None:
+    claim = Claim(b"N" * 16, "rollout-0/0", 0.0)
+    ticket = issue(KEYS.lease_key, HERE, KEY, claim)
+    assert gate().refusal(KEY, claim, prove(ticket.key, NONCE), NONCE, 7.0) is None
+    closed = Gate(KEYS.lease_key)
+    assert closed.refusal(KEY, claim, prove(ticket.key, NONCE), NONCE, 7.0) is not None  # it does not serve yet
+
+
+# --- real sockets ---
+
+WEIGHTS = {"w": torch.arange(300_000, dtype=torch.float32)}
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[tuple[str, Client]]:
+    with start_server(keys=KEYS, limits=HubLimits(grace_s=0.0)) as hub:
+        names = {"run": "r", "model": "m", "replica": "trainer", "transports": ("shm", "tcp")}
+        with Client(hub.address, keys=KEYS, advertise_host="127.0.0.1", **names) as client:
+            client.publish(1, WEIGHTS)
+            client.publish(2, {"w": WEIGHTS["w"] + 1})
+            yield hub.address, client
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("keys", [KEYS, KEYS.limited("reader")], ids=["publisher", "reader"])
+def test_who_was_granted_a_lease_reads(trainer: tuple[str, Client], keys: Keys, transport: str) -> None:
+    names = {"run": "r", "model": "m", "replica": f"{keys.role}-{transport}", "transports": (transport,)}
+    with Client(trainer[0], keys=keys, **names) as reader:
+        into = {"w": torch.zeros(300_000)}
+        report = reader.replicate(into, 1, timeout_s=20)
+        assert torch.equal(into["w"], WEIGHTS["w"]) and list(report.transports) == [transport]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stranger_reads_nothing(trainer: tuple[str, Client], transport: str) -> None:
+    """It knows the endpoint, the shard and the protocol; tickets of its own, and one for the other version."""
+    _, source = trainer
+    endpoint = _endpoint(source._transports[transport])
+    shard, other = ShardKey(1, "checkpoint"), ShardKey(2, "checkpoint")
+    hub = source._hub._machine.hub
+    soon = Claim(hub, "stranger/0", 1e12)
+    with closing(create(transport)) as mine:
+        for ticket in (None, _ticket(OTHER, source, shard, soon), _ticket(KEYS, source, other, soon)):
+            link = mine.connect(endpoint, deadline=time.monotonic() + 10)
+            link.ticket = ticket
+            with pytest.raises(NotServable, match="lets nobody read without a lease of its hub"):
+                link.open(shard, 1 << 40, deadline=time.monotonic() + 10)
+            link.close()
+        expired = Claim(hub, "stranger/0", 0.001)
+        for claim, lets_in in ((expired, False), (soon, True)):  # the last is the control
+            link = mine.connect(endpoint, deadline=time.monotonic() + 10)
+            link.ticket = _ticket(KEYS, source, shard, claim)
+            if lets_in:
+                assert link.open(shard, 1 << 40, deadline=time.monotonic() + 10).size_bytes == 1_200_000
+            else:
+                with pytest.raises(NotServable, match="has expired"):
+                    link.open(shard, 1 << 40, deadline=time.monotonic() + 10)
+            link.close()
+
+
+def test_what_was_heard_on_one_connection_opens_no_other(trainer: tuple[str, Client]) -> None:
+    _, source = trainer
+    shard, claim = ShardKey(1, "checkpoint"), Claim(source._hub._machine.hub, "reader/0", 1e12)
+    endpoint = _endpoint(source._transports["tcp"])
+    ticket = _ticket(KEYS, source, shard, claim)
+    with closing(create("tcp")) as mine:
+        first = mine.connect(endpoint, deadline=time.monotonic() + 10)
+        first.ticket = ticket
+        first.open(shard, 1 << 40, deadline=time.monotonic() + 10)
+        second = mine.connect(endpoint, deadline=time.monotonic() + 10)
+        second.ticket = ticket
+        second._channels[0].nonce = first._channels[0].nonce  # what a listener would repeat
+        with pytest.raises(NotServable, match="is not of this hub, source, connection"):
+            second.open(shard, 1 << 40, deadline=time.monotonic() + 10)
+        first.close()
+        second.close()
+
+
+def _ticket(keys: Keys, source: Client, shard: ShardKey, claim: Claim) -> Ticket:
+    endpoints = {name: _endpoint(transport) for name, transport in source._transports.items()}
+    return issue(keys.lease_key, endpoints, shard, claim)
+
+
+def _endpoint(transport: object) -> str:
+    listener: socket.socket = transport._server._listener
+    name = listener.getsockname()
+    return f"shm://{name[1:].decode()}" if isinstance(name, bytes) else f"tcp://{name[0]}:{name[1]}"

@@ -1,0 +1,231 @@
+"""How the code is kept readable: no constant patched, no long file or function, every variable in a table."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from source_code import constants, environment_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "tensorhub_plugins"
+
+LINES_MAX = 620  # of one file, ours or a test: what is read in one sitting
+FUNCTION_LINES_MAX = 50
+# All that may happen to an update, in one table (see its header).
+LONG_FUNCTIONS = {"vllm/worker/update_state.py handle"}
+
+CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]+")
+OF_CORE = re.compile(r"tensorhub_plugins\.core[\w.]*")
+
+
+# --- no test patches a constant of core ---
+
+
+def patched_constants(file: Path) -> list[str]:
+    """The module constants of core that a test changes: with `setattr` or `mock.patch`, or by assigning to one.
+
+    "?" stands for a name that can only be known when the test runs.
+    """
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    modules: dict[str, str] = {}  # what the file calls them
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Call, ast.Subscript)):
+            by_name = re.match(
+                rf"(sys\.modules\[|(importlib\.)?import_module\().({OF_CORE.pattern})", ast.unparse(node.value)
+            )
+            if by_name:
+                modules |= {ast.unparse(target): by_name.group(3) for target in node.targets}
+
+    def module_named(owner: str) -> str:
+        by_name = OF_CORE.search(owner)
+        first, dot, rest = owner.partition(".")
+        return by_name.group() if by_name else modules.get(owner, f"{modules.get(first, first)}{dot}{rest}")
+
+    found = []
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [(ast.unparse(each.value), each.attr) for each in targets if isinstance(each, ast.Attribute)]
+        elif isinstance(node, ast.Call):
+            found += _changed_by(node)
+    return [
+        f"{module}.{name}"
+        for owner, name in found
+        for module in [module_named(owner)]
+        if (name == "?" or CONSTANT.fullmatch(name)) and OF_CORE.fullmatch(module) and _is_ours(module)
+    ]
+
+
+def _is_ours(module: str) -> bool:
+    """A module, or a class in one; not what it has imported from elsewhere."""
+    parts = module.split(".")
+    path = ROOT.joinpath(*parts[: -1 if parts[-1][0].isupper() else None])
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def _changed_by(call: ast.Call) -> list[tuple[str, str]]:
+    """What a call of `setattr` or `mock.patch` changes: of whom, and which names."""
+    function = ast.unparse(call.func)
+    if not re.search(r"setattr$|patch(\.object|\.multiple)?$", function):
+        return []
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    owner = call.args[0] if call.args else given.pop("target", None)
+    name = call.args[1] if len(call.args) > 1 else given.pop("attribute", given.pop("name", None))
+    if owner is None:
+        return []
+    if isinstance(owner, (ast.Constant, ast.JoinedStr)):  # "package.module.NAME"
+        text = ast.unparse(owner).strip("f'\"").replace(".__name__}", "").replace("{", "")
+        module, _, last = text.rpartition(".")
+        return [(module, last)]
+    if function.endswith("multiple"):
+        return [(ast.unparse(owner), str(keyword)) for keyword in given]
+    return [(ast.unparse(owner), str(name.value) if isinstance(name, ast.Constant) else "?")]
+
+
+def test_no_test_patches_a_constant_of_core() -> None:
+    """What a test has to change an operator may have to change, too: it is a field of some limits."""
+    patched = {file.name: patched_constants(file) for file in sorted((ROOT / "tests").rglob("*.py"))}
+    assert {name: constants for name, constants in patched.items() if constants} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'monkeypatch.setattr(source, "BACKLOG", 1)',
+        'monkeypatch.setattr(source, name="BACKLOG", value=1)',
+        'monkeypatch.setattr(f"{source.__name__}.BACKLOG", 1)',
+        'patch.setattr("tensorhub_plugins.core.transports.stream.source.BACKLOG", 1)',
+        'mock.patch.object(source, "BACKLOG", 1)',
+        'mock.patch.object(target=source, attribute="BACKLOG", new=1)',
+        'mock.patch("tensorhub_plugins.core.transports.stream.source.BACKLOG", 1)',
+        "mock.patch.multiple(source, BACKLOG=1)",
+        'setattr(source, "BACKLOG", 1)',
+        "source.BACKLOG = 1",
+        "source.BACKLOG: int = 1",
+        "source.BACKLOG += 1",
+        "core.transports.stream.source.BACKLOG = 1",
+        "tensorhub_plugins.core.transports.stream.source.BACKLOG = 1",
+        'sys.modules["tensorhub_plugins.core.transports.stream.source"].BACKLOG = 1',
+        'it = import_module("tensorhub_plugins.core.transports.stream.source")\nit.BACKLOG = 1',
+    ],
+)
+def test_a_patched_constant_is_found(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    where = "tensorhub_plugins.core.transports.stream"
+    start = f"import {where}.source\nfrom {where} import source\nfrom tensorhub_plugins import core\n"
+    file.write_text(f"{start}{line}")
+    assert patched_constants(file) == [f"{where}.source.BACKLOG"]
+    file.write_text(f"{start}{line.replace('BACKLOG', 'backlog')}")
+    assert patched_constants(file) == []
+
+
+def test_a_name_that_is_not_written_out_counts(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text('from tensorhub_plugins.core import cli\nfor n in ("A", "B"):\n    monkeypatch.setattr(cli, n, 1)')
+    assert patched_constants(file) == ["tensorhub_plugins.core.cli.?"]
+
+
+# --- lengths ---
+
+
+def too_long(root: Path) -> list[str]:
+    return [str(file) for file in sorted(root.rglob("*.py")) if len(file.read_text().splitlines()) > LINES_MAX]
+
+
+def long_functions(root: Path) -> set[str]:
+    return {
+        f"{file.relative_to(root)} {node.name}"
+        for file in root.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX
+    }
+
+
+def test_no_file_is_too_long(tmp_path: Path) -> None:
+    assert [*too_long(PACKAGE), *too_long(ROOT / "tests"), *too_long(ROOT / "recipes")] == []
+    (tmp_path / "file.py").write_text("pass\n" * LINES_MAX)
+    assert too_long(tmp_path) == []
+    (tmp_path / "file.py").write_text("pass\n" * (LINES_MAX + 1))
+    assert too_long(tmp_path) == [str(tmp_path / "file.py")]
+
+
+def test_no_function_is_too_long(tmp_path: Path) -> None:
+    assert long_functions(PACKAGE) == LONG_FUNCTIONS
+    for name, lines in (("f", FUNCTION_LINES_MAX - 1), ("g", FUNCTION_LINES_MAX)):
+        (tmp_path / f"{name}.py").write_text(f"def {name}():\n" + "    pass\n" * lines)
+    assert long_functions(tmp_path) == {"g.py g"}
+
+
+# --- what a text names is there ---
+
+
+def not_there(text: str, files: set[str]) -> set[str]:
+    """The files of Python that this text names and nobody has."""
+    return set(re.findall(r"\b\w+\.py\b", text)) - files
+
+
+def test_files_that_a_text_names_are_there() -> None:
+    files = {file.name for folder in (PACKAGE, ROOT / "tests", ROOT / "recipes") for file in folder.rglob("*.py")}
+    texts = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    of_others = {"llama.py"}  # vLLM's
+    assert {str(file): names for file in texts if (names := not_there(file.read_text(), files | of_others))} == {}
+    assert not_there("see hub.py and hublink.py", files) == {"hublink.py"}
+
+
+# --- environment variables ---
+
+
+def test_contributing_names_every_environment_variable() -> None:
+    """A table that nobody checks is soon wrong."""
+    sources = {str(file.relative_to(PACKAGE)): file.read_text() for file in PACKAGE.rglob("*.py")}
+    named = {name: text for source in sources.values() for name, text in constants(source).items()}
+    used = {name for source in sources.values() for name in re.findall(r"TENSORHUB_[A-Z0-9_]+", source)}
+    for name, source in sources.items():
+        variables, unclear = environment_of(source, named)
+        assert not unclear, f"{name}: which variables?"
+        used |= variables
+    assert used == set(re.findall(r"^\| `(\w+)`", _environment_variables(), re.MULTILINE))
+
+
+def _environment_variables() -> str:
+    """The table of CONTRIBUTING."""
+    return (ROOT / "CONTRIBUTING.md").read_text().split("## Environment variables")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'os.environ.get("NEW_ONE", "")',
+        'os.environ["NEW_ONE"]',
+        'os.environ["NEW_ONE"] = "1"',
+        'os.environ.setdefault("NEW_ONE", "1")',
+        'os.getenv("NEW_ONE")',
+        'getenv("NEW_ONE")',
+        'environ.pop("NEW_ONE")',
+        '"NEW_ONE" in os.environ',
+        "os.environ.get(HERE)",
+        "os.environ.get(THERE)",
+        'for name in (HERE, "NEW_ONE"):\n    os.environ.get(name)',
+    ],
+)
+def test_a_variable_is_found(line: str) -> None:
+    assert environment_of(f'HERE = "NEW_ONE"\n{line}', {"THERE": "NEW_ONE", "HERE": "another file's"}) == (
+        {"NEW_ONE"},
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["dict(os.environ)", "os.environ.get(some())", "os.environ.copy()", "getenv(f'A_{x}')"]
+)
+def test_a_variable_that_cannot_be_known_is_found(line: str) -> None:
+    used, unclear = environment_of(line, {})
+    assert not used and len(unclear) == 1
