@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-openrlhf check test test-verl test-vllm test-vllm-next test-openrlhf test-fleet test-rdma lint \
-	bench-vllm-start bench-verl-stall bench-openrlhf-stall clean distclean python
+.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-openrlhf test-fleet \
+	test-rdma test-sim chaos lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -23,9 +23,10 @@ ENVIRONMENT = verl-cpu
 demo-openrlhf test-openrlhf bench-openrlhf-stall: ENVIRONMENT = openrlhf-cpu
 test-vllm-next: ENVIRONMENT = vllm-next-cpu
 
-# Pure machines and what they stand on; nothing here starts a process.
-QUICK = $(addprefix tests/core/,test_architecture.py hub/test_hub.py hub/test_selection.py client/test_session.py \
-	transfer/test_replication.py memory/test_moves.py protocol/)
+# The rules about the code, pure machines and what they stand on; nothing here starts a process.
+QUICK = $(addprefix tests/core/,test_architecture.py test_conventions.py test_docstrings.py test_tour.py hub/test_hub.py \
+	hub/test_selection.py client/test_session.py client/test_shelf.py transfer/test_replication.py memory/test_moves.py \
+	protocol/)
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -36,10 +37,15 @@ env:  ## the environment alone (about 4 minutes the first time)
 demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
 	@$(IN_ENV); python -m recipes.demo
 
+demo-elastic: ## verl on three Ray nodes of this machine: 1, 4, 2, 3 replicas, an engine and a node killed (10 minutes on two busy cores)
+	@$(IN_ENV); python -m recipes.demo.elastic
+
 demo-openrlhf: ## OpenRLHF GRPO on the CPU, the store beside OpenRLHF's own path: every version, both reward curves
 	@$(IN_ENV); python -m recipes.demo.openrlhf
 
-check: lint ## format, lint, types, the import rules, quick tests of core: under a minute, for every commit
+check: lint quick ## format, lint, types, the import rules, quick tests of core: under a minute, for every commit
+
+quick:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -n 2 $(QUICK)
 
@@ -66,6 +72,10 @@ test-openrlhf: ## the tests that run OpenRLHF, in its own environment
 	export OUT="$${OUT:-$$PWD/out}" # compiled extensions and models are kept from one run to the next
 	python -m pytest -x -v tests/adapters/test_openrlhf_*.py
 
+fuzz: ## every decoder and both ports against mutated messages, with a new seed (10 minutes)
+	@$(IN_ENV); export OMP_NUM_THREADS=1 TENSORHUB_FUZZ_S="$${TENSORHUB_FUZZ_S:-600}" TENSORHUB_FUZZ_SEED="$${TENSORHUB_FUZZ_SEED:-$$RANDOM}"
+	python -m pytest -x -v tests/fuzz
+
 test-fleet: ## replicas without vLLM join, leave and are killed on Ray clusters of one and two nodes (about 5 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v tests/adapters/test_fleet_*.py
@@ -73,7 +83,14 @@ test-fleet: ## replicas without vLLM join, leave and are killed on Ray clusters 
 test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
 
-lint: ## ruff, and mypy (strict on the core)
+test-sim: ## 10,000 simulated clusters under faults (about an hour; 1,000 of them are in make test)
+	@$(IN_ENV); TENSORHUB_SIM_SEEDS=10000 python -m pytest -v tests/sim --timeout 14400 -k rules
+
+chaos: ## five minutes of kills, cuts, flipped bits, liars and strangers (SEED=n for the same ones again); needs root
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -s tests/chaos --chaos-s 300 --chaos-seed "$${SEED:-$$RANDOM}"
+
+lint: ## ruff, and mypy
 	@$(IN_ENV); ruff check .; ruff format --check .; mypy
 
 bench-vllm-start: ## how long a starting engine waits for its weights: from a peer against from disk
