@@ -123,6 +123,8 @@ def test_the_stock_reload_is_wrong_here(kind: str, models: Any) -> None:
     """The negative control of the test above: vLLM's own way, on its own CPU layers, gives other answers."""
     old, new = models(kind, 1), models(kind, 2)
     with engines(new, old, extension=None) as (fresh, engine):
+        if not engine.ask("packs"):
+            pytest.skip("on this CPU (no AVX-512) vLLM packs no layers, and its own way is right")
         expected = fresh.generate()
         engine.ask("reload_stock", str(new))
         assert engine.generate() != expected

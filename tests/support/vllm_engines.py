@@ -272,6 +272,18 @@ class _Host:
             "reload_weights", kwargs={"weights_iterator": list(checkpoint(Path(path)).items())}
         )
 
+    def packs(self) -> bool:
+        """Whether a layer computes with a copy of its weights, as vLLM's CPU build does where oneDNN knows the dtype.
+
+        For bfloat16 that takes AVX-512. Elsewhere `cpu_linear` is a plain function of the weight it is given.
+        """
+
+        def of(worker: Any) -> bool:
+            linears = [getattr(module, "cpu_linear", None) for module in worker.get_model().modules()]
+            return any(getattr(linear, "__closure__", None) for linear in linears)
+
+        return any(self.llm.collective_rpc(of))
+
     def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         prefix = f"generate-{next(self.numbers)}-"
         self.submit(prefix, prompts, tokens)
