@@ -23,6 +23,7 @@ class Scenario:
         self.requests: dict[str, int] = {}
         self.inbox: dict[str, list[m.HubMessage]] = {}
         self.logged: list[str] = []
+        self.warned: list[str] = []  # of them, what people have to mend
 
     def join(self, worker: str, shard_count: int = 1, *, location: Location | None = None, **hello: object) -> None:
         replica, shard = worker.rsplit("/", 1)
@@ -75,6 +76,7 @@ class Scenario:
         for effect in self.hub.handle(event, self.now):
             if isinstance(effect, Log):
                 self.logged.append(effect.text)
+                self.warned += [effect.text] if effect.is_warning else []
             else:
                 name = next(w for w, s in self.sessions.items() if s == effect.session)
                 self.inbox.setdefault(name, []).append(effect.message)

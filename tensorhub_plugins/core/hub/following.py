@@ -17,10 +17,12 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Pending
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt, conflicts
 from tensorhub_plugins.core.types import version_text
 
 SERIALS_AHEAD_MAX = 4096  # that a hub may have missed: the last one of all would leave operators none
 ATTEMPTS_AHEAD_MAX = 1000  # starts of a trainer that a hub may have missed; all numbers are 281,474
+MARKS_REFUSED_MAX = 64  # trainers that people were warned of, and are not again
 VERSIONS_LISTED_MAX = 16  # in one sentence
 
 
@@ -117,7 +119,22 @@ class Following:
             known = history.directive.serial
             self._outbox.log(f"{history.name}: directive {directive.serial} cannot follow {known}: not believed")
             return history.directive
+        for counts, other in conflicts(history.directive.attempts, directive.attempts):
+            self._warn(history, counts, other)
         return m.merge(history.directive, directive)
+
+    def _warn(self, history: History, counts: Attempt, other: Attempt) -> None:
+        """Of two trainers with one attempt, once: every worker that has heard of the other one announces it."""
+        if other.mark in history.marks_refused:
+            return
+        history.marks_refused[other.mark] = None
+        while len(history.marks_refused) > MARKS_REFUSED_MAX:
+            del history.marks_refused[next(iter(history.marks_refused))]
+        self._outbox.warn(
+            f"{history.name}: two trainers have begun attempt {counts.number}, at hubs that did not know of each "
+            f"other: mark {counts.mark.hex()} at step {counts.step} and mark {other.mark.hex()} at step {other.step}. "
+            f"The one of mark {counts.mark.hex()} counts, and what the other publishes is refused: end that one"
+        )
 
     def direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
         """From now on this is what operators have decided. welcomed: this worker hears it with its Welcome."""

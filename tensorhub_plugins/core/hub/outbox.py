@@ -24,6 +24,7 @@ class Log(msgspec.Struct, frozen=True, gc=False):
     """A line for people."""
 
     text: str
+    is_warning: bool = False  # something is wrong that they have to mend
 
 
 Effect: TypeAlias = Send | Log
@@ -47,6 +48,10 @@ class Outbox:
     def log(self, text: str) -> None:
         """A line for people."""
         self._effects.append(Log(text))
+
+    def warn(self, text: str) -> None:
+        """The same, of what they have to mend."""
+        self._effects.append(Log(text, is_warning=True))
 
     def reply(self, worker: Worker, message: m.Reply) -> None:
         """Answer a request, and remember the answer: the request may be sent again."""

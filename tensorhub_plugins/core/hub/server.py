@@ -261,8 +261,8 @@ class Server:
             match effect:
                 case hub.Send(session, message):
                     self._tell(session, message)
-                case hub.Log(text):
-                    log.info("%s", text)
+                case hub.Log(text, is_warning):
+                    log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
 
     def _tell(self, session: bytes, message: messages.HubMessage) -> None:
         identity = self._names.identity(session)

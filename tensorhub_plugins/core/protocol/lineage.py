@@ -43,6 +43,18 @@ def merged(*lineages: Iterable[Attempt]) -> Lineage:
     return tuple(reversed(kept[:ATTEMPTS_KEPT_MAX]))
 
 
+def conflicts(one: Lineage, other: Lineage) -> list[tuple[Attempt, Attempt]]:
+    """Attempts of one number that two trainers have begun, by hubs that did not know of each other: for each, the one
+    whose mark counts when both are merged, and the one whose trainer is over."""
+    known = {attempt.number: attempt for attempt in one if attempt.mark}
+    pairs = [(known[attempt.number], attempt) for attempt in other if attempt.mark and attempt.number in known]
+    return [(max(a, b, key=_mark), min(a, b, key=_mark)) for a, b in pairs if a.mark != b.mark]
+
+
+def _mark(attempt: Attempt) -> bytes:
+    return attempt.mark
+
+
 def is_superseded(version: int, lineage: Lineage) -> bool:
     """Whether a later attempt began below this version's step."""
     attempt, step = attempt_of(version), step_of(version)

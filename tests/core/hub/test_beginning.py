@@ -7,11 +7,19 @@ from hub_scenarios import LIMITS, Scenario
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
 from tensorhub_plugins.core.hub.permissions import as_reader, refusal
 from tensorhub_plugins.core.hub.registry import check_of
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, Lineage, is_superseded, merged
+from tensorhub_plugins.core.protocol.lineage import (
+    ATTEMPTS_KEPT_MAX,
+    Attempt,
+    Lineage,
+    conflicts,
+    is_superseded,
+    merged,
+)
 from tensorhub_plugins.core.types import CHECKPOINT, Location, version_of
 
 OLD, NEW = "trainer/0", "again/0"
@@ -295,6 +303,39 @@ def test_a_readers_key_begins_nothing_and_passes_on_no_attempt() -> None:
         assert "Begin was sent with" in (refusal(role, m.Begin(1, 0, 1.0), None) or "")
 
 
+def announce(scenario: Scenario, worker: str, *attempts: Attempt) -> None:
+    mark = attempts[-1].mark
+    scenario.join(worker, mark=mark if worker == OLD else b"", directive=m.Directive(attempts=attempts))
+
+
+def test_two_trainers_of_one_attempt_are_named_once() -> None:
+    """Of two hubs that did not know of each other; the larger mark counts, whoever is heard first."""
+    scenario = Scenario()
+    small, large = Attempt(2, 5, b"\x0a" * 16), Attempt(2, 3, b"\x0b" * 16)
+    announce(scenario, "a/0", small)
+    announce(scenario, "b/0", small)
+    announce(scenario, "c/0", Attempt(1, 2, b"\x0c" * 16), small)
+    assert scenario.warned == []  # the control: the same attempt, and another number
+    announce(scenario, OLD, large)
+    (said,) = scenario.warned
+    assert "two trainers have begun attempt 2" in said
+    assert f"mark {'0b' * 16} at step 3 and mark {'0a' * 16} at step 5" in said
+    assert f"The one of mark {'0b' * 16} counts" in said
+    announce(scenario, "d/0", small)  # it has not heard yet
+    assert scenario.warned == [said]
+    announce(scenario, "e/0", Attempt(2, 3, b"\x01" * 16))
+    assert len(scenario.warned) == 2 and f"mark {'01' * 16} at step 3" in scenario.warned[1]
+
+
+def test_no_number_of_false_marks_fills_the_hub() -> None:
+    scenario = Scenario()
+    announce(scenario, "a/0", Attempt(2, 3, b"\xff" * 16))
+    for number in range(2 * MARKS_REFUSED_MAX):
+        announce(scenario, f"w{number}/0", Attempt(2, 3, number.to_bytes(16, "big")))
+    (history,) = scenario.hub.registry.histories.values()
+    assert len(scenario.warned) == 2 * MARKS_REFUSED_MAX and len(history.marks_refused) == MARKS_REFUSED_MAX
+
+
 attempts = st.builds(Attempt, st.integers(0, 5), st.integers(0, 5), st.sampled_from([b"a", b"b"]))
 lineages = st.lists(attempts, max_size=6).map(merged)
 
@@ -306,6 +347,17 @@ def test_lineages_are_merged_in_any_order(a: Lineage, b: Lineage, c: Lineage) ->
     for version in (version_of(number, step) for number in range(6) for step in range(1, 7)):
         ended = any(is_superseded(version, lineage) for lineage in (a, b, c))
         assert ended <= is_superseded(version, merged(merged(a, b), c))
+
+
+@given(lineages, lineages)
+def test_of_two_attempts_with_one_number_the_larger_mark_counts(a: Lineage, b: Lineage) -> None:
+    both = {each.number: each for each in merged(a, b)}
+    for counts, other in conflicts(a, b):
+        assert counts.number == other.number and counts.mark > other.mark
+        assert both.get(counts.number, counts).mark == counts.mark
+    assert conflicts(a, a) == [] and conflicts(a, b) == conflicts(b, a)
+    numbers = {each.number for each in a if any(each.number == two.number and each.mark != two.mark for two in b)}
+    assert [counts.number for counts, _ in conflicts(a, b)] == sorted(numbers)
 
 
 def test_what_is_remembered_of_attempts_is_bounded() -> None:
