@@ -50,6 +50,7 @@ from tensorhub_plugins.core.types import (
     attempt_of,
     step_of,
     steps_behind,
+    version_label,
     version_of,
     version_text,
 )
@@ -141,6 +142,7 @@ __all__ = [
     "start_server",
     "step_of",
     "steps_behind",
+    "version_label",
     "version_of",
     "version_text",
     "without_aliases",

@@ -39,7 +39,8 @@ from tensorhub_plugins.core.types import (
     Location,
     Role,
     check_name,
-    check_version,
+    parse_version,
+    version_label,
 )
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         directive = commands.add_parser(name, help=words)
         if name != "unpin":
-            directive.add_argument("version", type=int)
+            directive.add_argument("version", help="as `tensorhub status` shows it: a step, or attempt/step")
         _add_hub(directive, timeout_s=10.0)
         directive.add_argument("--run", default="default", help="as the workers have it (default: %(default)s)")
         directive.add_argument("--model", required=True, help="as the workers have it, for example actor")
@@ -120,7 +121,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         report = fetch_status(options.hub, timeout_s=options.timeout, keys=_keys(options))
         print(json.dumps(report, indent=2) if options.json else status_text(report))
     else:
-        version = 0 if options.command == "unpin" else check_version(options.version)
+        version = 0 if options.command == "unpin" else parse_version(options.version)
         keys, timeout_s = _keys(options), options.timeout
         print(direct(options.hub, options.run, options.model, options.command, version, timeout_s, keys))
     return 0
@@ -346,33 +347,39 @@ def direct(
 def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[int]) -> str:
     """One line for people."""
     words = f"{run}/{model}: " + (
-        f"version {pin} is pinned" if pin else "no version is pinned, followers run the newest"
+        f"version {version_label(pin)} is pinned" if pin else "no version is pinned, followers run the newest"
     )
-    return f"{words}; withdrawn: {', '.join(map(str, withdrawn))}" if withdrawn else words
+    return f"{words}; withdrawn: {', '.join(map(version_label, withdrawn))}" if withdrawn else words
 
 
 def status_text(report: dict[str, Any]) -> str:
     """The report for people."""
     lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
     for model in report["models"]:
-        lines.append(f"\n{model['run']}/{model['model']}: newest version {model['newest'] or 'none'}")
+        newest = version_label(model["newest"]) if model["newest"] else "none"
+        lines.append(f"\n{model['run']}/{model['model']}: newest version {newest}")
+        if model.get("attempt"):
+            lines.append(
+                f"  the trainer is in attempt {model['attempt']}: versions are attempt/step, those of 0 a step"
+            )
         pin, withdrawn = model.get("pinned"), model.get("withdrawn", [])
         if pin or withdrawn:
             lines.append(f"  {directive_text(model['run'], model['model'], pin, withdrawn)}")
         if pin and not any(version["visible"] for version in model["versions"] if version["version"] == pin):
-            lines.append(f"  nobody holds version {pin}: unpin it, or pin another")
+            lines.append(f"  nobody holds version {version_label(pin)}: unpin it, or pin another")
         for version in model["versions"]:
             state = "visible" if version["visible"] else "not visible"
             if version["version"] in withdrawn:
                 state = "withdrawn"
             elif version["version"] == pin:
                 state = f"{state}, pinned"
-            lines.append(f"  version {version['version']} ({state})")
+            lines.append(f"  version {version_label(version['version'])} ({state})")
             lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
         for worker in model["workers"]:
             host = worker["location"]["host"] or "host unknown"
+            holds = f"[{', '.join(map(version_label, worker['holds']))}]" if worker["holds"] else "nothing"
             lines.append(
-                f"  worker {worker['worker']} on {host}: holds {worker['holds'] or 'nothing'}, "
+                f"  worker {worker['worker']} on {host}: holds {holds}, "
                 f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
             )
             if corrupt := worker.get("corrupt_segments"):
@@ -380,8 +387,8 @@ def status_text(report: dict[str, Any]) -> str:
         for lease in model["leases"]:
             sources = ", ".join(sorted(set(lease["sources"].values())))
             lines.append(
-                f"  lease: {lease['reader']} reads version {lease['version']} {lease['layout']} from {sources}, "
-                f"{lease['seconds_left']:.0f} s left"
+                f"  lease: {lease['reader']} reads version {version_label(lease['version'])} {lease['layout']} "
+                f"from {sources}, {lease['seconds_left']:.0f} s left"
             )
     return "\n".join(lines)
 

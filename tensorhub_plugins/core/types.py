@@ -106,6 +106,20 @@ def version_text(version: int) -> str:
     return f"{step} of attempt {attempt}" if attempt else str(step)
 
 
+def version_label(version: int) -> str:
+    """The same, short, for tables: "6", or "1/6" (attempt/step)."""
+    attempt, step = attempt_of(version), step_of(version)
+    return f"{attempt}/{step}" if attempt else str(step)
+
+
+def parse_version(text: str) -> int:
+    """The version that people mean by a number, or by `version_label`; UsageError for anything else."""
+    attempt, slash, step = text.rpartition("/")
+    if not (text.isascii() and step.isdigit() and (attempt.isdigit() if slash else True)):
+        raise UsageError(f"version {text!r:.80}: give a step, or attempt/step as `tensorhub status` shows it: 1/6")
+    return check_version(version_of(int(attempt), int(step)) if slash else int(step))
+
+
 def check_name(what: str, name: object) -> str:
     """Return the name of a run, model, replica or layout, or raise UsageError."""
     if not is_text(name) or not 1 <= len(name) <= NAME_LENGTH_MAX:

@@ -12,6 +12,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from tensorhub_plugins.core import version_of  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor  # noqa: E402
@@ -219,6 +220,16 @@ def test_the_list_is_a_table() -> None:
         "rollout-1   joined    gone      9        0          10.0.0.2              5 s     its node 10.0.0.2 is lost",
         "target 2, set by queue_length:16, 1 ready; fleet_min 1, fleet_max 4; room for 1 more; 7 requests wait",
     ]
+
+
+def test_the_list_says_what_versions_are_once_a_trainer_has_started_again() -> None:
+    members = tuple(
+        Member(f"rollout-{number}", "first", "ready", version, 0, "10.0.0.1", 1.0, "")
+        for number, version in enumerate((12, version_of(2, 5)))
+    )
+    *rows, _, said = fleet_cli.text(View(members, (), 2, 1, 4, 0, 0, "")).splitlines()
+    assert [row.split()[3] for row in rows] == ["VERSION", "12", "2/5"]
+    assert said == "the trainer is in attempt 2: VERSION is attempt/step, of attempt 0 a step"
 
 
 CALLS: list[View] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core import Client, start_server, version_of
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.security import secret
@@ -95,6 +95,32 @@ def test_status_for_people_and_for_machines(hub_with_versions, capsys, monkeypat
     assert model["workers"][0]["bytes_held"] == 8000 and "memory" in model["workers"][0]["endpoints"]
 
 
+def test_a_trainer_that_started_again_is_shown_by_attempt_and_step(hub_with_versions, capsys, monkeypatch):
+    address, trainer = hub_with_versions
+    monkeypatch.setenv("TENSORHUB_HUB", address)
+    assert main(["status"]) == 0
+    assert "attempt" not in capsys.readouterr().out  # the control: who never starts again reads steps only
+    trainer.begin(1)
+    trainer.publish(version_of(1, 2), {"w": torch.zeros(1000)})
+    assert main(["status"]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "r/actor: newest version 1/2\n  the trainer is in attempt 1: versions are attempt/step, those of 0 a step",
+        "version 1 (visible)",
+        "version 1/2 (visible)",
+        "holds [1, 1/2]",
+    ):
+        assert words in text, text
+    assert str(version_of(1, 2)) not in text
+    assert main(["status", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)["models"]
+    assert (model["newest"], model["newest_attempt"], model["newest_step"]) == (version_of(1, 2), 1, 2)
+    assert [(v["version"], v["attempt"], v["step"]) for v in model["versions"]] == [(1, 0, 1), (version_of(1, 2), 1, 2)]
+    for given in ("1/2", str(version_of(1, 2))):
+        assert main(["pin", given, "--run", "r", "--model", "actor"]) == 0
+        assert capsys.readouterr().out == "r/actor: version 1/2 is pinned\n"
+
+
 def test_pin_unpin_and_withdraw_say_what_is_so_and_status_shows_it(hub_with_versions, capsys, monkeypatch):
     address, trainer = hub_with_versions
     monkeypatch.setenv("TENSORHUB_HUB", address)
@@ -128,6 +154,7 @@ def test_directives_that_cannot_be_are_refused_and_say_why(hub_with_versions, ca
         (["pin", "1"], "nobody holds it; held: none"),  # of the run "default"
         (["withdraw", "7", "--run", "r"], "never published"),
         (["withdraw", "0", "--run", "r"], "positive integer"),
+        (["withdraw", "three", "--run", "r"], "version 'three': give a step, or attempt/step"),
         (["unpin", "--run", ""], "1 to 256 characters"),
     ):
         assert main([*arguments, "--model", "actor", "--hub", address]) == 1
@@ -191,7 +218,6 @@ def test_wrong_use_of_the_command_says_how(capsys, monkeypatch):
         (["pin", "3", "--model", "actor"], "TENSORHUB_HUB"),
         (["pin", "--model", "actor"], "version"),
         (["unpin"], "--model"),
-        (["withdraw", "three", "--model", "actor"], "invalid int"),
         ([], "usage"),
         (["fly"], "invalid choice"),
     ):

@@ -11,7 +11,7 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Lease, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
-from tensorhub_plugins.core.types import ShardKey, VersionInfo
+from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
 
 def report(registry: Registry, now: float) -> dict[str, object]:
@@ -21,6 +21,8 @@ def report(registry: Registry, now: float) -> dict[str, object]:
             "run": history.run,
             "model": history.model,
             "newest": history.newest_visible,
+            "newest_attempt": attempt_of(history.newest_visible),
+            "newest_step": step_of(history.newest_visible),
             "retain_newest": history.retain_newest,
             "pinned": history.directive.pin or None,
             "withdrawn": list(history.directive.withdrawn),
@@ -39,7 +41,12 @@ def report(registry: Registry, now: float) -> dict[str, object]:
 
 def _version(info: VersionInfo) -> dict[str, object]:
     layouts = {layout: list(workers) for layout, workers in info.layouts.items()}
-    return {"version": info.version, "visible": info.visible, "layouts": layouts}
+    return {**_number(info.version), "visible": info.visible, "layouts": layouts}
+
+
+def _number(version: int) -> dict[str, object]:
+    """As workers have it, and as people do."""
+    return {"version": version, "attempt": attempt_of(version), "step": step_of(version)}
 
 
 def _worker(worker: Worker, now: float) -> dict[str, object]:
@@ -61,7 +68,7 @@ def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
     sources = {str(shard): workers[s].name if s in workers else "unknown" for shard, s in lease.sources.items()}
     return {
         "reader": lease.reader.name,
-        "version": lease.version,
+        **_number(lease.version),
         "layout": lease.layout,
         "sources": sources,
         "seconds_left": round(lease.deadline - now, 3),

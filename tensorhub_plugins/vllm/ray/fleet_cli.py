@@ -10,7 +10,7 @@ import time
 
 import ray
 
-from tensorhub_plugins.core import UsageError, version_text
+from tensorhub_plugins.core import UsageError, attempt_of, version_label
 from tensorhub_plugins.vllm.ray.config import node_address
 from tensorhub_plugins.vllm.ray.fleet import Fleet, find
 from tensorhub_plugins.vllm.ray.fleet_types import Member, View
@@ -88,10 +88,13 @@ def text(view: View) -> str:
     lines.append(
         f"target {view.target}{by}, {ready} ready; {limits}; room for {view.slots} more; {view.waiting} requests wait"
     )
+    attempt = max((attempt_of(member.version) for member in view.members), default=0)
+    if attempt:
+        lines.append(f"the trainer is in attempt {attempt}: VERSION is attempt/step, of attempt 0 a step")
     return "\n".join(lines)
 
 
 def _row(member: Member) -> tuple[str, ...]:
-    version = version_text(member.version) if member.version else "-"
+    version = version_label(member.version) if member.version else "-"
     since = f"{member.since_s:.0f} s" if member.since_s < 600 else f"{member.since_s / 60:.0f} min"
     return (member.name, member.kind, member.state, version, str(member.in_flight), member.node, since, member.why)

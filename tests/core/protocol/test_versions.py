@@ -13,8 +13,11 @@ from tensorhub_plugins.core.types import (
     VERSION_MAX,
     attempt_of,
     check_version,
+    parse_version,
     step_of,
+    version_label,
     version_of,
+    version_text,
 )
 
 attempts = st.one_of(st.integers(0, 3), st.integers(0, ATTEMPTS_MAX - 1))
@@ -27,6 +30,20 @@ def test_versions_are_ordered_as_attempt_and_step(a: int, i: int, b: int, j: int
     assert (attempt_of(one), step_of(one)) == (a, i)
     assert (one < other) == ((a, i) < (b, j))
     assert check_version(one) <= VERSION_MAX
+
+
+@given(attempts, steps)
+def test_people_read_and_write_attempt_and_step(attempt: int, step: int) -> None:
+    version = version_of(attempt, step)
+    assert parse_version(version_label(version)) == parse_version(str(version)) == version
+    assert version_label(version) == (f"{attempt}/{step}" if attempt else str(step))
+    assert version_text(version) == (f"{step} of attempt {attempt}" if attempt else str(step))
+
+
+@pytest.mark.parametrize("text", ["", "/", "1/", "/6", "six", "-1", "1/6/7", "1 / 6", "+1", "\u0661", "0", "1.5"])
+def test_what_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="version|step"):
+        parse_version(text)
 
 
 def test_a_plain_step_is_a_version_of_attempt_0() -> None:
