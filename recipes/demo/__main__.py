@@ -81,7 +81,6 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
         # verl's step 0 is the model before training.
         f"+{STORE}.pull_until={arguments.steps}",
         f"+{STORE}.verify=true",
-        f"+{STORE}.dtype=bfloat16",  # what the engines run; the trainer's masters are fp32
         *arguments.overrides,
     ]
     environment = {

@@ -40,7 +40,7 @@ LONG_ANSWERS = ("--data.max_len", "256", "--rollout.max_new_tokens", "192")  # o
 
 
 def _for_verl(folder: Path) -> tuple[str, ...]:
-    options = ("verify=true", "dtype=bfloat16", "replica_timeout_s=8")
+    options = ("verify=true", "replica_timeout_s=8")
     return *JOB, *(f"+{STORE}.{option}" for option in options), f"trainer.rollout_data_dir={folder / 'samples'}"
 
 

@@ -21,10 +21,11 @@ resume         a replica generates again.
                version: the new one; seconds: since the pause was asked for (it could not generate);
                in_flight: requests that go on; lost: requests frozen by the pause and not there after it
 serve          a rollout worker became a source. version, layout, bytes
-digests        what a worker's weights are. version, layout, digests {"root": hex of that layout's
-               Manifest.root()}, computed from the bytes in the worker's own memory, never from those it was
-               promised. A converter reports two: "checkpoint" (as received) and its runtime layout (as
-               installed). Digests of different workers must be equal where version, layout and key are
+digests        what a worker's weights are. version, layout, digests {"root" (of several shards
+               "root of shard 0/2"): hex of that layout's Manifest.root()}, computed from the bytes in the
+               worker's own memory, never from those it was promised. A converter reports "checkpoint" (as
+               received) and its runtime layout (as installed). Digests of different workers must be equal
+               where version, layout and key are
 request        one request ended at a replica. seconds, outcome ("stop", "length", "abort", "error"),
                versions [first, last] that its tokens came from, tokens
 prompt         OpenRLHF: all samples of one prompt are there. number: of the prompt in this run, samples
@@ -86,6 +87,11 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
         sources=report.sources,
         transports=report.transports,
     )
+
+
+def root_key(shard: int, shard_count: int) -> str:
+    """What the root of one of a version's shards is called in "digests", by who published it and by all who hold it."""
+    return "root" if shard_count == 1 else f"root of shard {shard}/{shard_count}"
 
 
 def enabled() -> bool:

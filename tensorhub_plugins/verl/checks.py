@@ -34,7 +34,7 @@ def check(root: Any) -> tuple[Options, list[str]]:
     pulls = _get(rollout, "name") == ROLLOUT
     check_backend(rollout)
     options = config.parse(_get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND))
-    said = [check_mode(root), f"weights: {says_parts(root, options)}"]
+    said = [check_mode(root), f"weights: {says_parts(root, options)}", f"dtype: {says_dtype(options)}"]
     fleet = check_fleet(options, rollout)
     check_model(_get(root, "actor_rollout_ref", "model"))
     if pulls:
@@ -83,7 +83,7 @@ def says_parts(root: Any, options: Options) -> str:
     reference = _get(root, "actor_rollout_ref")
     strategy, lora = _get(reference, "actor", "strategy"), _get(reference, "model", "lora")
     if not options.parts:
-        why = f"{WHERE}.parts=true makes each publish its part"
+        why = f"{WHERE}.parts=false"
     elif strategy not in ("fsdp", "fsdp2"):
         why = f"verl's {strategy} engine hands over whole tensors only"
     elif (_get(reference, "model", "lora_rank") or _get(lora, "rank") or 0) > 0:
@@ -93,6 +93,15 @@ def says_parts(root: Any, options: Options) -> str:
     else:
         return f"each trainer rank publishes the part that {strategy} gave it, and nothing is gathered"
     return f"whole tensors are gathered to every trainer rank ({why})"
+
+
+def says_dtype(options: Options) -> str:
+    if options.dtype is None:
+        return "weights are published as the trainer has them"
+    return (
+        f"matrices are published as {options.dtype} ({WHERE}.dtype), routers and what has one dimension as the trainer "
+        "has them"
+    )
 
 
 def check_parallel(rollout: Any) -> None:

@@ -41,8 +41,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Options(TrainingOptions, frozen=True, kw_only=True):
     """hub None: verl's head node runs one itself. The trainer's versions are steps, see versions.py."""
 
-    dtype: str | None = None  # what floating-point weights are published as; None: as verl hands them over
-    parts: bool = False  # each trainer rank publishes what it holds, see parts.py; False: it gathers all
+    dtype: str | None = None  # what matrices are published as, see parts.keeps_dtype; None: what the rollouts run
+    parts: bool = True  # each trainer rank publishes what it holds, see parts.py; False: it gathers all
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py

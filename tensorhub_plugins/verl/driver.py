@@ -11,6 +11,8 @@ import functools
 import sys
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError
 from tensorhub_plugins.verl import checks, config
 from tensorhub_plugins.vllm.ray import policy
@@ -49,6 +51,7 @@ def refuse_or_tell(root: Any) -> None:
 
 def check(root: Any) -> list[str]:
     """All that can be known here: configuration, versions, whether the hub answers. Raises UsageError."""
+    settle_dtype(root)
     options, said = checks.check(root)
     config.check_verl(options)
     config.check_vllm(options)
@@ -62,3 +65,12 @@ def check(root: Any) -> list[str]:
         except HubUnreachable as error:
             raise config.refused(error, options.hub) from error
     return said
+
+
+def settle_dtype(root: Any) -> None:
+    """Where no dtype is asked for, publish in that of the rollouts: verl's trainers have fp32 masters, which would be
+    twice the bytes for everybody. It is written into the configuration, as no other process knows both sides."""
+    rollout = root.actor_rollout_ref.rollout
+    given = rollout.checkpoint_engine.get("engine_kwargs") or {}
+    if (given.get(config.BACKEND) or {}).get("dtype") is None and rollout.get("dtype") in config.DTYPES:
+        OmegaConf.update(root, f"{config.WHERE}.dtype", rollout.dtype, force_add=True)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorhub_plugins.core import (
     Held,
+    TensorSpec,
     Turns,
     fsdp1_parts,
     fsdp1_problem,
@@ -34,9 +35,28 @@ from tensorhub_plugins.core import (
     is_fsdp1,
 )
 
+# vLLM keeps these in fp32 where the checkpoint has them so, and a router that is rounded chooses other experts.
+EXACT = (
+    "A_log",
+    "gate.weight",
+    "router.weight",
+    "classifier.weight",
+    "weights_proj.weight",
+    "shared_expert_gate.weight",
+)
+
 LORA = "the adapter is merged into whole tensors"
 QAT = "quantization-aware training quantizes whole tensors"
 MOE_CUT = "the experts of a layer are one tensor that is not cut between experts"
+
+
+def keeps_dtype(spec: TensorSpec) -> bool:
+    """Whether this tensor of the model is published as the trainer has it, though another dtype is asked for.
+
+    What vLLM or transformers keep in fp32 in some model is small: norms, biases, decays of state-space layers, mostly
+    of one dimension, and routers. In fp32 they are right for every engine, which casts them where it wants less.
+    """
+    return len(spec.shape) < 2 or spec.name.endswith(("bias", *(f".{name}" for name in EXACT)))
 
 
 class Weights:

@@ -169,6 +169,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             keep=self.options.keep,
             timeout_s=self.options.timeout_s,
             dtype=None if dtype is None else getattr(torch, dtype),
+            keeps_dtype=parts.keeps_dtype,
             begins=True,
         )
 

@@ -157,8 +157,7 @@ def check(run: Run) -> None:
     digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
     for event in run.events("digests"):
         for key, value in event["digests"].items():
-            name = key if "of shard" not in key else f"root.{key.split()[3].partition('/')[0]}"
-            digests[event["version"], event["layout"], name][event["worker"]] = value
+            digests[event["version"], event["layout"], key][event["worker"]] = value
     for where, workers in digests.items():
         assert len(set(workers.values())) == 1, f"{where}: {workers}"
     compared = {v for (v, _, _), workers in digests.items() if len(set(map(replica_of, workers))) > 1}

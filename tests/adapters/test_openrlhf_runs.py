@@ -41,9 +41,7 @@ def check_versions(run: Run, *, engines: int, trainers: int = 1, steps: int = ST
     digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
     for event in run.events("digests"):
         for key, value in event["digests"].items():
-            # A reader names the shards of several ranks "root.0", a rank its own "root of shard 0/2".
-            name = key if "of shard" not in key else f"root.{key.split()[3].partition('/')[0]}"
-            digests[event["version"], event["layout"], name][event["worker"]] = value
+            digests[event["version"], event["layout"], key][event["worker"]] = value
     for key, workers in digests.items():
         assert len(set(workers.values())) == 1, f"{key}: {workers}"
     compared = {

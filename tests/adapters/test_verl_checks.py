@@ -34,7 +34,7 @@ SEPARATE = [
 ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo"]
 FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main"]
 OPTIONS = f"+{config.WHERE}"
-PARTS = f"{OPTIONS}.parts=true"
+GATHER = f"{OPTIONS}.parts=false"
 MERGED = "actor_rollout_ref.model.lora.merge=true"
 
 
@@ -70,13 +70,13 @@ def test_what_will_happen_is_told():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([PARTS], "each trainer rank publishes the part that fsdp gave it, and nothing is gathered"),
-        ([PARTS, "actor_rollout_ref.actor.strategy=fsdp2"], "the part that fsdp2 gave it"),
-        ([], f"gathered to every trainer rank ({config.WHERE}.parts=true makes each publish its part)"),
-        ([PARTS, "actor_rollout_ref.actor.strategy=megatron"], "verl's megatron engine hands over whole tensors only"),
-        ([PARTS, "actor_rollout_ref.model.lora_rank=8", MERGED], "verl merges the adapter into whole tensors"),
+        ([], "each trainer rank publishes the part that fsdp gave it, and nothing is gathered"),
+        (["actor_rollout_ref.actor.strategy=fsdp2"], "the part that fsdp2 gave it"),
+        ([GATHER], f"gathered to every trainer rank ({config.WHERE}.parts=false)"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "verl's megatron engine hands over whole tensors only"),
+        (["actor_rollout_ref.model.lora_rank=8", MERGED], "verl merges the adapter into whole tensors"),
         (
-            [PARTS, "actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
+            ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
             "quantization-aware training quantizes whole tensors",
         ),
     ],
@@ -84,6 +84,24 @@ def test_what_will_happen_is_told():
 def test_which_way_the_weights_take_is_told(arguments, says):
     told = checks.check(composed([*SEPARATE, *PULL, *arguments]))[1]
     assert [line for line in told if line.startswith("weights: ") and says in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ([], "bfloat16"),
+        (["actor_rollout_ref.rollout.dtype=float16"], "float16"),
+        ([f"{OPTIONS}.dtype=float32"], "float32"),
+        (["actor_rollout_ref.rollout.dtype=auto"], None),
+    ],
+)
+def test_weights_are_published_in_the_dtype_of_the_rollouts(arguments, dtype):
+    root = composed([*SEPARATE, *PULL, *arguments])
+    OmegaConf.set_struct(root, True)  # as Hydra makes it
+    told = [line for line in driver.check(root) if line.startswith("dtype: ")]
+    trainers = config.parse(root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get(config.BACKEND))
+    assert trainers.dtype == dtype
+    assert told == [f"dtype: {checks.says_dtype(trainers)}"] and (dtype or "as the trainer has them") in told[0]
 
 
 @pytest.mark.parametrize(("command", "name"), [(ONE_STEP_OFF, "one_step_off"), (FULLY_ASYNC, "fully_async")])

@@ -83,6 +83,7 @@ def test_a_run_over_the_store(case, run, tmp_path):
     assert "Error in _run_prompt" not in log
     events = [json.loads(line) for path in (tmp_path / "events").glob("*.jsonl") for line in path.open()]
     published = {e["version"] for e in events if e["event"] == "publish"}
+    published_by = {e["worker"] for e in events if e["event"] == "publish"}
     assert len(published) >= versions
     fetched = {}
     for event in events:
@@ -104,5 +105,8 @@ def test_a_run_over_the_store(case, run, tmp_path):
     for event in events:
         if event["event"] == "digests":
             for key, digest in event["digests"].items():
-                same.setdefault((event["version"], event["layout"], key), set()).add(digest)
-    assert all(len(digests) == 1 for digests in same.values())
+                same.setdefault((event["version"], event["layout"], key), {})[event["worker"]] = digest
+    assert all(len(set(digests.values())) == 1 for digests in same.values())
+    if store == "pull":  # every trainer rank's own part has been compared with what an engine has received
+        ranks = {worker for worker in published_by if worker.startswith("trainer/")}
+        assert ranks <= {worker for digests in same.values() if len(digests) > 1 for worker in digests}

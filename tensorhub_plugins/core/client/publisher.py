@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import torch
@@ -30,8 +30,8 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, spec_of
-from tensorhub_plugins.core.run_log import enabled, record
+from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
+from tensorhub_plugins.core.run_log import enabled, record, root_key
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     NAME_LENGTH_MAX,
@@ -55,7 +55,7 @@ class Publisher:
     """Publishes the share of one trainer rank, version after version.
 
     client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer. dtype: what floating-point
-    tensors are published as, None: as they come.
+    tensors are published as, but those of which `keeps_dtype` is true; None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
     is then no different from the others.
@@ -78,13 +78,14 @@ class Publisher:
         keep: int,
         timeout_s: float,
         dtype: torch.dtype | None = None,
+        keeps_dtype: Callable[[TensorSpec], bool] = lambda spec: False,
         model: Sequence[TensorSpec] = (),
         begins: bool = False,
     ) -> None:
         self.client = client
         self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
-        self.keep, self.timeout_s, self.dtype = keep, timeout_s, dtype
+        self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
@@ -150,7 +151,7 @@ class Publisher:
             seconds=ended - started,
         )
         if enabled():  # the digests are in the manifest anyway
-            digests = {self._digest_key(): report.manifest.root().hex()}
+            digests = {root_key(self.rank, self.ranks): report.manifest.root().hex()}
             record("digests", worker=self.worker, version=version, layout=CHECKPOINT, digests=digests)
         self._published.append(version)
         self._sent = report.manifest
@@ -182,9 +183,6 @@ class Publisher:
         manifest = slab.manifest(algorithm=sent.digest_algorithm)
         return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root() == sent.root()
 
-    def _digest_key(self) -> str:
-        return "root" if self.ranks == 1 else f"root of shard {self.rank}/{self.ranks}"
-
     def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Slab, TensorTable]:
         """A slab with this rank's tensors, and what all ranks' are. While the names are unknown until all have passed,
         they are buffered in ordinary memory and copied once more."""
@@ -195,16 +193,16 @@ class Publisher:
         passed: dict[str, TensorSpec] = {}
         for name, tensor in weights:
             check_tensor(name, tensor)
-            tensor = self._cast(tensor.detach())
-            spec = passed[name] = contiguous_spec(name, tensor.dtype, tensor.shape)
+            tensor, given = tensor.detach(), contiguous_spec(name, tensor.dtype, tensor.shape)
+            spec = passed[name] = self._cast_spec(given)
             mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
             if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
                 continue
             if slab is not None and self._mine.get(name) == spec:
-                slab.write(name, tensor)
+                slab.write(name, tensor.to(dtype_of(spec)))
                 written.add(name)
             else:
-                buffered[name] = tensor.to("cpu", copy=True).contiguous()
+                buffered[name] = tensor.to("cpu", dtype_of(spec), copy=True).contiguous()
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
         if self._whole and whole != self._whole:
@@ -222,17 +220,19 @@ class Publisher:
         if self._whole and whole != self._whole:
             raise self._not_the_same(version, whole)
         tensors = {one.whole.name: one.tensor for one in mine if one.tensor is not None}
-        slab = self.client.allocate(
-            self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape)) for name, tensor in tensors.items()
-        )
-        for name, tensor in tensors.items():
-            slab.write(name, self._cast(tensor.detach()))
+        dtypes = {spec.name: dtype_of(spec) for spec in whole}
+        slab = self.client.allocate(contiguous_spec(name, dtypes[name], part.shape) for name, part in tensors.items())
+        for name, part in tensors.items():
+            slab.write(name, part.detach().to(dtypes[name]))
         return slab, whole, {one.whole.name: one.part for one in mine if one.part is not None}
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
-        """What `_cast` makes of such a tensor."""
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        return contiguous_spec(spec.name, self._cast(torch.empty(0, dtype=dtype)).dtype, spec.shape)
+        """What such a tensor is published as. A one-byte float is a quantized weight: a cast would lose its scale's
+        meaning."""
+        dtype = dtype_of(spec)
+        if self.dtype is None or not dtype.is_floating_point or dtype.itemsize == 1 or self.keeps_dtype(spec):
+            return spec
+        return contiguous_spec(spec.name, self.dtype, spec.shape)
 
     def _not_the_same(self, version: int, whole: TensorTable) -> UsageError:
         found = difference(self._whole, whole)
@@ -255,11 +255,6 @@ class Publisher:
         if slab is not None:
             slab.close()
         return fresh
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.dtype is None or not tensor.is_floating_point() or tensor.element_size() == 1:
-            return tensor  # a one-byte float is a quantized weight: a cast would lose its scale's meaning
-        return tensor.to(self.dtype)
 
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:

@@ -9,6 +9,7 @@ import torch
 
 from tensorhub_plugins.core.errors import UsageError, VersionRefused
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
 from tensorhub_plugins.core.transfer.runner import Outcome
@@ -117,6 +118,20 @@ class Fetched:
                         version=self.version,
                     )
                 found[name], shard_of[name] = tensor, shard
+        return found
+
+    def roots(self) -> dict[int, str]:
+        """Source shard -> hex of the root that the bytes in this memory have now (`report.roots` are those promised).
+
+        A pass over all bytes. What came in parts is read where it lies in the whole tensors.
+        """
+        whole = [slab for number, slab in self.slabs.items() if number < 0]
+        found = {}
+        for shard, manifest in self.manifests.items():
+            blocks = [self.slabs[shard], *whole] if shard in self.slabs else whole
+            slab = view_of(manifest.tensors, blocks) if has_parts(manifest.tensors) else blocks[0]
+            described = slab.manifest(manifest.segment_size_bytes, algorithm=manifest.digest_algorithm)
+            found[shard] = described.root().hex()
         return found
 
     def release(self) -> None:

@@ -48,6 +48,12 @@ def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> Tens
     return TensorSpec(name, str(dtype).removeprefix("torch."), shape, math.prod(shape) * dtype.itemsize)
 
 
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """Of a tensor that this torch has: its specification was made here."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return dtype
+
+
 def copied_spec(name: str, tensor: torch.Tensor, *, is_part: bool = False) -> TensorSpec:
     """Describe a copy of this tensor: with its strides where it is a permutation of a contiguous one, as a transposed
     or channels_last weight is, so that it can be read into its twin; else contiguous, as every part is."""

@@ -36,8 +36,7 @@ def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, install
     if report.layout == layout:
         return bool(report.roots == {shard: root})
     if installed.fetched is not None and run_log.enabled():
-        slabs, first = installed.fetched.slabs.items(), next(iter(algorithms.values()))
-        roots = {source: slab.manifest(algorithm=algorithms.get(source, first)).root().hex() for source, slab in slabs}
-        named = {"root" if len(roots) == 1 else f"root.{shard}": value for shard, value in roots.items()}
+        roots = installed.fetched.roots()
+        named = {run_log.root_key(source, len(roots)): root for source, root in roots.items()}
         run_log.record("digests", worker=worker, version=version, layout=report.layout, digests=named)
     return True

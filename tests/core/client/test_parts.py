@@ -98,6 +98,20 @@ def test_what_was_published_in_parts_is_fetched_whole_and_served_on_in_the_same_
     second.close()
 
 
+def test_the_roots_are_of_the_bytes_that_are_there(address, ranks):
+    reader = client(address, "reader")
+    publish(ranks, 1)
+    fetched = reader.fetch(1, serve=False)
+    assert fetched.roots() == fetched.report.roots and sorted(fetched.roots()) == [0, 1]
+    for name, shards in {"norm": {0}, "scalar": {1}, "columns": {0}, "rows": {0}}.items():  # the first byte of each
+        byte = fetched.tensors()[name].reshape(-1)[:1].view(torch.uint8)[:1]
+        byte ^= 1
+        assert {shard for shard, root in fetched.roots().items() if root != fetched.report.roots[shard]} == shards
+        byte ^= 1
+    assert fetched.roots() == fetched.report.roots
+    reader.close()
+
+
 def test_the_memory_is_one_copy_and_is_used_again(address, ranks):
     reader = client(address, "reader")
     used = []
@@ -206,6 +220,25 @@ def flat_shares(whole, rank, ranks):
         size = -(-tensor.numel() // ranks)
         flat = tensor.reshape(-1)[rank * size : (rank + 1) * size]
         yield held_run(contiguous_spec(name, tensor.dtype, tensor.shape), flat, min(rank * size, tensor.numel()))
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["parts", "gathered"])
+def test_what_keeps_its_dtype_is_not_cast(address, gathers):
+    (trainer,), reader = publishers(address, 1, dtype=torch.bfloat16, keeps_dtype=exact), client(address, "reader")
+    whole = model(1)
+    if gathers:
+        trainer.publish(1, whole.items())
+    else:
+        trainer.publish_parts(1, flat_shares(whole, 0, 1))
+    expected = {name: tensor if name in ("norm", "scalar") else tensor.bfloat16() for name, tensor in whole.items()}
+    assert expected["scalar"].dtype == torch.float32
+    assert_same(reader.fetch(1).tensors(), expected)
+    for each in (trainer, reader):
+        each.close()
+
+
+def exact(spec):
+    return len(spec.shape) < 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
