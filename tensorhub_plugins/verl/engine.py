@@ -22,7 +22,7 @@ from tensorhub_plugins.core import Client, TensorHubError, record, step_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
-from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step
+from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step, waits_for_trainer
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
 from tensorhub_plugins.vllm.engine.pause import pause
 from tensorhub_plugins.vllm.engine.staleness import Staleness
@@ -207,6 +207,10 @@ class TensorHubServer(vLLMHttpServer):
 
     def _why_not(self) -> str:
         """It takes no new work, though it could answer."""
+        if self._version and self._client is not None and self._client.pinned is None:
+            former = waits_for_trainer(self._version, self._client.attempt)
+            if former:
+                return f"{self.worker} {former}"
         return "" if self._staleness is None else self._staleness.why_not()
 
     # --- leaving ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.verl import driver
+from tensorhub_plugins.verl import driver, steps
 from tensorhub_plugins.verl.config import ROLLOUT
 
 
@@ -16,6 +16,7 @@ def register() -> None:
     RolloutReplicaRegistry.register(ROLLOUT, _replica)
     _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
     driver.look_at_configuration()
+    steps.watch()
 
 
 def _replica() -> type:

@@ -30,7 +30,7 @@ from tensorhub_plugins.core import (
     run_log,
     version_of,
 )
-from tensorhub_plugins.verl import config, hub, null_worker, parts
+from tensorhub_plugins.verl import config, hub, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -65,13 +65,15 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Runs in the manager's process, which therefore owns the embedded hub."""
         address = hub.ensure(metadata[0]["options"])
-        return {"address": [address] * actor_wg_world_size}, {"address": [address] * rollout_world_size}
+        step: list[Any] = [steps.of_update()] * actor_wg_world_size
+        return {"address": [address] * actor_wg_world_size, "step": step}, {"address": [address] * rollout_world_size}
 
-    def init_process_group(self, address: str) -> None:
+    def init_process_group(self, address: str, step: int = 0) -> None:
+        """step: of the weights that come next; trainer ranks are told it."""
         if self._client is None:
             self._connect(address)
         if self._publisher is not None and self._publisher.attempt is None:
-            self._begin(self._publisher)
+            self._begin(self._publisher, step)
 
     def finalize(self) -> None:
         """Nothing to tear down: the published snapshot lives on."""
@@ -87,10 +89,10 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             return await self._told(self._publisher.publish_parts(version, parts.held_by_rank(weights.engine)))
         return await self._told(self._publisher.publish(version, _whole(weights)))
 
-    def _begin(self, publisher: Publisher) -> None:
-        """All ranks, before verl moves any weights. What a former life of this run has published is over: whatever step
-        verl resumes from, its weights come next."""
-        publisher.begin(0)
+    def _begin(self, publisher: Publisher, step: int) -> None:
+        """All ranks, before verl moves any weights. What a former life of this run has published is over, from the
+        weights of this step on: they come next."""
+        publisher.begin(version_of_step(step) - 1)
         if self.is_master and publisher.attempt:
             with contextlib.suppress(ValueError):  # no replicas that pull
                 ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tensorhub_plugins.core import step_of
+from tensorhub_plugins.core import attempt_of, step_of, version_text
 
 
 def version_of_step(step: int) -> int:
@@ -24,6 +24,16 @@ def version_of_step(step: int) -> int:
 
 def step_of_version(version: int) -> int:
     return step_of(version) - 1
+
+
+def waits_for_trainer(version: int, attempt: int) -> str:
+    """Why a replica with this version takes no work: the trainer's newest attempt is this one. "": it does.
+
+    A version of a former life may be far behind the step from which the trainer resumes, or of a past that did not
+    happen. The first of the new life comes at once."""
+    if attempt_of(version) >= attempt:
+        return ""
+    return f"has version {version_text(version)}, and waits for the first of attempt {attempt}"
 
 
 class Span(NamedTuple):

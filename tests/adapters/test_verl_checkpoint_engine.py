@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
+from tensorhub_plugins.core import Deadline, UsageError, start_server  # noqa: E402
 
 
 @pytest.fixture
@@ -124,3 +124,87 @@ def test_rollout_workers_that_move_nothing_are_not_seen_at_the_hub(address):
     trainer = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")
     assert [worker for model in fetch_status(address)["models"] for worker in model["workers"]]  # the control
     trainer._client.close()
+
+
+def updates_of(manager, how):
+    """Has verl's manager make an update of step 5, in one of the ways in which verl's trainers call it."""
+    import asyncio
+
+    async def awaits():
+        await manager.update_weights(5)
+
+    def update():
+        manager.update_weights(5)
+
+    async def calls():
+        update()
+
+    with pytest.raises(Prepared):
+        if how == "without a loop":
+            update()
+        else:
+            asyncio.run(awaits() if how == "awaited" else calls())
+
+
+class Prepared(Exception):
+    """The update has come as far as this test looks."""
+
+
+@pytest.mark.parametrize("how", ["without a loop", "awaited", "in a loop"])
+def test_the_step_is_known_before_the_weights_move(monkeypatch, how):
+    from verl.checkpoint_engine import base
+
+    import tensorhub_plugins.verl
+    from tensorhub_plugins.verl import steps
+
+    tensorhub_plugins.verl.register()  # twice is fine
+    told = []
+
+    def build_process_group(self, rollout):
+        told.append(steps.of_update())
+        raise Prepared
+
+    monkeypatch.setattr(base.CheckpointEngineManager, "build_process_group", build_process_group)
+    monkeypatch.setattr(base, "RayWorkerGroup", lambda **given: None)
+    monkeypatch.setattr(base, "RayClassWithInitArgs", lambda **given: None)
+    manager = base.CheckpointEngineManager.__new__(base.CheckpointEngineManager)
+    manager.backend, manager.replicas, manager.actor_wg = "tensorhub", [], None
+    updates_of(manager, how)
+    assert told == [5]
+    assert steps.of_update() == 0  # and no other update takes it for its own
+
+
+@pytest.mark.parametrize(("resumed", "kept"), [(2, [2]), (0, [])])
+def test_a_trainer_that_resumes_begins_at_its_step(address, resumed, kept):
+    """Version N + 1 is that of verl's step N: of the former life, versions up to N are read on. From step 0 none is."""
+    import asyncio
+
+    from tensorhub_plugins.core import Client, version_of
+    from tensorhub_plugins.verl import trainer as checkpoint_engine
+
+    def life(step):
+        engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, is_master=True, hub=address, run="r")
+        engine.init_process_group(address, step)
+        return engine
+
+    former, keeper = life(0), Client(address, run="r", model="actor", replica="keeper")
+    for step in (1, 3):  # versions 2 and 4
+        asyncio.run(former.send_weights(iter(weights(step).items()), global_steps=step))
+        assert keeper.fetch(serve=True).version == step + 1
+    former._client.close()
+    later = life(resumed)
+    assert until_drops(keeper, kept) == kept
+    asyncio.run(later.send_weights(iter(weights(9).items()), global_steps=resumed))
+    fetched = keeper.fetch()
+    assert fetched.version == version_of(1, resumed + 1)
+    assert_equal(fetched.tensors(), weights(9))
+    for client in (keeper, later._client):
+        client.close()
+
+
+def until_drops(client, left):
+    """What it still serves, once that is no more than `left`, or after a while."""
+    deadline = Deadline.after(10)
+    while (now := [key.version for key in client.serving()]) != left and deadline.remaining():
+        client.versions()  # an answer of the hub brings what it has to say
+    return now

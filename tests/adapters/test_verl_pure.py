@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.types import version_of
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
@@ -116,6 +117,13 @@ def test_samples_are_split_only_where_verls_client_comes_back_for_the_rest(root,
 def test_verls_steps_and_the_stores_versions():
     assert versions.version_of_step(0) == 1
     assert all(versions.step_of_version(versions.version_of_step(s)) == s for s in range(10))
+
+
+def test_a_version_of_a_former_life_takes_no_work():
+    former, newest = version_of(0, 7), version_of(1, 6)
+    assert versions.waits_for_trainer(former, 1) == "has version 7, and waits for the first of attempt 1"
+    assert versions.waits_for_trainer(newest, 2).startswith("has version 6 of attempt 1, and waits")
+    assert not versions.waits_for_trainer(newest, 1) and not versions.waits_for_trainer(former, 0)
 
 
 def test_a_request_across_two_switches():

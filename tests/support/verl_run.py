@@ -44,6 +44,8 @@ class Run:
             "TENSORHUB_EVENTS": str(self.events_folder),
             **environment,
         }
+        self.run_folder = Path(environment["RUN"])
+        folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "verl.log"
         command = ["bash", str(ROOT / "recipes/verl_grpo/run.sh"), "separate_async", "pull", *overrides]
         with open(self.log, "wb") as log:
@@ -123,7 +125,7 @@ class Run:
         assert sum(len(by_worker) > 1 for by_worker in digests.values()) >= compared
         assert not {k: v for k, v in digests.items() if len(set(v.values())) > 1}
         assert "Error in _run_prompt" not in self.log.read_text(errors="replace")
-        metrics = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        metrics = [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
         assert len(metrics) >= steps
         # Trainer and rollouts agree about every token's probability, which they would not about torn weights.
         assert max(abs(row["data"]["rollout_corr/kl"]) for row in metrics if "rollout_corr/kl" in row["data"]) < 0.005
