@@ -23,6 +23,7 @@ from tensorhub_plugins.core.options import TrainingOptions
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
+TRAINER = "trainer"  # the replica that publishes
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
 TESTED_VLLM = ("0.29",)
 COLOCATED = (

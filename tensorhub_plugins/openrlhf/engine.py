@@ -172,9 +172,12 @@ class TensorHubEngine(_Stock):
         if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
         self._refuse_when_stale()
-        silent_s = self.lifeline.silent_s(self.follower)
+        silent_s, last = self.lifeline.silent_s(self.follower), self.follower.last_update
         return {
             "version": self.follower.version,
+            "pull_s": last.pull_s,
+            "pause_s": last.pause_s,
+            "sources": last.sources,
             "silent_s": silent_s,
             "pid": os.getpid(),
             "node": ray.get_runtime_context().get_node_id(),

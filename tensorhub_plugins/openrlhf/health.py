@@ -14,8 +14,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
-from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, record
+from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, record, steps_behind
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Lost, Seen
 
 logger = get_logger(__name__)
@@ -39,6 +40,7 @@ class Member:
     kind: Kind = "first"
     node: str = ""  # Ray's id of it
     version: int = 0
+    last_update: Mapping[str, Any] = field(default_factory=dict)  # what that version has cost, as its heartbeat says
     is_draining: bool = False  # it gets no prompts any more
     is_live: bool = False
     probe: Any = None
@@ -137,6 +139,7 @@ class Engines:
             return
         member.probe, member.deaths, member.error = None, 0, None
         member.version, member.node = heartbeat["version"], heartbeat.get("node", "")
+        member.last_update = heartbeat
         member.requests_max = heartbeat.get("requests_max", REQUESTS_MAX)
         if heartbeat["silent_s"] > self.timeout_s:
             self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
@@ -157,6 +160,23 @@ class Engines:
             for member in self.members:
                 if member.name == name:
                     self.lost(member, error)
+
+    def figures(self) -> dict[str, float]:
+        """How they do, for the trainer's log: under the names that verl's log has, too."""
+        with self.lock:
+            live = [member for member in self.members if member.gets_prompts]
+            newest = max((member.version for member in live), default=0)
+            sources = [member.last_update.get("sources") or {} for member in live]
+            total = sum(sum(each.values()) for each in sources)
+            own = sum(size for each in sources for name, size in each.items() if name.startswith(f"{config.TRAINER}/"))
+            return {
+                "tensorhub/replicas/ready": float(len(live)),
+                "tensorhub/replicas/lost": float(sum(member.was_lost for member in self.members)),
+                "tensorhub/version_lag/max": float(max((steps_behind(m.version, newest) for m in live), default=0)),
+                "tensorhub/pull/seconds_max": max((m.last_update.get("pull_s", 0.0) for m in live), default=0.0),
+                "tensorhub/pause/seconds_max": max((m.last_update.get("pause_s", 0.0) for m in live), default=0.0),
+                "tensorhub/pull/share_from_peers": 1.0 - own / total if total else 0.0,
+            }
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.fleet import Reporter
 from tensorhub_plugins.openrlhf.health import LOST, Engines, Member
 from tensorhub_plugins.openrlhf.journal import GivenBack
+from tensorhub_plugins.openrlhf.versions import with_logs
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -192,7 +193,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         while self.work:
             self._hand_out()
             for responses in self._answers():
-                experiences = [self._process_response_into_experience(response, **kwargs) for response in responses]
+                logs = self.engines.figures()  # samples are the only way to the trainer's log, in async training
+                samples = [with_logs(response, logs) for response in responses]
+                experiences = [self._process_response_into_experience(sample, **kwargs) for sample in samples]
                 if dynamic_filtering and not self._is_informative(experiences):
                     experiences = []
                     prompts, labels, images, exhausted = collect(dataloader_iter, 1)

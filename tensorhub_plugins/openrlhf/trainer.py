@@ -22,12 +22,11 @@ from openrlhf.trainer.ray import ppo_actor
 from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, version_of
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
-from tensorhub_plugins.openrlhf.versions import staleness
+from tensorhub_plugins.openrlhf.versions import figures_of, staleness
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 from tensorhub_plugins.vllm.ray.config import connect
 
-TRAINER = "trainer"
 GATHER_SIZE_BYTES = 64 << 20  # of parameters gathered together with ZeRO-3: fewer collectives, bounded memory
 
 
@@ -53,7 +52,7 @@ class PolicyModelActor(_Policy):
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         client = connect(
             options,
-            replica=TRAINER,
+            replica=config.TRAINER,
             shard=rank,
             shard_count=ranks,
         )
@@ -63,7 +62,7 @@ class PolicyModelActor(_Policy):
             client,
             rank=rank,
             ranks=ranks,
-            worker=f"{TRAINER}/{rank}",
+            worker=f"{config.TRAINER}/{rank}",
             keep=options.keep,
             timeout_s=options.timeout_s,
             model=[spec for step in self._steps for spec in _specs(step)],
@@ -122,9 +121,9 @@ class _Publishes:
 
     def train_step(self, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
         self.tensorhub_version = global_step + 1
-        stale = staleness(rollout_samples, global_step)
+        stale, replicas = staleness(rollout_samples, global_step), figures_of(rollout_samples)
         status, global_step = super().train_step(rollout_samples, global_step)  # type: ignore[misc]
-        status.update(self._published, **stale)
+        status.update(self._published, **stale, **replicas)
         return status, global_step
 
     def broadcast_to_vllm(self) -> None:

@@ -6,12 +6,17 @@ An engine that keeps its requests while its weights change gives samples whose t
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Mapping
 from typing import Any
 
 from tensorhub_plugins.core import step_of
 from tensorhub_plugins.openrlhf import journal
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
+
+# What the dispatcher knows of the engines, in Experience.info, too: health.py.
+FIGURES = ("tensorhub/replicas/", "tensorhub/version_lag/", "tensorhub/pull/", "tensorhub/pause/")
+LESS_IS_WORSE = ("tensorhub/replicas/ready", "tensorhub/pull/share_from_peers")
 
 _of_sample: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
 
@@ -40,6 +45,21 @@ def came_from(*versions: int) -> None:
     seen = _of_sample.get(None)
     if seen is not None:
         seen.extend(step_of(version) for version in versions)
+
+
+def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:
+    """The same sample, which says this, too."""
+    return {**response, "extra_logs": {**(response.get("extra_logs") or {}), **logs}}
+
+
+def figures_of(samples: Any) -> dict[str, float]:
+    """How the engines did while the samples of a step were made: the worst that any of them says."""
+    told: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.info.items():
+            if name.startswith(FIGURES):
+                told.setdefault(name, []).append(float(value.max()))
+    return {name: min(values) if name in LESS_IS_WORSE else max(values) for name, values in told.items()}
 
 
 def staleness(samples: Any, global_step: int) -> dict[str, float]:

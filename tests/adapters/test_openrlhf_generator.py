@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ torch = pytest.importorskip("torch")
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
 from ray.exceptions import ActorDiedError, RayActorError  # noqa: E402
 
-from tensorhub_plugins.core import VersionGone  # noqa: E402
+from tensorhub_plugins.core import VersionGone, version_of  # noqa: E402
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
-from tensorhub_plugins.openrlhf.versions import FIRST  # noqa: E402
+from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
 
@@ -64,6 +65,39 @@ def test_with_nothing_to_be_run_a_batch_asks_for_no_version(ray: FakeRay, monkey
     monkeypatch.setattr(FakeHub, "target", gone)
     generator.generate_samples()
     assert {asked["min_version"] for asked in engine.asked} == {0}
+
+
+def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
+    """To the trainer's log: OpenRLHF gives it nothing else of the process that generates."""
+    behind, ahead = FakeEngine(version=version_of(1, 2)), FakeEngine(version=version_of(1, 5))
+    ahead.do_tensorhub_heartbeat = lambda: {  # type: ignore[method-assign]
+        **FakeEngine.do_tensorhub_heartbeat(ahead),
+        "pull_s": 0.5,
+        "pause_s": 0.25,
+        "sources": {"trainer/0": 30, "rollout-0/0": 10},
+    }
+    samples, *_ = make([behind, ahead]).generate_samples()
+    assert figures_of(samples) == {
+        "tensorhub/replicas/ready": 2.0,
+        "tensorhub/replicas/lost": 0.0,
+        "tensorhub/version_lag/max": 3.0,
+        "tensorhub/pull/seconds_max": 0.5,
+        "tensorhub/pause/seconds_max": 0.25,
+        "tensorhub/pull/share_from_peers": 0.25,
+    }
+    level, *_ = make([FakeEngine(version=5), FakeEngine(version=5)]).generate_samples()
+    assert figures_of(level)["tensorhub/version_lag/max"] == 0.0  # the control
+    former, *_ = make([FakeEngine(version=9), FakeEngine(version=version_of(1, 5))]).generate_samples()
+    assert figures_of(former)["tensorhub/version_lag/max"] == 1.0  # of a former attempt: one at least
+
+
+def test_a_step_logs_the_worst_that_its_samples_say() -> None:
+    told = [{"tensorhub/replicas/ready": 3, "tensorhub/version_lag/max": 0}, {"tensorhub/replicas/ready": 2}, {}]
+    samples = [
+        SimpleNamespace(info={name: torch.tensor([float(value)]) for name, value in info.items()}) for info in told
+    ]
+    samples[1].info |= {"tensorhub/version_lag/max": torch.tensor([4.0]), FIRST: torch.tensor([7.0])}
+    assert figures_of(samples) == {"tensorhub/replicas/ready": 2.0, "tensorhub/version_lag/max": 4.0}
 
 
 def test_partial_rollout_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
