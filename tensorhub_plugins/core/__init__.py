@@ -36,6 +36,7 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security.keys import Keys
+from tensorhub_plugins.core.security.secret import SECRET_VARIABLE
 from tensorhub_plugins.core.security.secret import from_environment as keys_from_environment
 from tensorhub_plugins.core.security.secret import generate as new_secret
 from tensorhub_plugins.core.security.secret import write as write_secret
@@ -89,6 +90,7 @@ __all__ = [
     "DEFAULT_TRANSPORTS",
     "LATEST",
     "REFUSED_MAX",
+    "SECRET_VARIABLE",
     "Client",
     "CorruptBytes",
     "Deadline",

@@ -151,7 +151,7 @@ def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
 
 
 def _add_secret(command: argparse.ArgumentParser) -> None:
-    words = f"the run's, as `tensorhub keygen` writes it (or {secret.FILE_VARIABLE}, {secret.VARIABLE})"
+    words = f"the run's, as `tensorhub keygen` writes it (or {secret.FILE_VARIABLE}, {secret.SECRET_VARIABLE})"
     command.add_argument("--secret-file", type=Path, metavar="FILE", help=words)
 
 

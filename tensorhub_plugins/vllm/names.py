@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NAME = "tensorhub"
-SECRET_VARIABLE = "TENSORHUB_SECRET"  # core's, to hand a secret on to processes that look there
 
 VERSIONS_SUPPORTED = ((0, 26), (0, 33))  # first and last minor version with these interfaces
 

@@ -10,11 +10,11 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from tensorhub_plugins import core  # noqa: E402
 from tensorhub_plugins.core import Client, UsageError  # noqa: E402
 from tensorhub_plugins.core.cli import main  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.core.security import secret as core_secret  # noqa: E402
-from tensorhub_plugins.vllm import names  # noqa: E402
 from tensorhub_plugins.vllm.ray import hub, secret  # noqa: E402
 from tensorhub_plugins.vllm.ray.config import connect  # noqa: E402
 
@@ -68,8 +68,15 @@ def _command_lines() -> list[bytes]:
     return found
 
 
-def test_it_is_handed_on_where_core_looks() -> None:
-    assert names.SECRET_VARIABLE == core_secret.VARIABLE
+def spelt(package: Path) -> list[str]:
+    """The files that write the variable's name down as a value."""
+    return [file.name for file in sorted(package.rglob("*.py")) if '"TENSORHUB_SECRET"' in file.read_text()]
+
+
+def test_it_is_handed_on_where_core_looks(tmp_path: Path) -> None:
+    assert spelt(Path(core.__path__[0]).parent) == ["secret.py"] and core.SECRET_VARIABLE == core_secret.SECRET_VARIABLE
+    (tmp_path / "names.py").write_text('VARIABLE = "TENSORHUB_SECRET"\n')
+    assert spelt(tmp_path) == ["names.py"]  # the control
 
 
 def test_ray_s_token_is_the_secret_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

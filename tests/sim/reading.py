@@ -265,6 +265,7 @@ class Transfer:
                     self.links[shard, session].read(segments)
                 case r.Verified(shard, _, segment):
                     worker.carry_out(shelf.verified(self.read, self._key(shard), segment))
+                    worker.machine.renew(self.requests)
                 case r.ConfirmEpoch(shard, session):
                     self.links[shard, session].check()
                 case r.Close(shard, session):

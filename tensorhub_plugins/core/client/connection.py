@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 from typing import Any
@@ -168,6 +168,11 @@ class HubLink:
             self._carry_out(self._machine.handle(session.EndLease(request, shard, lost, corrupt), time.monotonic()))
         self._wake()
 
+    def renew(self, requests: Iterable[int]) -> None:
+        """What is read under these grants goes on."""
+        with self._lock:
+            self._machine.renew(requests)
+
     def close(self) -> None:
         """Say Bye and stop; closing twice is fine."""
         with self._lock:
@@ -239,7 +244,9 @@ class HubLink:
             self._free()
 
     def _note(self, message: messages.HubMessage) -> None:
-        """That we are welcome, and the hub's clock, for the leases of those who read here."""
+        """That we are welcome, the hub's clock, for the leases of those who read here, and who of them does not."""
+        if isinstance(message, messages.Alive) and message.idle:
+            log.warning("%s: %s kept a place here without reading, and has lost it", self._name, message.idle)
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
             self._welcomed.set_result(None)
         hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock

@@ -151,6 +151,7 @@ class _Lease:
     sources: dict[int, bytes]
     deadline: float
     shard_count: int
+    progress: int = 0
 
 
 @dataclass
@@ -207,6 +208,12 @@ class Session:
             case _:
                 assert_never(event)
         return self._effects
+
+    def renew(self, requests: Iterable[int]) -> None:
+        """What is read under the leases of these requests goes on: the next heartbeat says so."""
+        for request_id in requests:
+            if request_id in self.leases:
+                self.leases[request_id].progress += 1
 
     def next_deadline(self) -> float:
         """When the next Tick is due."""
@@ -450,12 +457,15 @@ class Session:
                 self._hello(now)
         elif now >= self._next_heartbeat:
             self._next_heartbeat = now + self.heartbeat_s
-            leases = {r: len(lease.sources) for r, lease in self.leases.items() if lease.deadline > now}
+            held = {r: lease for r, lease in self.leases.items() if lease.deadline > now}
+            leases = {r: len(lease.sources) for r, lease in held.items()}
+            progress = {r: lease.progress for r, lease in held.items()}
             assert self.hub is not None
             changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
             checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
             directive = m.directive_checksum(self.directive)
-            self._send(m.Heartbeat(self.hub, self.last_request_id, tuple(self.asked), leases, checksum, directive))
+            pending = tuple(self.asked)
+            self._send(m.Heartbeat(self.hub, self.last_request_id, pending, leases, checksum, directive, progress))
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S

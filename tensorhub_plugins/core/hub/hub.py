@@ -179,7 +179,7 @@ class Hub:
                 else:
                     self.registry.schedule_silence(due)
             case Lease():
-                self._end_overdue(due, now)
+                self._look_at_lease(due, now)
             case Pending():
                 waiters.mark_ready(due)
             case Claim():
@@ -206,12 +206,24 @@ class Hub:
         validate(self.registry)
         return self._outbox.take()
 
-    def _end_overdue(self, lease: Lease, now: float) -> None:
-        """At its deadline, which its reader knows; or at the bound of all leases, which it is told."""
-        if lease.reader.lease_bounds.get(lease.request_id, lease.deadline + 1.0) <= lease.deadline:
-            self._outbox.log(f"{lease.reader.name} has read version {lease.version} for {self.limits.lease_s:g} s")
+    def _look_at_lease(self, lease: Lease, now: float) -> None:
+        """It ends at its deadline, which its reader knows; at the bound of all leases, or because nothing is read under
+        it, which its reader is told. Who keeps places that it does not use is named to its sources, too."""
+        reader, ends_at = lease.reader, min(lease.deadline, self.registry.idle_at(lease))
+        if now < ends_at:  # it was renewed
+            self.registry.schedule(ends_at, lease)
+            return
+        bound, is_idle = reader.lease_bounds.get(lease.request_id), now < lease.deadline
+        if bound is not None and is_idle:
+            bound.until = now  # no Hello brings it back
+        if bound is not None and bound.until <= lease.deadline:
+            what = f"got no byte of version {lease.version} for {self.limits.lease_idle_s:g} s and loses its lease"
+            said = f"has read version {lease.version} for {self.limits.lease_s:g} s"
+            self._outbox.log(f"{reader.name} {what if is_idle else said}")
             for source in lease.shards_of:
-                self._outbox.send(lease.reader.session, m.SourceGone(source))
+                self._outbox.send(reader.session, m.SourceGone(source))
+                if is_idle and source in self.registry.workers:
+                    self._outbox.send(source, m.Alive(idle=reader.name))
         self.registry.end_lease(lease)
 
     # --- messages ---
@@ -432,6 +444,7 @@ class Hub:
             named = lease.request_id in asked or lease.request_id in heartbeat.leases
             if lease.request_id <= last_request_id and not named:
                 self.registry.end_lease(lease)
+        self.registry.renew(worker, heartbeat.progress, now)
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
@@ -444,7 +457,9 @@ class Hub:
     def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
         leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
-        said = {r: n for r, n in heartbeat.leases.items() if r in leases or worker.lease_bounds.get(r, now + 1.0) > now}
+        bounds = worker.lease_bounds
+        over = {r for r in heartbeat.leases if r in bounds and bounds[r].until <= now and r not in leases}
+        said = {r: n for r, n in heartbeat.leases.items() if r not in over}
         if heartbeat.holdings_checksum and not worker.holdings_checksum:
             held = ((key, h.complete) for key, h in worker.holdings.items())
             worker.holdings_checksum = m.holdings_checksum(held)

@@ -19,6 +19,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "readers_per_source_max": (1, READERS_MAX, "leases on one source; more readers wait, or read from another one"),
     "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
     "lease_s": (1.0, DAY_S, "seconds after which a reader that is not done has to ask for sources again"),
+    "lease_idle_s": (1.0, DAY_S, "seconds without a read segment after which a reader loses its lease"),
     "messages_per_s_max": (
         1,
         10**9,
@@ -43,6 +44,9 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     uplink_readers_max: int = 32
     # A terabyte at 300 MB/s; who reads longer loses what is in flight, once an hour.
     lease_s: float = 3600.0
+    # A reader drops a source that is silent for 5 s (`TransferLimits.stall_s`), and may take a minute to get memory for
+    # the largest shards; who was only slow loses a source, and asks for the next.
+    lease_idle_s: float = 60.0
     # A worker says a few a second; a thousand in each of its sessions is no use to anybody.
     messages_per_s_max: int = 1000
 

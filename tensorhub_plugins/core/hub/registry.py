@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from typing_extensions import assert_never
@@ -21,6 +21,7 @@ from tensorhub_plugins.core.hub.copies import Counted
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.selection import UplinkBudget
 from tensorhub_plugins.core.hub.state import (
+    Bound,
     Claim,
     GroupResolution,
     History,
@@ -265,10 +266,22 @@ class Registry:
         """When a lease of this request ends: no later than lease_s after it was first heard of, however often a Hello
         says that there is time left."""
         bounds = worker.lease_bounds
-        bound = bounds.setdefault(request_id, now + self.limits.lease_s)
+        bound = bounds.setdefault(request_id, Bound(now + self.limits.lease_s, now))
         while len(bounds) > LEASE_BOUNDS_KEPT_MAX:
             del bounds[next(iter(bounds))]
-        return min(wanted, bound)
+        return min(wanted, bound.until)
+
+    def idle_at(self, lease: Lease) -> float:
+        """When this lease will have brought its reader nothing for too long."""
+        bound = lease.reader.lease_bounds.get(lease.request_id)
+        return lease.deadline if bound is None else bound.progress_at + self.limits.lease_idle_s
+
+    def renew(self, worker: Worker, progress: Mapping[int, int], now: float) -> None:
+        """How far its reads have come, by request: one that has come further keeps its lease."""
+        for request_id in progress.keys() & worker.leases.keys():
+            bound = worker.lease_bounds.get(request_id)
+            if bound is not None and progress[request_id] > bound.progress:
+                bound.progress, bound.progress_at = progress[request_id], now
 
     def add_lease(self, lease: Lease) -> None:
         """A reader was granted sources."""
@@ -277,7 +290,7 @@ class Registry:
         if before is not None:  # a Hello that names a number twice
             self.end_lease(before)
         reader.leases[lease.request_id] = lease
-        self.schedule(lease.deadline, lease)
+        self.schedule(min(lease.deadline, self.idle_at(lease)), lease)
         for session in lease.shards_of:
             reader.sources[session] += 1
             self._attach(lease, session)

@@ -75,6 +75,15 @@ class Lease:
         return ShardKey(self.version, self.layout, shard, self.shard_count)
 
 
+@dataclass(slots=True)
+class Bound:
+    """How long the leases of one request may last, whatever is said: until then, and while the read goes on."""
+
+    until: float
+    progress_at: float
+    progress: int = 0  # as its reader counts it
+
+
 @dataclass(eq=False, slots=True)
 class Claim:
     """This worker is to convert a shard into a layout that nobody holds, until the deadline."""
@@ -123,7 +132,7 @@ class Worker:
     leases: dict[int, Lease] = field(default_factory=dict)  # as a reader
     readers: dict[tuple[bytes, int], Lease] = field(default_factory=dict)  # as a source
     network_readers: int = 0  # of them, those on other hosts
-    lease_bounds: dict[int, float] = field(default_factory=dict)  # request -> when its lease ends, whatever is said
+    lease_bounds: dict[int, Bound] = field(default_factory=dict)  # by request
     sources: Counter[bytes] = field(default_factory=Counter)  # as a reader: under how many leases from each
     reading: Counter[ShardKey] = field(default_factory=Counter)  # under how many leases
     passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same for leases that serve

@@ -209,7 +209,8 @@ class Heartbeat(_Message, frozen=True):
 
     hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
-    that it knows; 0: the worker is older than directives.
+    that it knows; 0: the worker is older than directives. progress: how far the read under each lease has come, a
+    number that grows; who says none for too long is not reading, and loses the lease.
     """
 
     hub: Session
@@ -218,6 +219,7 @@ class Heartbeat(_Message, frozen=True):
     leases: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
     holdings_checksum: Count = 0
     directive_checksum: Count = 0
+    progress: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
 
 
 class Bye(_Message, frozen=True):
@@ -397,15 +399,17 @@ class Unknown(_Message, frozen=True):
 class Alive(_Message, frozen=True):
     """Answers a heartbeat. resend: requests that the hub never received. directive: when the worker knows another one.
 
-    It comes without a heartbeat when a directive is given, or when a reader has got other bytes from this worker than
-    were published: `doubted` names the shard and its segments. In this message rather than in one of its own, so that
-    a worker that is older than these can read it.
+    It comes without a heartbeat when a directive is given, when a reader has got other bytes from this worker than were
+    published (`doubted` names the shard and its segments), or when a reader has lost its lease on this worker because
+    it got nothing under it for too long (`idle` names it). In this message rather than in one of its own, so that a
+    worker that is older than these can read it.
     """
 
     resend: Requests = ()
     directive: Directive | None = None
     doubted: tuple[ShardKey, Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)]] | None = None
     clock: float = 0.0  # as in Welcome; 0: it is not said
+    idle: Text = ""
 
 
 class Done(_Message, frozen=True):

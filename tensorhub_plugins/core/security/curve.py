@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.security.secret import FILE_VARIABLE, VARIABLE
+from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABLE
 from tensorhub_plugins.core.types import Role
 
 ZAP_ADDRESS, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"tensorhub"
@@ -120,7 +120,7 @@ class Handshakes:
         if self._keys is not None and has_secret:
             return (
                 f"the hub at {self._address} does not know this process's secret: it must be the one that the hub was "
-                f"started with (see {FILE_VARIABLE} and {VARIABLE})"
+                f"started with (see {FILE_VARIABLE} and {SECRET_VARIABLE})"
             )
         if self._keys is not None:
             return (
@@ -130,7 +130,7 @@ class Handshakes:
         if has_secret:
             return (
                 f"the hub at {self._address} asks for the run's secret: set {FILE_VARIABLE} to the file that it was "
-                f"started with (or {VARIABLE})"
+                f"started with (or {SECRET_VARIABLE})"
             )
         return None
 

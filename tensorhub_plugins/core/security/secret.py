@@ -11,7 +11,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.security.keys import KEY_SIZE_BYTES, TEXT_LENGTH_MAX, Keys
 
 FILE_VARIABLE = "TENSORHUB_SECRET_FILE"
-VARIABLE = "TENSORHUB_SECRET"
+SECRET_VARIABLE = "TENSORHUB_SECRET"
 
 log = logging.getLogger("tensorhub.client")
 
@@ -26,8 +26,8 @@ def from_environment() -> Keys | None:
     path = os.environ.get(FILE_VARIABLE)
     if path:
         return read(Path(path), where=f"{FILE_VARIABLE}={path}")
-    text = os.environ.get(VARIABLE)
-    return _parsed(text, VARIABLE) if text else None
+    text = os.environ.get(SECRET_VARIABLE)
+    return _parsed(text, SECRET_VARIABLE) if text else None
 
 
 def read(path: Path, *, where: str = "") -> Keys:

@@ -11,7 +11,7 @@ import logging
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,6 +51,9 @@ class Hub(Protocol):
     ) -> None:
         """The lease of an Acquire is over, whole (shard None) or for one shard. lost: the source has failed. corrupt:
         segments of that shard that it has sent with other bytes than were published."""
+
+    def renew(self, requests: Iterable[int]) -> None:
+        """What is read under the leases of these Acquires goes on."""
 
 
 class Destinations(Protocol):
@@ -112,7 +115,7 @@ class Transfer:
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
-        self._ended = False
+        self._ended, self._come = False, 0  # the bytes that had come when they were last counted
         self._error: TensorHubError | None = None
         self._bytes_from: Counter[str] = Counter()
         self._bytes_by: Counter[str] = Counter()
@@ -173,12 +176,17 @@ class Transfer:
             return event
 
     def _look_at_readers(self, now: float) -> events.Event | None:
-        """A source that has said nothing for too long, or that it waits itself."""
+        """A source that has said nothing for too long, or that it waits itself. While there are bytes, or a reason why
+        there are none, we keep our leases."""
+        before, self._come = self._come, self._bytes_from.total()
+        if self._come != before:
+            self._hub.renew(self._leases)
         for reader in self._readers.values():
             if reader.stalls_at <= now:
                 why = f"no progress for {self._machine.limits.stall_s:g} s"
                 return events.Lost(reader.shard, reader.grant.session, why)
             if reader.source_waits():
+                self._hub.renew(self._leases)
                 return events.SourceWaiting(reader.shard, reader.grant.session)
         return None
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import ray
 
-from tensorhub_plugins.core import Keys, keys_from_environment, new_secret
-from tensorhub_plugins.vllm.names import SECRET_VARIABLE
+from tensorhub_plugins.core import SECRET_VARIABLE, Keys, keys_from_environment, new_secret
 
 TIMEOUT_S = 60.0  # as long as the hub may take to start
 

@@ -43,11 +43,10 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import UsageError, keys_from_environment
+from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.names import SECRET_VARIABLE
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather

@@ -439,6 +439,16 @@ def test_a_source_that_is_gone_is_passed_on():
     assert Story().hear(m.SourceGone(SOURCE)) == [s.SourceGone(SOURCE)]
 
 
+def test_what_is_read_is_said_with_the_next_heartbeat():
+    story = Story()
+    number = story.acquire(SOURCE)
+    (first,) = (x for x in story.tick(1.0) if isinstance(x, m.Heartbeat))
+    story.machine.renew([number, 77])
+    (second,) = (x for x in story.tick(2.0) if isinstance(x, m.Heartbeat))
+    (third,) = (x for x in story.tick(3.0) if isinstance(x, m.Heartbeat))
+    assert [beat.progress for beat in (first, second, third)] == [{number: 0}, {number: 1}, {number: 1}]
+
+
 # --- what operators decide ---
 
 

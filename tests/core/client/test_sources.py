@@ -35,8 +35,11 @@ from tensorhub_plugins.core import (
     SourceLost,
     UsageError,
     VersionGone,
+    start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import TransportLimits, tcp
 from tensorhub_plugins.core.transports import inproc as memory
@@ -320,3 +323,22 @@ def test_a_withdrawal_after_the_last_byte_matters_only_without_digests(stage, mo
     else:
         with pytest.raises(SourceLost, match="withdrew its version while it was read"):
             rollout.fetch()
+
+
+# --- a lease is for who reads ---
+
+
+@pytest.mark.parametrize("renews", [True, False], ids=["", "the control: nobody says that the read goes on"])
+def test_who_waits_for_a_source_that_waits_itself_keeps_its_lease(stage, small_segments, monkeypatch, renews):
+    if not renews:
+        monkeypatch.setattr(HubLink, "renew", lambda self, requests: None)
+    with start_server(limits=HubLimits(grace_s=0.0, heartbeat_s=0.2, lease_idle_s=3.0)) as hub:
+        stage.address = hub.address
+        trainer, rollout = stage.client("trainer"), stage.client("rollout")
+        trainer.publish(1, tensors_of(1))
+        hold_back(trainer, 1, HELD)
+        with pytest.raises(DeadlineExceeded) as failed:
+            rollout.fetch(1, timeout_s=4.0)
+        assert ("the hub gave it up" in str(failed.value)) is not renews
+        while stage.open:
+            stage.open.pop().close()

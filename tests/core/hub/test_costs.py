@@ -184,6 +184,67 @@ def test_no_lease_is_for_longer_than_the_hub_says() -> None:
     assert story.heard("greedy/0")[0].startswith("read 1")
 
 
+def an_idle_lease() -> tuple[Scenario, str, HubLimits]:
+    """greedy has a lease of half an hour on this worker, which wants to unpublish."""
+    limits = HubLimits(grace_s=0.0)
+    story = Scenario(limits=limits)
+    for worker in ("trainer/0", "other/0", "greedy/0"):
+        story.join(worker)
+    for worker in ("trainer/0", "other/0"):
+        story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
+    story.acquire("greedy/0", 1, timeout_s=1800.0)
+    source = source_of(story, "greedy/0")
+    story.unpublish(source, 1, timeout_s=1800.0)
+    assert limits.lease_idle_s <= limits.lease_s / 10 and story.heard(source) == []
+    return story, source, limits
+
+
+def beat(story: Scenario, progress: int, leases: int = 1) -> None:
+    said = m.Heartbeat(story.hub.session, 1, (), {1: leases}, progress={1: progress})
+    story.tell("greedy/0", said)
+
+
+@pytest.mark.parametrize("lie", [0, 1, 7])
+def test_a_lease_under_which_nothing_is_read_ends(lie: int) -> None:
+    """Its reader sends heartbeats, and says the same progress (or none) in all of them."""
+    story, source, limits = an_idle_lease()
+    beat(story, lie)
+    story.wait(limits.lease_idle_s - 1.0)
+    beat(story, lie)
+    story.heard("greedy/0")
+    assert story.heard(source) == []
+    story.wait(2.0)
+    assert story.heard("greedy/0") == [f"gone {source}"]  # it may ask again
+    told = story.inbox[source]
+    assert [x.idle for x in told if isinstance(x, m.Alive)] == ["greedy/0"]
+    assert [x for x in story.heard(source) if x != "Alive"] == ["unpublished"]  # long before its deadline
+    assert any("greedy/0 got no byte of version 1 for 60 s and loses its lease" in line for line in story.logged)
+
+
+def test_no_hello_and_no_heartbeat_brings_it_back() -> None:
+    story, source, limits = an_idle_lease()
+    story.wait(limits.lease_idle_s / 2)
+    lease = m.HeldLease(1, 1, CHECKPOINT, {0: story.sessions[source]}, 1000.0)
+    story.join("greedy/0", leases=(lease,), request_id=9)  # does not make it longer
+    (reader,) = (w for w in story.hub.registry.workers.values() if w.name == "greedy/0")
+    assert len(reader.leases) == 1
+    story.wait(limits.lease_idle_s / 2 + 1.0)
+    assert not reader.leases
+    beat(story, 99)
+    story.join("greedy/0", leases=(lease,), request_id=10)
+    assert not reader.leases
+
+
+def test_the_control_a_read_that_goes_on_keeps_its_lease() -> None:
+    story, source, limits = an_idle_lease()
+    for progress in range(1, 20):
+        story.wait(limits.lease_idle_s - 1.0)
+        beat(story, progress)
+    assert set(story.heard("greedy/0")) == {"Alive"} and story.heard(source) == []
+    story.tell("greedy/0", m.Release(1))
+    assert story.heard(source) == ["unpublished"]
+
+
 @pytest.mark.parametrize("again_at_s", [5.0, 31.0])
 def test_a_hello_does_not_make_it_longer(again_at_s: float) -> None:
     story = a_lease_of_a_year()
