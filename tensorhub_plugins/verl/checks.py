@@ -148,9 +148,10 @@ def check_mode(root: Any) -> str:
     if _get(trainer, "use_v1") is False or mode != "separate_async":
         name = "the legacy trainer (trainer.use_v1=False)" if _get(trainer, "use_v1") is False else f"trainer {mode!r}"
         raise UsageError(
-            f"{name} shares its GPUs with the engines and hands them the weights inside the GPU (CUDA IPC), so the "
-            f"store would do nothing: add {SEPARATE} actor_rollout_ref.rollout.nnodes=... "
-            "actor_rollout_ref.rollout.n_gpus_per_node=..., or leave the store's lines out"
+            f"{name} shares its GPUs with the engines and hands them the weights inside the GPU (CUDA IPC); verl gives "
+            f"it no engines anywhere else, so the store would do nothing: add {SEPARATE} "
+            "actor_rollout_ref.rollout.nnodes=... actor_rollout_ref.rollout.n_gpus_per_node=..., or leave the store's "
+            "lines out"
         )
     return _separate_async(root, rollout, trainer)
 

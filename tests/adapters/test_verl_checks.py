@@ -1,7 +1,9 @@
 """What a command line of verl means for the store: told, or refused, before anything starts."""
 
+import ast
 import copy
 import functools
+import inspect
 import os
 import subprocess
 import sys
@@ -110,10 +112,28 @@ def test_the_other_trainers_are_told_apart(command, name):
     assert f"trainer: {name}" in told
 
 
+def standalone_or_hybrid(trainer):
+    """What a trainer of verl has its engines made with: the trainer's workers, or none, for engines apart from them."""
+    calls = [node for node in ast.walk(ast.parse(inspect.getsource(trainer))) if isinstance(node, ast.Call)]
+    makes = [call for call in calls if ast.unparse(call.func) == "LLMServerManager.create"]
+    return {"hybrid" if "worker_group" in {word.arg for word in call.keywords} else "standalone" for call in makes}
+
+
+def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
+    """Else the store could serve those: what the refusal says holds of the verl that is installed."""
+    from verl.trainer.ppo import ray_trainer
+    from verl.trainer.ppo.v1 import trainer_base, trainer_colocate_async, trainer_separate_async, trainer_sync
+
+    assert standalone_or_hybrid(trainer_base) == standalone_or_hybrid(ray_trainer) == {"hybrid"}
+    assert standalone_or_hybrid(trainer_sync) == standalone_or_hybrid(trainer_colocate_async) == set()
+    assert standalone_or_hybrid(trainer_separate_async) == {"standalone"}  # the control, which the store serves
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (PULL, "trainer 'sync' shares its GPUs"),
+        (PULL, "verl gives it no engines anywhere else, so the store would do nothing"),
         (STORE, "add trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"),
         ([*PULL, "trainer.v1.trainer_mode=colocate_async"], "trainer 'colocate_async' shares its GPUs"),
         ([*SEPARATE, *PULL, "trainer.use_v1=False"], "the legacy trainer (trainer.use_v1=False) shares"),
