@@ -23,6 +23,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     model: str
     replica: str  # one name per engine; live engines of a run must have different ones
     advertise_host: str | None = None
+    job: str | None = None  # what its next life has, too, see Client; None: the environment's TENSORHUB_JOB
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
@@ -38,6 +39,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
             "transports": self.transports,
             "digest": self.digest,
             "advertise_host": self.advertise_host,
+            "job": self.job,
             "connect_timeout_s": self.connect_timeout_s,
         }
         return Client(self.hub, run=self.run, model=self.model, replica=replica or self.replica, **{**own, **given})

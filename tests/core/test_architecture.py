@@ -44,6 +44,7 @@ PURE = {
     "hub.hub",
     "hub.limits",
     "hub.names",
+    "hub.namesakes",
     "hub.outbox",
     "hub.permissions",
     "hub.publishing",

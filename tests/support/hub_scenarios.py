@@ -16,8 +16,8 @@ LIMITS = HubLimits()
 class Scenario:
     """A hub and its workers, named like "rollout-0/1" (replica/shard); answers come back as lines of text."""
 
-    def __init__(self, *, recovering: bool = False, limits: HubLimits = LIMITS) -> None:
-        self.hub = Hub(b"H" * 16, 0.0, limits)
+    def __init__(self, *, recovering: bool = False, limits: HubLimits = LIMITS, secret: bool = False) -> None:
+        self.hub = Hub(b"H" * 16, 0.0, limits, b"key" if secret else b"")
         self.now = 0.0 if recovering else limits.grace_s + 1.0
         self.sessions: dict[str, bytes] = {}
         self.requests: dict[str, int] = {}

@@ -9,7 +9,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Transport, TransportLimits, create, unavailable
-from tensorhub_plugins.core.types import SHARDS_MAX, check_name
+from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, check_name, is_text
 
 log = logging.getLogger("tensorhub.client")
 
@@ -28,6 +28,13 @@ def check_budget(budget_bytes: object, over_budget: object) -> None:
         raise UsageError(f"memory_budget_bytes={budget_bytes!r}: a number of bytes, or None for half of the memory")
     if over_budget not in ("warn", "refuse"):
         raise UsageError(f"over_budget={over_budget!r}: 'warn' or 'refuse'")
+
+
+def check_job(job: object) -> str:
+    """UsageError for what no Hello can hold."""
+    if not is_text(job) or len(job) > NAME_LENGTH_MAX:
+        raise UsageError(f"job={job!r:.80}: a text of at most {NAME_LENGTH_MAX} characters")
+    return job
 
 
 def check_written(slab: Slab, version: int) -> None:

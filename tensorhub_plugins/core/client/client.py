@@ -27,7 +27,7 @@ import torch
 
 from tensorhub_plugins.core import digests
 from tensorhub_plugins.core.client import session
-from tensorhub_plugins.core.client.arguments import check_budget, check_identity, check_written, usable
+from tensorhub_plugins.core.client.arguments import check_budget, check_identity, check_job, check_written, usable
 from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
@@ -86,6 +86,9 @@ class Client:
 
     keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
 
+    job: by which a hub with a secret knows this worker's next life, and lets it take the former one's place at once.
+    None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
+
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
     when a connection counts as lost, how many readers are served; see TransportLimits.
 
@@ -119,6 +122,7 @@ class Client:
         transport_limits: TransportLimits = DEFAULT_LIMITS,
         memory_budget_bytes: int | None = None,
         over_budget: Literal["warn", "refuse"] = "warn",
+        job: str | None = None,
     ) -> None:
         check_identity(shard, shard_count, run=run, model=model, replica=replica)
         check_budget(memory_budget_bytes, over_budget)
@@ -133,6 +137,7 @@ class Client:
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         refuses = over_budget == "refuse"
         self._serving = Serving(self._worker, SlabPool(), budget_bytes=memory_budget_bytes, refuses=refuses)
+        self._job = check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)
         host = advertise_host or address_towards(address)
         self._transports = usable(transports, host, transport_limits, self._gate)
@@ -449,6 +454,7 @@ class Client:
             location=self._location,
             endpoints=endpoints,
             process=identity(),
+            job=self._job,
         )
 
     def _link(self, address: str, identity: messages.Hello, connect_timeout_s: float, keys: Keys | None) -> HubLink:

@@ -96,7 +96,7 @@ class HubLink:
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._outbox: deque[bytes] = deque()
         self._welcomed: Future[None] = Future()
-        self._closing = False
+        self._closing, self._refused = False, ""  # why the hub does not let us in any more
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context, self._keys, self._is_to_redial = zmq.Context(), keys, False
         try:
@@ -245,6 +245,8 @@ class HubLink:
 
     def _note(self, message: messages.HubMessage) -> None:
         """That we are welcome, the hub's clock, for the leases of those who read here, and who of them does not."""
+        if isinstance(message, messages.Welcome):
+            self._refused = ""
         if isinstance(message, messages.Alive) and message.idle:
             log.warning("%s: %s kept a place here without reading, and has lost it", self._name, message.idle)
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
@@ -314,15 +316,21 @@ class HubLink:
         elif request == 0:  # the hub refuses us altogether
             assert isinstance(reply, messages.Refused)
             if self._welcomed.done():
-                log.error("%s: the hub refuses this worker: %s", self._name, reply.message)
+                self._shut_out(reply.message)
             else:
                 self._welcomed.set_exception(refusal(reply.error, reply.message, phase="connect"))
+
+    def _shut_out(self, why: str) -> None:
+        """Until we are welcome again: said once, and by what is asked meanwhile."""
+        if why != self._refused:
+            self._refused = why
+            log.error("%s: the hub refuses this worker: %s", self._name, why)
 
     def _expire(self, request: int, *, hub_silent: bool) -> None:
         asked = self._futures.pop(request, None)
         if asked is not None:
             why = "the hub does not answer" if hub_silent else "the hub did not decide in time"
-            why = self._handshakes.shut_out or why
+            why = self._handshakes.shut_out or self._refused or why
             asked[0].set_exception(HubUnreachable(why, peer=self.address, **_described(asked[1])))
 
     def _flush(self) -> None:

@@ -494,6 +494,7 @@ class Session:
                 directive=self.directive,
                 hub=self.addressed,
                 mark=self.mark,
+                welcomed=self.hub or b"",
             )
         )
 

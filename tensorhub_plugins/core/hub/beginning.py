@@ -79,7 +79,7 @@ class Beginning:
     def former_lives(self, history: History, begin: m.Begin) -> list[Worker]:
         """Trainers whose processes are gone, as this Begin says."""
         gone = frozenset(begin.gone)
-        return [w for w in history.workers.values() if w.hello.process in gone and _is_trainer(w)] if gone else []
+        return [w for w in history.workers.values() if w.hello.process in gone and is_trainer(w)] if gone else []
 
 
 def over(worker: Worker, message: m.Request) -> str | None:
@@ -138,7 +138,8 @@ def _made(history: History) -> list[int]:
     return sorted(made - {0})
 
 
-def _is_trainer(worker: Worker) -> bool:
+def is_trainer(worker: Worker) -> bool:
+    """Whether it has published, or begun an attempt, or is about to."""
     holds = any(h.origin == "published" and key.layout == CHECKPOINT for key, h in worker.holdings.items())
     return holds or bool(worker.mark) or any(isinstance(p.message, m.Begin) for p in worker.pending.values())
 
@@ -154,7 +155,7 @@ def _is_rival(worker: Worker, pending: Pending, members: dict[int, Pending]) -> 
     asked = [p for p in worker.pending.values() if isinstance(p.message, m.Begin)]
     if asked and not worker.mark:
         return any(other.order < pending.order for other in asked)
-    return _is_trainer(worker)
+    return is_trainer(worker)
 
 
 def _next_number(history: History) -> int:

@@ -42,6 +42,7 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.hub.beginning import Beginning, over
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.namesakes import Namesakes
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
 from tensorhub_plugins.core.hub.permissions import as_reader, refusal
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -88,6 +89,7 @@ class Hub:
         self._publishing = Publishing(self.registry, self._outbox)
         self._reading = Reading(self.registry, lease_key)
         self._following = Following(self.registry, self._outbox)
+        self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self.registry.schedule(now + self.limits.grace_s, None)
 
@@ -325,8 +327,11 @@ class Hub:
         if role == "reader":
             hello = as_reader(hello)
         problem = self._cannot_be_welcome(hello, known, role)
+        if problem is None and known is None:
+            problem = self._namesakes.problem(session, hello, now)
         if problem is not None:
-            self._outbox.refuse_session(session, problem)
+            if problem:
+                self._outbox.refuse_session(session, problem)
             return
         if known is not None:
             known.last_heard, known.suspect = now, False
@@ -348,6 +353,8 @@ class Hub:
         else:
             worker = Worker(session, hello, history, now, role, hello.mark)
             self.registry.add_worker(worker)
+            for former in self._namesakes.former_lives(worker):
+                self._forget(former, "has started again: this was its former life")
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         worker.last_request_id = hello.request_id
         if hello.retain_newest is not None and not worker.is_zombie:

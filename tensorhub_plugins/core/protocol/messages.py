@@ -179,7 +179,8 @@ class Hello(_Message, frozen=True):
     answered, and with which version, for the replica's other shards. hub: the hub's life that it is said to, so that
     one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
     older than this field). process: the worker's, see process.py; "": it does not say. mark: of the attempt that it has
-    begun; b"": none.
+    begun; b"": none. job: what it has in common with its former and next lives only; "": it does not say. welcomed: the
+    hub's life that has let this session in; b"": none yet.
     """
 
     run: Name
@@ -202,6 +203,8 @@ class Hello(_Message, frozen=True):
     hub: HubLife | None = None
     process: Annotated[str, msgspec.Meta(max_length=256)] = ""
     mark: Mark = b""
+    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    welcomed: HubLife = b""
 
 
 class Heartbeat(_Message, frozen=True):

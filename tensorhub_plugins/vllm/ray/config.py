@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -53,6 +54,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         transports=given.transports,
         digest=given.digest,
         advertise_host=node_address(),
+        job=job(),
     )
 
 
@@ -63,8 +65,17 @@ def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
         "replica": replica,
         "location": {"data_center": location.data_center, "rack": location.rack, "host": location.host},
         "advertise_host": node_address(),
+        "job": job(),
     }
     return {**{name: getattr(given, name) for name in StoreOptions.__struct_fields__}, **own}
+
+
+def job() -> str | None:
+    """By which the hub knows a restarted actor or engine for its former life's: Ray's job, as all its processes say."""
+    if os.environ.get("TENSORHUB_JOB") or not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}-{context.get_job_id()}"
 
 
 def node_address() -> str:

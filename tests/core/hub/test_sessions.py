@@ -89,7 +89,8 @@ def test_who_has_heard_of_a_session_cannot_speak_for_it(server: Server, keys: Ke
         assert isinstance(answer, m.Unknown)
         thief.socket.send(m.encode(m.Bye()))
         assert isinstance(thief.ask(m.AskVersions(4)), m.Unknown)  # heard after it
-        assert isinstance(thief.ask(hello("trainer")), m.Welcome)  # as a worker of its own, which holds nothing
+        name = "trainer" if keys is None else "thief"  # with a secret that name is taken
+        assert isinstance(thief.ask(hello(name)), m.Welcome)  # as a worker of its own, which holds nothing
     versions = trainer.ask(m.AskVersions(3))
     assert isinstance(versions, m.Versions)
     assert [(v.version, v.visible) for v in versions.versions] == [(1, True)]

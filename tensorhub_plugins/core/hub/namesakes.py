@@ -1,0 +1,68 @@
+"""Who may say Hello under the name of a worker that is here. PURE.
+
+With a secret, a worker that starts again takes its former life's name, and nobody else does. `Hello.job` tells them
+apart: what all processes of one job have in common, and those of another one do not.
+
+- Of the same job: let in at once. Its former life is given up, and is refused when it comes back.
+- Without such a word, or of another job (a plain loop that was killed, and started again on this host or another): let
+  in once the name has been silent for SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
+- Trainers are not given up here: that is decided when they begin (beginning.py).
+"""
+
+from __future__ import annotations
+
+from tensorhub_plugins.core.hub.beginning import is_trainer
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import Worker
+from tensorhub_plugins.core.protocol import messages as m
+
+SILENT_HEARTBEATS = 5  # as many as a client waits for before it says that the hub is away
+WAITING_MAX = 1024  # sessions that wait for a name; the oldest begins to wait anew
+
+
+class Namesakes:
+    """is_on: the hub has a secret. Without one anybody may be anybody."""
+
+    def __init__(self, registry: Registry, *, is_on: bool) -> None:
+        self._registry = registry
+        self._is_on = is_on
+        self._waiting: dict[bytes, float] = {}  # session -> when it said Hello first
+
+    def problem(self, session: bytes, hello: m.Hello, now: float) -> str | None:
+        """Why this new session is not let in; "": it has to wait; None: it is let in."""
+        others = self._others(session, hello)
+        if not others or hello.mark:
+            self._waiting.pop(session, None)
+            return None
+        name = f"{hello.replica}/{hello.shard}"
+        if hello.welcomed == self._registry.session:  # it was here before
+            return f"another process has said Hello as {name} since, and is that worker now: end this one"
+        if hello.job and all(other.hello.job == hello.job for other in others):
+            return None
+        since, beat_s = self._waiting.setdefault(session, now), self._registry.limits.heartbeat_s
+        while len(self._waiting) > WAITING_MAX:
+            del self._waiting[next(iter(self._waiting))]
+        if any(other.last_heard > since + beat_s for other in others):
+            return (
+                f"{name} is here already, and lives in another process: take another replica name, or end that one. "
+                "What belongs to one job, and may take its place, says so: TENSORHUB_JOB, or Client(job=...)"
+            )
+        return "" if any(now - other.last_heard <= SILENT_HEARTBEATS * beat_s for other in others) else None
+
+    def former_lives(self, worker: Worker) -> list[Worker]:
+        """Whose name this worker, which was let in, has taken."""
+        self._waiting.pop(worker.session, None)
+        return [other for other in self._others(worker.session, worker.hello) if not is_trainer(other)]
+
+    def _others(self, session: bytes, hello: m.Hello) -> list[Worker]:
+        """Other processes of this name."""
+        history = self._registry.histories.get((hello.run, hello.model)) if self._is_on else None
+        if history is None:
+            return []
+        return [
+            other
+            for other in history.replicas.get(hello.replica, {}).values()
+            if other.hello.shard == hello.shard
+            and other.session != session
+            and not (hello.process and hello.process == other.hello.process)
+        ]

@@ -1,0 +1,130 @@
+"""Who may take the name of a worker that lives: its own next life, and nobody else. With a secret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from client_processes import SIZE, Process, Worker, tensors_of
+from hub_scenarios import Scenario
+
+from tensorhub_plugins.core import Client, HubUnreachable, Keys, UsageError, start_server
+from tensorhub_plugins.core.hub.hub import Received
+from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import Location
+
+FIRST, SECOND = b"first".ljust(16, b"."), b"second".ljust(16, b".")
+BEAT_S = HubLimits().heartbeat_s
+
+
+class Lives(Scenario):
+    """rollout-0/0 is here; another session says Hello under its name."""
+
+    def __init__(self, *, secret: bool = True, **first: Any) -> None:
+        super().__init__(secret=secret)
+        self.hello("first", **first)
+        assert self.names() == {FIRST}
+
+    def hello(self, life: str, **fields: Any) -> str:
+        """What this life is answered."""
+        self.sessions[life] = session = life.encode().ljust(16, b".")
+        self.requests[life] = self.requests.get(life, 0) + 1
+        fields = {"request_id": self.requests[life], "hub": self.hub.session, **fields}
+        said = m.Hello("run", "actor", "rollout-0", 0, 1, Location(), {}, **fields)
+        self.inbox.pop(life, None)
+        self._deliver(Received(session, said, "reader"))
+        answers = self.inbox.pop(life, [])
+        return " ".join(getattr(answer, "message", type(answer).__name__) for answer in answers)
+
+    def names(self) -> set[bytes]:
+        return set(self.hub.workers)
+
+
+def test_a_worker_of_the_same_job_fences_its_former_life() -> None:
+    story = Lives(job="j")
+    story.join("trainer/0")
+    story.publish("trainer/0", 1)
+    assert story.hello("second", job="j") == "Welcome"
+    assert FIRST not in story.names() and SECOND in story.names()
+    story.tell("first", m.Heartbeat(story.hub.session))  # it thaws
+    assert [type(x) for x in story.inbox.pop("first")] == [m.Unknown]
+    assert "another process has said Hello as rollout-0/0 since" in story.hello(
+        "first", job="j", welcomed=story.hub.session
+    )
+    assert FIRST not in story.names()
+    story._deliver(Received(SECOND, m.Bye(), "reader"))
+    assert story.hello("first", job="j", welcomed=story.hub.session) == "Welcome"  # the name is free
+
+
+@pytest.mark.parametrize("jobs", [("j", "k"), ("j", ""), ("", "k"), ("", "")])
+def test_who_cannot_show_that_it_is_the_same_worker_is_refused_while_that_one_lives(jobs: tuple[str, str]) -> None:
+    story = Lives(job=jobs[0])
+    assert story.hello("second", job=jobs[1]) == ""  # it may be a restart: the name may fall silent
+    story.wait(2 * BEAT_S)  # with heartbeats
+    assert "rollout-0/0 is here already, and lives in another process" in story.hello("second", job=jobs[1])
+    assert story.names() == {FIRST}
+
+
+@pytest.mark.parametrize("jobs", [("j", "k"), ("", "")])
+def test_a_restart_without_a_word_is_let_in_when_the_name_is_silent(jobs: tuple[str, str]) -> None:
+    story = Lives(job=jobs[0])
+    story.silent = ("first",)  # kill -9
+    answers = []
+    for _ in range(12):
+        answers.append(story.hello("second", job=jobs[1]))
+        story.wait(BEAT_S / 2)
+    assert answers[:10] == [""] * 10 and answers[-1] == "Welcome" and story.names() == {SECOND}
+    assert HubLimits().session_timeout_s / 2 > 5 * BEAT_S  # long before it would be given up
+
+
+def test_what_is_no_other_process_is_let_in() -> None:
+    assert Lives(process="boot 1 2").hello("second", process="boot 1 2") == "Welcome"  # two clients of one process
+    assert Lives(secret=False).hello("second") == "Welcome"  # the control: without a secret anybody may be anybody
+
+
+def test_a_trainer_is_not_given_up_by_a_hello() -> None:
+    story = Scenario(secret=True)
+    story.join("trainer/0", job="j")
+    story.publish("trainer/0", 1)
+    story.sessions["again"] = SECOND
+    hello = m.Hello("run", "actor", "trainer", 0, 1, Location(), {}, request_id=1, hub=story.hub.session, job="j")
+    story._deliver(Received(SECOND, hello))
+    assert len(story.hub.workers) == 2  # beginning.py decides
+
+
+@pytest.mark.parametrize("job", ["j", None], ids=["of one job", "a plain loop"])
+def test_a_killed_reader_starts_again_under_its_name(job: str | None) -> None:
+    keys = Keys.of(b"1" * 32)
+    limits = HubLimits(grace_s=0.0, heartbeat_s=0.2, session_timeout_s=3600.0)
+    options: dict[str, Any] = {"run": "r", "transports": ("tcp",), "keys": keys.limited("reader"), "job": job}
+    with (
+        start_server(keys=keys, limits=limits) as hub,
+        Client(hub.address, run="r", model="actor", replica="trainer", transports=("tcp",), keys=keys) as trainer,
+    ):
+        trainer.publish(1, tensors_of(1))
+        first = Process(Worker, hub.address, "rollout", **options)
+        try:
+            stranger = {**options, "job": "another"}
+            with pytest.raises(UsageError, match="rollout/0 is here already, and lives in another process"):
+                Client(hub.address, model="actor", replica="rollout", **stranger)
+            first.kill()
+            with Client(hub.address, model="actor", replica="rollout", connect_timeout_s=30.0, **options) as second:
+                assert second.fetch(1).report.size_bytes == SIZE
+        finally:
+            first.close()
+
+
+def test_the_former_life_hears_why_its_calls_fail() -> None:
+    keys = Keys.of(b"1" * 32)
+    options: dict[str, Any] = {"run": "r", "transports": ("tcp",), "keys": keys, "job": "j"}
+    with (
+        start_server(keys=keys, limits=HubLimits(grace_s=0.0, heartbeat_s=0.2)) as hub,
+        Client(hub.address, model="actor", replica="rollout", **options) as former,
+    ):
+        again = Process(Worker, hub.address, "rollout", **options)
+        try:
+            with pytest.raises(HubUnreachable, match="another process has said Hello as rollout/0 since"):
+                former.wait(1, timeout_s=3.0)
+        finally:
+            again.close()
