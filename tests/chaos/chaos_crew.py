@@ -316,10 +316,10 @@ class Rollout:
             "fetch",
             READ_S,
             lambda: client.fetch(serve=True, timeout_s=READ_S),
-            read=lambda fetched: (fetched.version, digest_of(_put_together(fetched))),
+            read=lambda fetched: (fetched.version, digest_of(fetched.tensors())),
         )
         if fetched is not None:
-            self._have(fetched.version, dict(next(iter(fetched.slabs.values())).tensors()), fetched)
+            self._have(fetched.version, fetched.tensors(), fetched)
 
     def _have(self, version: int, tensors: dict[str, torch.Tensor], fetched: Any) -> None:
         with self._lock:
@@ -337,16 +337,6 @@ class Rollout:
         else:
             _trash(tensors)
             self._buffers.append(tensors)
-
-
-def _put_together(fetched: Any) -> dict[str, torch.Tensor]:
-    whole: dict[str, torch.Tensor] = {}
-    rows = []
-    for _, slab in sorted(fetched.slabs.items()):
-        named = slab.tensors()
-        rows.append(named.pop("embed"))
-        whole |= named
-    return {**whole, "embed": torch.cat(rows)}
 
 
 def _flip(rng: random.Random, tensors: dict[str, torch.Tensor]) -> None:
