@@ -35,6 +35,7 @@ MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc,
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
     prompts_per_engine: int | None = None  # given to one at a time; None: twice what its vLLM runs at once (work.py)
+    parts: bool = True  # with ZeRO-3 each rank publishes the part that it holds, see parts.py; False: it gathers all
     engine_timeout_s: float = 60.0  # an engine that has not answered for this long is ended and started again
 
 

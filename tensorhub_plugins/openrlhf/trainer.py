@@ -20,12 +20,15 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
 from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, version_of
-from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.openrlhf import config, parts
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
 from tensorhub_plugins.openrlhf.versions import figures_of, staleness
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.checkpoint_names import Step
 from tensorhub_plugins.vllm.ray.config import connect
+
+log = get_logger(__name__)
 
 GATHER_SIZE_BYTES = 64 << 20  # of parameters gathered together with ZeRO-3: fewer collectives, bounded memory
 
@@ -57,7 +60,12 @@ class PolicyModelActor(_Policy):
             shard_count=ranks,
         )
         self._is_sharded = strategy.args.ds.zero_stage == 3
-        self._steps = checkpoint_names.steps(self.actor.model.module, self._shape)
+        module = self.actor.model.module
+        self._steps = checkpoint_names.steps(module, parts.shape_of)
+        why = parts.why_gathered(module, self._steps, ranks) if options.parts else "parts=false"
+        self._by_parts = self._is_sharded and not why
+        if self._is_sharded and why and rank == 0:
+            log.info("whole tensors are gathered to every trainer rank: %s", why)
         self._publisher = Publisher(
             client,
             rank=rank,
@@ -65,7 +73,8 @@ class PolicyModelActor(_Policy):
             worker=f"{config.TRAINER}/{rank}",
             keep=options.keep,
             timeout_s=options.timeout_s,
-            model=[spec for step in self._steps for spec in _specs(step)],
+            # Of a model that is gathered, the ranks' shares are known before the first version.
+            model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
             begins=True,  # also after --ckpt.load: what was published from that step on is over
         )
 
@@ -73,11 +82,11 @@ class PolicyModelActor(_Policy):
         """Called on every rank. Returns metrics as soon as the hub knows, and the attempt; no rank waits for an
         engine."""
         torch.cuda.empty_cache()
-        metrics = self._publisher.publish(step, self._gathered())
+        if self._by_parts:
+            metrics = self._publisher.publish_parts(step, parts.held_by_rank(self.actor.model.module, self._steps))
+        else:
+            metrics = self._publisher.publish(step, self._gathered())
         return {**metrics, "attempt": float(self._publisher.attempt or 0)}
-
-    def _shape(self, tensor: Any) -> Any:
-        return getattr(tensor, "ds_shape", tensor.shape) if self._is_sharded else tensor.shape
 
     def _gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, under the names of a checkpoint. With ZeRO-3 each step is a collective of all ranks."""

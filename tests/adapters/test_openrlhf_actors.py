@@ -250,7 +250,7 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
         rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
         rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
         rank._is_sharded = False
-        rank._steps = trainer.checkpoint_names.steps(model, rank._shape)
+        rank._steps = trainer.checkpoint_names.steps(model, trainer.parts.shape_of)
         specs = [spec for step in rank._steps for spec in trainer._specs(step)]
         assert specs[0] == TensorSpec("model.embed_tokens.weight", "bfloat16", (50, 16), 1600)
         client = Client(server.address, run="r", model="actor", replica="trainer")
@@ -282,10 +282,11 @@ class Trainer(trainer._Publishes, StockTrainer):
 def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[int] = []
 
-    def run(method_name: str, version: int) -> list[dict[str, float]]:
+    def run(method_name: str, step: int) -> list[dict[str, float]]:
         assert method_name == "tensorhub_publish"
-        published.append(version)
-        return [{"tensorhub/publish/seconds": seconds, "tensorhub/publish/bytes": 10.0} for seconds in (0.1, 0.2)]
+        published.append(step)
+        figures = {"tensorhub/publish/bytes": 10.0, "attempt": 3.0}
+        return [{"tensorhub/publish/seconds": seconds, **figures} for seconds in (0.1, 0.2)]
 
     monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda refs: refs))
     controller = Trainer()

@@ -170,4 +170,16 @@ def test_ppo_with_critic_and_zero_3_on_two_ranks(tmp_path: Path, shared: Path) -
     check_versions(run, engines=2, trainers=2)
     check_steps(run)
     shares = {e["worker"]: e["bytes"] for e in run.events("publish") if e["version"] == STEPS}
-    assert max(shares.values()) <= 0.7 * sum(shares.values())
+    assert max(shares.values()) <= 0.51 * sum(shares.values())
+    assert "whole tensors are gathered" not in run.log.read_text()
+
+
+def test_zero_3_gathers_when_told_to(tmp_path: Path, shared: Path) -> None:
+    """The control of the test above: the same engines are given the same model, by another way."""
+    hub = "tensorhub:?verify=1&parts=0"
+    with Run(
+        tmp_path, shared, "openrlhf_ppo", "sync", "tensorhub", "--data.max_samples", str(8 * STEPS), hub=hub
+    ) as run:
+        run.end()
+    check_versions(run, engines=2, trainers=2)
+    assert "whole tensors are gathered to every trainer rank: parts=false" in run.log.read_text()
