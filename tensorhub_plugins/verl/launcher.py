@@ -42,12 +42,14 @@ class VerlLauncher:
         self._unwanted: set[str] = set()
         self._joined: set[str] = set()  # since the run began, external servers among them
         self._left: set[str] = set()  # of these, and of verl's own
+        self._reserving = asyncio.Lock()  # replicas of several nodes, begun together, do not take a part each
 
     async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
         """Its server actor, once the engine runs."""
         if not await asyncio.to_thread(self.slots, avoid):
             raise UsageError(f"no node has room for another replica, which takes {self._bundles()} on one node")
-        groups = await asyncio.to_thread(self._reserve, rank, avoid)
+        async with self._reserving:
+            groups = await asyncio.to_thread(self._reserve, name, rank, avoid)
         replica = await self._replica(rank, groups)
         self._replicas[name] = replica
         try:
@@ -58,11 +60,16 @@ class VerlLauncher:
         await self._limit()
         return replica.servers[0]
 
-    def _reserve(self, rank: int, avoid: Collection[str]) -> list[Any]:
-        """One placement group a node, called as verl calls it."""
+    def _reserve(self, name: str, rank: int, avoid: Collection[str]) -> list[Any]:
+        """One placement group a node, called as verl calls it; all or none."""
         bundles, nodes = self._bundles(), self._nodes()
         prefix = f"{_pool(rank)}verl_group_{'_'.join([str(len(bundles))] * nodes)}"
-        return [room.reserve(f"{prefix}:{node}", bundles, avoid=avoid, strategy="STRICT_PACK") for node in range(nodes)]
+        try:
+            names = [f"{prefix}:{node}" for node in range(nodes)]
+            return room.reserve_all(names, bundles, avoid=avoid, strategy="STRICT_PACK")
+        finally:
+            if name in self._unwanted:  # meanwhile: nobody takes what this returns
+                give_back(name)
 
     async def _replica(self, rank: int, groups: list[Any]) -> Any:
         from verl.workers.rollout.replica import RolloutReplicaRegistry

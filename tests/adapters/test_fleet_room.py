@@ -9,11 +9,12 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray.exceptions import GetTimeoutError  # noqa: E402
+from ray.exceptions import RayError  # noqa: E402
 
 from tensorhub_plugins.core import DeadlineExceeded  # noqa: E402
 from tensorhub_plugins.vllm.ray import room  # noqa: E402
-from tensorhub_plugins.vllm.ray.room import SLOTS_MAX, count  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S  # noqa: E402
+from tensorhub_plugins.vllm.ray.room import PART_TIMEOUT_S, SLOTS_MAX, count, verdict  # noqa: E402
 
 GPU = {"GPU": 1.0, "CPU": 1.0}
 
@@ -38,24 +39,110 @@ def test_replicas_fit_where_all_their_bundles_do(
     assert all("GPU" not in node or node["GPU"] >= 0 for node in free)  # what was given is as it was
 
 
-def test_a_place_is_reserved_on_other_nodes_and_not_waited_for_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+class Cluster:
+    """Ray's placement groups, of nodes that take one each; who asks first is given first."""
 
-    def placement_group(bundles: Any, **how: Any) -> Any:
-        asked.append((bundles, how))
-        return SimpleNamespace(ready=lambda: "ready")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free, self.now = free, 0.0
+        self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.groups: list[Any] = []  # that wait or hold a node
+        self.meanwhile: list[Any] = []  # called between two looks, while there are any
+        monkeypatch.setattr(room, "placement_group", self.ask)
+        monkeypatch.setattr(room, "remove_placement_group", self.remove)
+        monkeypatch.setattr(room, "placement_group_table", self.look)
+        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 
-    monkeypatch.setattr(room, "placement_group", placement_group)
-    monkeypatch.setattr(room.ray, "get", lambda ready, timeout: None)
+    def ask(self, bundles: Any, **how: Any) -> Any:
+        self.asked.append((bundles, how))
+        group = SimpleNamespace(name=how["name"])
+        self.groups.append(group)
+        return group
+
+    def remove(self, group: Any) -> None:
+        self.groups = [other for other in self.groups if other is not group]
+
+    def held(self) -> list[str]:
+        return [group.name for group in self.groups[: self.free]]
+
+    def look(self, group: Any) -> dict[str, str]:
+        if group not in self.groups:
+            return {"state": "REMOVED"}
+        return {"state": "CREATED" if group in self.groups[: self.free] else "PENDING"}
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+
+
+def test_a_place_is_reserved_on_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, free=2)
     room.reserve("mine", [GPU, GPU], avoid=("b", "a"))
     elsewhere = [{"ray.io/node-id": "!in(a, b)"}] * 2
-    assert asked == [([GPU, GPU], {"strategy": "PACK", "name": "mine", "bundle_label_selector": elsewhere})]
-    room.reserve("mine", [GPU])
-    assert asked[1][1]["bundle_label_selector"] is None
+    assert cluster.asked == [([GPU, GPU], {"strategy": "PACK", "name": "mine", "bundle_label_selector": elsewhere})]
+    room.reserve("mine too", [GPU])
+    assert cluster.asked[1][1]["bundle_label_selector"] is None and cluster.held() == ["mine", "mine too"]
 
-    def taken(ready: Any, timeout: float) -> None:
-        raise GetTimeoutError("not ready")
 
-    monkeypatch.setattr(room.ray, "get", taken)
+def test_a_place_is_not_waited_for_without_limit_and_not_left_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, free=0)
     with pytest.raises(DeadlineExceeded, match="for mine, somebody else took them"):
         room.reserve("mine", [GPU])
+    assert cluster.now == pytest.approx(RESERVE_TIMEOUT_S, abs=1.0) and cluster.groups == []
+
+
+def test_two_that_hold_a_part_each_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two joiners of two nodes each, of different jobs, on a cluster of two nodes: their requests come in turns."""
+    cluster = Cluster(monkeypatch, free=2)
+    theirs = []
+
+    def ask(bundles: Any, **how: Any) -> Any:
+        if len(cluster.asked) == 1:  # the other one's come after our first
+            theirs.extend(cluster.ask(bundles, name=f"theirs:{node}") for node in range(2))
+        return cluster.ask(bundles, **how)
+
+    monkeypatch.setattr(room, "placement_group", ask)
+    with pytest.raises(DeadlineExceeded):
+        room.reserve_all(["ours:0", "ours:1"], [GPU])
+    assert cluster.now < RESERVE_TIMEOUT_S  # it did not sit on its half for as long as it may wait
+    assert cluster.held() == ["theirs:0", "theirs:1"]  # who has both now
+
+
+def test_a_part_is_kept_for_as_long_as_the_rest_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, free=1)
+    cluster.meanwhile = [lambda: None, lambda: setattr(cluster, "free", 2)]  # a second later
+    assert [group.name for group in room.reserve_all(["ours:0", "ours:1"], [GPU])] == cluster.held()
+
+
+def test_whatever_ends_the_wait_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, free=1)
+    cluster.meanwhile = [lambda: (_ for _ in ()).throw(RayError("the head node is lost"))]
+    with pytest.raises(RayError):
+        room.reserve_all(["ours:0", "ours:1"], [GPU])
+    assert cluster.groups == []
+
+
+def test_what_is_removed_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, free=1)
+    cluster.meanwhile = [lambda: cluster.remove(cluster.groups[1])]  # as the fleet does when nobody wants it
+    with pytest.raises(DeadlineExceeded):
+        room.reserve_all(["ours:0", "ours:1"], [GPU])
+    assert cluster.now < PART_TIMEOUT_S and cluster.groups == []
+
+
+@pytest.mark.parametrize(
+    ("ready", "wanted", "waited_s", "partly_s", "then"),
+    [
+        (0, 2, 0.0, 0.0, "wait"),
+        (0, 2, RESERVE_TIMEOUT_S - 1, 0.0, "wait"),  # who holds nothing keeps nobody out
+        (0, 2, RESERVE_TIMEOUT_S, 0.0, "give back"),
+        (1, 2, PART_TIMEOUT_S - 1, PART_TIMEOUT_S - 1, "wait"),
+        (1, 2, PART_TIMEOUT_S, PART_TIMEOUT_S, "give back"),
+        (2, 2, RESERVE_TIMEOUT_S, PART_TIMEOUT_S, "take"),
+        (1, 1, 0.0, 0.0, "take"),
+    ],
+)
+def test_a_part_of_the_places_is_given_back(
+    ready: int, wanted: int, waited_s: float, partly_s: float, then: str
+) -> None:
+    assert verdict(ready, wanted, waited_s, partly_s) == then

@@ -1,6 +1,8 @@
 """One more replica of a running job: what it is made with, what belongs to it, how many samples it makes room for."""
 
 import asyncio
+import pickle
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -53,7 +55,11 @@ def made(monkeypatch):
     monkeypatch.setattr(launcher.hub, "find", find)
     monkeypatch.setattr(launcher.hub, "run_name", lambda options: "verl-1")
     monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 0 if "full" in avoid else 1)
-    monkeypatch.setattr(launcher.room, "reserve", lambda *given, **how: (*given, how))
+    monkeypatch.setattr(
+        launcher.room,
+        "reserve_all",
+        lambda names, bundles, **how: [(name, bundles, how) for name in names],
+    )
     monkeypatch.setattr(RolloutReplicaRegistry, "get", lambda name: Replica)
     monkeypatch.setattr(Replica, "made", [])
     monkeypatch.setattr(Replica, "fails", None)
@@ -73,6 +79,46 @@ def test_it_is_told_the_hub_and_reads_no_disk(made):
     assert rollout.checkpoint_engine.engine_kwargs.tensorhub == {"keep": 3, "hub": "tcp://10.0.0.1:7", "run": "verl-1"}
     assert rollout._get_root().actor_rollout_ref.rollout == rollout  # where the options of the trainer are looked up
     assert given == root()  # the next one begins with the same
+
+
+def test_a_replica_of_several_nodes_takes_them_together_and_one_after_the_other(made, monkeypatch):
+    """Two that begin at once: the second asks when the first has all it needs, or has given up."""
+    asked, at_once = [], []
+
+    def reserve_all(names, bundles, **how):
+        at_once.append(len(asked))
+        asked.append(list(names))
+        time.sleep(0)  # another thread may come in between
+        at_once.append(-len(asked))
+        return names
+
+    monkeypatch.setattr(launcher.room, "reserve_all", reserve_all)
+    monkeypatch.setattr(launcher.room, "slots", lambda bundles, avoid: 4)
+    given = root()
+    given.actor_rollout_ref.rollout.tensor_model_parallel_size = 4  # of nodes with two
+
+    async def both():
+        owner = VerlLauncher(given, config.Options())
+        await asyncio.gather(owner.start("rollout-3", 3, ()), owner.start("rollout-4", 4, ()))
+
+    asyncio.run(both())
+    assert asked == [[f"rollout_pool_{rank}verl_group_2_2:{node}" for node in range(2)] for rank in (3, 4)]
+    assert at_once == [0, -1, 1, -2]
+
+
+def test_what_nobody_wants_any_more_is_given_back_once_it_is_reserved(made, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(launcher, "give_back", given_back.append)
+    owner = VerlLauncher(root(), config.Options())
+    owner._reserve("rollout-3", 3, ())
+    assert given_back == []  # the control
+    owner._unwanted.add("rollout-3")
+    owner._reserve("rollout-3", 3, ())
+    assert given_back == ["rollout-3"]
+
+
+def test_it_is_sent_to_its_owner_by_value(made):
+    assert pickle.loads(pickle.dumps(VerlLauncher(root(), config.Options())))._reserving.locked() is False
 
 
 def test_without_room_nothing_is_begun(made):

@@ -5,17 +5,19 @@ The first is an answer of now: somebody else may take it, and a launcher looks a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError
-from ray.util import placement_group
+from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from tensorhub_plugins.core import DeadlineExceeded
 from tensorhub_plugins.vllm.ray.fleet_events import RESERVE_TIMEOUT_S
 
 SLOTS_MAX = 64  # what lies beyond is not counted: more are never started at once
+PART_TIMEOUT_S = 5.0  # Ray gives what is free within a second, also when its head node is busy
+LOOK_INTERVAL_S = 0.2
 NODE_LABEL = "ray.io/node-id"
 
 
@@ -61,21 +63,68 @@ def _take(nodes: list[dict[str, float]], bundles: Sequence[Mapping[str, float]])
 def reserve(
     name: str, bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), strategy: str = "PACK"
 ) -> Any:
-    """A placement group of this name on other nodes than these. Blocks for seconds, at most RESERVE_TIMEOUT_S;
-    DeadlineExceeded leaves a group that is still to be removed."""
+    """A placement group of this name on other nodes than these. Errors as of `reserve_all`."""
+    return reserve_all([name], bundles, avoid=avoid, strategy=strategy)[0]
+
+
+def reserve_all(
+    names: Sequence[str], bundles: Sequence[Mapping[str, float]], *, avoid: Collection[str] = (), strategy: str = "PACK"
+) -> list[Any]:
+    """Placement groups of these names, each with these bundles, on other nodes than these: all of them or none.
+
+    Blocks for seconds, at most RESERVE_TIMEOUT_S. DeadlineExceeded: nothing is held; also when a part was there and the
+    rest did not come, because who has the rest may wait for just that part.
+    """
     elsewhere = {NODE_LABEL: f"!in({', '.join(sorted(avoid))})"}
-    group = placement_group(
-        [dict(bundle) for bundle in bundles],
-        strategy=strategy,
-        name=name,
-        bundle_label_selector=[elsewhere] * len(bundles) if avoid else None,
-    )
+    selector = [elsewhere] * len(bundles) if avoid else None
+    groups: list[Any] = []
     try:
-        ray.get(group.ready(), timeout=RESERVE_TIMEOUT_S)
-    except GetTimeoutError as error:
+        for name in names:  # all are asked for before the first is waited for
+            asked = [dict(bundle) for bundle in bundles]
+            groups.append(placement_group(asked, strategy=strategy, name=name, bundle_label_selector=selector))
+        _wait_for_all(groups)
+    except BaseException as error:
+        for group in groups:
+            remove_placement_group(group)
+        if not isinstance(error, _NotReserved):
+            raise
         raise DeadlineExceeded(
-            f"Ray has not reserved {[dict(bundle) for bundle in bundles]} for {name}, somebody else took them: look at "
-            "`ray status`",
-            timeout_s=RESERVE_TIMEOUT_S,
-        ) from error
-    return group
+            f"Ray has not reserved {[dict(bundle) for bundle in bundles]} for {', '.join(names)}, somebody else took "
+            "them: look at `ray status`",
+            timeout_s=round(error.after_s, 1),
+        ) from None
+    return groups
+
+
+class _NotReserved(Exception):
+    def __init__(self, after_s: float) -> None:
+        self.after_s = after_s
+
+
+def _wait_for_all(groups: Sequence[Any]) -> None:
+    """Their state is looked at: `PlacementGroup.ready` starts a process on each node, which takes its time."""
+    began, partly_since = time.monotonic(), None
+    while True:
+        states = [placement_group_table(group).get("state") for group in groups]
+        now, ready = time.monotonic(), states.count("CREATED")
+        if partly_since is None and ready:
+            partly_since = now
+        then = verdict(ready, len(groups), now - began, 0.0 if partly_since is None else now - partly_since)
+        if then == "take":
+            return
+        if then == "give back" or "REMOVED" in states:  # nobody wants them any more
+            raise _NotReserved(now - began)
+        time.sleep(LOOK_INTERVAL_S)
+
+
+def verdict(ready: int, wanted: int, waited_s: float, partly_s: float) -> Literal["take", "wait", "give back"]:
+    """PURE: what becomes of so many places out of those that were asked for together.
+
+    partly_s: for how long some were there, and not all. Who holds a part gives it back soon: two that hold a part each
+    would keep each other out.
+    """
+    if ready == wanted:
+        return "take"
+    if waited_s >= RESERVE_TIMEOUT_S or (ready and partly_s >= PART_TIMEOUT_S):
+        return "give back"
+    return "wait"
