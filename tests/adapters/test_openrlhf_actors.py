@@ -13,15 +13,16 @@ pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import MixtralConfig, MixtralForCausalLM  # noqa: E402
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec, start_server  # noqa: E402
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
-from tensorhub_plugins.openrlhf import engine, trainer  # noqa: E402
+from tensorhub_plugins.openrlhf import engine, parts, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
 from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
+from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
@@ -249,7 +250,7 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
         assert truth.keys() != dict(model.named_parameters()).keys()
         rank = trainer.PolicyModelActor.__new__(trainer.PolicyModelActor)
         rank.actor = SimpleNamespace(model=SimpleNamespace(module=model))
-        rank._is_sharded = False
+        rank._is_sharded = rank._by_parts = False
         rank._steps = trainer.checkpoint_names.steps(model, trainer.parts.shape_of)
         specs = [spec for step in rank._steps for spec in trainer._specs(step)]
         assert specs[0] == TensorSpec("model.embed_tokens.weight", "bfloat16", (50, 16), 1600)
@@ -262,6 +263,34 @@ def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) ->
             assert tensors.keys() == truth.keys()
             assert all(torch.equal(tensors[name], tensor) for name, tensor in truth.items())
         rank._publisher.close()
+
+
+def test_only_a_model_that_is_saved_as_it_is_can_be_published_in_parts() -> None:
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    dense = Qwen2ForCausalLM(Qwen2Config(**shape, **heads))
+    fused = MixtralForCausalLM(MixtralConfig(**shape, **heads, num_local_experts=3))
+    for model, why in ((dense, ""), (fused, parts.CONVERTED)):
+        assert parts.why_gathered(model, checkpoint_names.steps(model, parts.shape_of), 2) == why
+
+
+def test_a_parameter_that_is_not_in_two_pieces_is_gathered() -> None:
+    shape = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    dense = Qwen2ForCausalLM(Qwen2Config(**shape, num_attention_heads=4, num_key_value_heads=2))
+    steps = checkpoint_names.steps(dense, parts.shape_of)
+    parameter: Any = dense.model.norm.weight
+    parameter.ds_shape = parameter.shape
+    for size, why in ((8, ""), (16, "is not cut into 2 pieces"), (5, "is not cut into 2 pieces")):
+        parameter.ds_tensor = torch.zeros(size)
+        parameter.ds_tensor.status = SimpleNamespace(name="AVAILABLE")
+        assert parts.why_gathered(dense, steps, 2).endswith(why) and bool(why) == bool(
+            parts.why_gathered(dense, steps, 2)
+        )
+    parameter.ds_tensor = torch.zeros(8)
+    parameter.ds_tensor.status = SimpleNamespace(name="NOT_AVAILABLE")
+    assert "is not in memory" in parts.why_gathered(dense, steps, 2)
+    parameter.ds_tensor.ds_quant_scale = torch.zeros(1)
+    assert "is quantized" in parts.why_gathered(dense, steps, 2)
 
 
 class StockTrainer:
