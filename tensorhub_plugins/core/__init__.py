@@ -57,7 +57,8 @@ from tensorhub_plugins.core.types import (
 )
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client.client import Client, here
+    from tensorhub_plugins.core.client.arguments import here
+    from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
     from tensorhub_plugins.core.client.fsdp2 import fsdp2_parts, fsdp2_problem
     from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
@@ -74,7 +75,8 @@ if TYPE_CHECKING:
     )
 
 _WITH_TORCH = {
-    **dict.fromkeys(("Client", "here"), "client.client"),
+    "Client": "client.client",
+    "here": "client.arguments",
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "Publisher": "client.publisher",

@@ -384,6 +384,14 @@ def status_text(report: dict[str, Any]) -> str:
             )
             if corrupt := worker.get("corrupt_segments"):
                 lines.append(f"    readers got {corrupt} corrupt segments from it: see its log and theirs")
+        if model.get("over_budget"):
+            names = (
+                f"{x['worker']} {x['bytes'] / 1e6:.1f} MB of {x['versions']} versions" for x in model["over_budget"]
+            )
+            lines.append(
+                f"  published {model['bytes_published'] / 1e6:.1f} MB, above the budget of "
+                f"{model['budget_bytes'] / 1e6:.1f} MB: {', '.join(names)}"
+            )
         for lease in model["leases"]:
             sources = ", ".join(sorted(set(lease["sources"].values())))
             lines.append(

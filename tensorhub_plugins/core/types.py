@@ -21,6 +21,7 @@ LATEST = "latest"
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
 Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key lets its owner do, see hub/permissions.py
+Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a whole
 HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
 
 
@@ -44,6 +45,12 @@ def distance(a: Location, b: Location) -> int:
     if a.rack and a.rack == b.rack:
         return 1
     return DATA_CENTER
+
+
+def domain(place: Location, across: Across) -> tuple[str, ...]:
+    """What fails together with this place. Places of which that is not known count as one."""
+    parts = place.data_center, place.rack, place.host
+    return parts[: {"data_center": 1, "rack": 2, "host": 3}[across]]
 
 
 class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):

@@ -35,7 +35,7 @@ def forgets_leases() -> AbstractContextManager[object]:
 
 
 def drops_last_copies() -> AbstractContextManager[object]:
-    return answers(Publishing, "is_last_copy", False)
+    return answers(Publishing, "_must_stay", False)
 
 
 def lets_readers_wait_in_circles() -> AbstractContextManager[object]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
+from typing import get_args
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Transport, TransportLimits, create, unavailable
-from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, check_name, is_text
+from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text
 
 log = logging.getLogger("tensorhub.client")
 
@@ -35,6 +39,26 @@ def check_job(job: object) -> str:
     if not is_text(job) or len(job) > NAME_LENGTH_MAX:
         raise UsageError(f"job={job!r:.80}: a text of at most {NAME_LENGTH_MAX} characters")
     return job
+
+
+def check_retain(newest: object, domains: object, across: object) -> None:
+    """UsageError for what cannot be retained."""
+    if type(newest) is not int or not 0 <= newest <= RETAIN_MAX:
+        raise UsageError(f"retain(newest={newest!r}): a count of versions from 0 to {RETAIN_MAX}")
+    if type(domains) is not int or not 1 <= domains <= DOMAINS_MAX or across not in get_args(Across):
+        raise UsageError(
+            f"retain(domains={domains!r}, across={across!r}): from 1 to {DOMAINS_MAX}, across one of "
+            f"{', '.join(get_args(Across))}"
+        )
+
+
+def here() -> Location:
+    """This worker's location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
+    return Location(
+        data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
+        rack=os.environ.get("TENSORHUB_RACK", ""),
+        host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
+    )
 
 
 def check_written(slab: Slab, version: int) -> None:

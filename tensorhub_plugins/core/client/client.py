@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,10 +26,19 @@ import torch
 
 from tensorhub_plugins.core import digests
 from tensorhub_plugins.core.client import session
-from tensorhub_plugins.core.client.arguments import check_budget, check_identity, check_job, check_written, usable
+from tensorhub_plugins.core.client.arguments import (
+    check_budget,
+    check_identity,
+    check_job,
+    check_retain,
+    check_written,
+    here,
+    usable,
+)
 from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
+from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import Deadline, bounded
@@ -58,6 +66,7 @@ from tensorhub_plugins.core.transports import (
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
+    Across,
     Location,
     ShardKey,
     VersionInfo,
@@ -88,6 +97,8 @@ class Client:
 
     job: by which a hub with a secret knows this worker's next life, and lets it take the former one's place at once.
     None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
+
+    preemptible: this worker may be taken away at short notice: what only such workers have is not safe, see `retain`.
 
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
     when a connection counts as lost, how many readers are served; see TransportLimits.
@@ -123,6 +134,7 @@ class Client:
         memory_budget_bytes: int | None = None,
         over_budget: Literal["warn", "refuse"] = "warn",
         job: str | None = None,
+        preemptible: bool = False,
     ) -> None:
         check_identity(shard, shard_count, run=run, model=model, replica=replica)
         check_budget(memory_budget_bytes, over_budget)
@@ -137,6 +149,7 @@ class Client:
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         refuses = over_budget == "refuse"
         self._serving = Serving(self._worker, SlabPool(), budget_bytes=memory_budget_bytes, refuses=refuses)
+        self._preemptible = preemptible
         self._job = check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)
         host = advertise_host or address_towards(address)
@@ -388,14 +401,21 @@ class Client:
         assert isinstance(reply, messages.Versions)
         return list(reply.versions)
 
-    def retain(self, newest: int = 1, *, timeout_s: float = 10.0) -> None:
+    def retain(self, newest: int = 1, *, domains: int = 1, across: Across = "host", timeout_s: float = 10.0) -> None:
         """Never give up the last copy of this many newest versions (of this run and model) by an unpublish.
 
-        newest: 0 to 1024; without any call of it, the newest one is retained.
+        newest: 0 to 1024; without any call of it, the newest one is retained. domains: the last copy in each of so many
+        hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
+        preemptible workers do not count. Nothing is copied for it: who reads with serve=True adds one.
         """
-        if not 0 <= newest <= messages.RETAIN_MAX:
-            raise UsageError(f"retain(newest={newest}): a count of versions from 0 to {messages.RETAIN_MAX}")
-        self._ask(lambda number: messages.Retain(number, newest), timeout_s)
+        check_retain(newest, domains, across)
+        self._ask(lambda number: messages.Retain(number, newest, domains, across), timeout_s)
+
+    def hand_over(self, timeout_s: float = 25.0) -> bool:
+        """This worker will be taken away: take back all that it serves, newest first, and wait until somebody else has
+        what only it has. Returns whether nothing was left in time. Never raises. In a signal's handler, call it in a
+        thread: `threading.Thread(target=client.hand_over).start()`."""
+        return hand_over(self, timeout_s)
 
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory for these tensors, shareable with readers on this host; reused from versions that are over.
@@ -455,6 +475,7 @@ class Client:
             endpoints=endpoints,
             process=identity(),
             job=self._job,
+            preemptible=self._preemptible,
         )
 
     def _link(self, address: str, identity: messages.Hello, connect_timeout_s: float, keys: Keys | None) -> HubLink:
@@ -593,15 +614,3 @@ class Client:
         for transport in self._transports.values():
             transport.close()
         self._serving.free()
-
-
-# --- small things ---
-
-
-def here() -> Location:
-    """This worker's location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
-    return Location(
-        data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
-        rack=os.environ.get("TENSORHUB_RACK", ""),
-        host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
-    )

@@ -169,7 +169,7 @@ class Session:
     offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
-    retain_newest: int | None = None
+    retain: m.Retain | None = None  # the last that was asked for
     seen: int = 0  # the newest version the hub has told us of
     resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
     generation: int = 0
@@ -234,7 +234,7 @@ class Session:
                 del self.asked[overtaken]
                 self._effects.append(Answered(overtaken, self._overtaken(overtaken, message.keys)))
         elif isinstance(message, m.Retain):
-            self.retain_newest = message.newest
+            self.retain = message
         self.asked[message.request_id] = _Asked(message, deadline, now, announced)
         self._send_asked(message.request_id, now)
 
@@ -485,7 +485,9 @@ class Session:
                     for request_id, lease in self.leases.items()
                 ),
                 claims=tuple(self.claims),
-                retain_newest=self.retain_newest,
+                retain_newest=None if self.retain is None else self.retain.newest,
+                retain_domains=1 if self.retain is None else self.retain.domains,
+                retain_across="host" if self.retain is None else self.retain.across,
                 request_id=self.next_request_id(),
                 pending=tuple(self.asked),
                 seen=self.seen,

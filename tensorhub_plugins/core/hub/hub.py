@@ -292,8 +292,8 @@ class Hub:
             case m.Abandon(_, key):
                 self.registry.end_claim(worker, key)
                 self._outbox.reply(worker, m.Done(request_id))
-            case m.Retain(_, newest):
-                worker.history.retain_newest = newest
+            case m.Retain(_, newest, domains, across):
+                worker.history.retain(newest, domains, across)
                 self._outbox.reply(worker, m.Done(request_id))
             case m.AskVersions():
                 self._outbox.reply(worker, m.Versions(request_id, worker.history.version_infos()))
@@ -358,7 +358,7 @@ class Hub:
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         worker.last_request_id = hello.request_id
         if hello.retain_newest is not None and not worker.is_zombie:
-            history.retain_newest = hello.retain_newest
+            history.retain(hello.retain_newest, hello.retain_domains, hello.retain_across)
         worker.seen_version = max(worker.seen_version, history.floor(hello.seen))
         self._take_over(worker, hello, now)
         for each in history.replicas[hello.replica].values():  # its group may be complete now

@@ -20,6 +20,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
     "lease_s": (1.0, DAY_S, "seconds after which a reader that is not done has to ask for sources again"),
     "lease_idle_s": (1.0, DAY_S, "seconds without a read segment after which a reader loses its lease"),
+    "published_bytes_max": (0, 1 << 60, "bytes that one model's trainers hold published before it is said; 0: any"),
     "messages_per_s_max": (
         1,
         10**9,
@@ -47,6 +48,8 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     # A reader drops a source that is silent for 5 s (`TransferLimits.stall_s`), and may take a minute to get memory for
     # the largest shards; who was only slow loses a source, and asks for the next.
     lease_idle_s: float = 60.0
+    # Only who runs the hosts knows what they have; a client's own budget is half of its memory.
+    published_bytes_max: int = 0
     # A worker says a few a second; a thousand in each of its sessions is no use to anybody.
     messages_per_s_max: int = 1000
 

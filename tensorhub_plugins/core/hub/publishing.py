@@ -13,8 +13,17 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import History, Holding, Lease, Pending, Version, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, ShardKey, attempt_of, step_of, version_text
+from tensorhub_plugins.core.types import (
+    CHECKPOINT,
+    STEPS_AHEAD_MAX,
+    ShardKey,
+    attempt_of,
+    domain,
+    step_of,
+    version_text,
+)
 
+SPENDERS_NAMED_MAX = 3
 WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
 
 
@@ -32,8 +41,7 @@ class Publishing:
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
-        problem = self.is_of_the_past(worker, announced)
-        if problem:
+        if problem := self.is_of_the_past(worker, announced):
             self._outbox.refuse(worker, request_id, "Superseded", problem)
             return
         problem = self.cannot_be_new(worker, announced) or self.hold(
@@ -43,7 +51,20 @@ class Publishing:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
             self._registry.end_claim(worker, announced.key)
+            self._look_at_budget(worker.history)
             self._outbox.reply(worker, m.Done(request_id))
+
+    def _look_at_budget(self, history: History) -> None:
+        """Who exceeds it is said once, until it was kept again. Nothing is refused: a trainer must go on."""
+        most = self._registry.limits.published_bytes_max
+        was_over, history.is_over_budget = history.is_over_budget, 0 < most < history.published_size_bytes
+        if was_over or not history.is_over_budget:
+            return
+        named = ", ".join(f"{name} {size / 1e6:.1f} MB of {count} versions" for name, size, count in spenders(history))
+        self._outbox.log(
+            f"{history.name}: its trainers hold {history.published_size_bytes / 1e6:.1f} MB published, above the "
+            f"budget of {most / 1e6:.1f} MB: {named}. Unpublish versions that are over, or retain fewer"
+        )
 
     def is_of_the_past(self, worker: Worker, announced: m.Holding) -> str | None:
         """What former attempts have made may be passed on as far as it counts; nothing is added to it."""
@@ -216,7 +237,9 @@ class Publishing:
     def _must_stay(self, history: History, leaving: list[Holding]) -> bool:
         """Rule 4: whether giving these up would lose a retained version."""
         retained = history.retained()
-        return any(h.key.version in retained and self.is_last_copy(history, h, each) for h, each in _alike(leaving))
+        if any(h.key.version in retained and self.is_last_copy(history, h, each) for h, each in _alike(leaving)):
+            return True
+        return any(h.complete and h.key.version in retained and needs_its_domain(h) for h in leaving)
 
     def is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
         """Rule 4: whether giving these up would lose their version, or its universal checkpoint layout."""
@@ -233,8 +256,34 @@ class Publishing:
             return ()
         retained = worker.history.retained()
         return tuple(
-            h.key for h in kept if h.key.version not in retained or not self.is_last_copy(worker.history, h, [h])
+            h.key
+            for h in kept
+            if h.key.version not in retained or not (self.is_last_copy(worker.history, h, [h]) or needs_its_domain(h))
         )
+
+
+def needs_its_domain(holding: Holding) -> bool:
+    """Rule 4: whether this copy is in one of the failure domains that are wanted, and no other safe one is there. Those
+    of workers that may be taken away at short notice are not safe."""
+    worker, key = holding.worker, holding.key
+    history = worker.history
+    version = history.versions[key.version]
+    if worker.hello.preemptible or (key.layout != CHECKPOINT and version.copies.has_whole(CHECKPOINT)):
+        return False
+    across = history.retain_across
+    others = [o for o in version.holders(key).values() if o.worker is not worker and o.counted.stays]
+    safe = {domain(o.worker.hello.location, across) for o in others if not o.worker.hello.preemptible}
+    return len(safe) < history.retain_domains and domain(worker.hello.location, across) not in safe
+
+
+def spenders(history: History) -> list[tuple[str, int, int]]:
+    """Who holds the most of what it has published: name, bytes and number of versions, the first few."""
+    most = sorted(history.workers.values(), key=lambda worker: -worker.published_size_bytes)[:SPENDERS_NAMED_MAX]
+    return [
+        (w.name, w.published_size_bytes, len({k.version for k, h in w.holdings.items() if h.origin == "published"}))
+        for w in most
+        if w.published_size_bytes
+    ]
 
 
 def too_far_ahead(history: History, number: int) -> str | None:

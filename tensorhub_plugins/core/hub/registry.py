@@ -204,6 +204,10 @@ class Registry:
         counted = Counted(is_whole, is_whole and holding.stays)
         if counted != holding.counted:
             worker.history.versions[key.version].copies.change(key, worker.hello.replica, holding.counted, counted)
+            if holding.origin == "published":
+                more = (counted.is_whole - holding.counted.is_whole) * holding.size_bytes
+                worker.published_size_bytes += more
+                worker.history.published_size_bytes += more
             holding.counted = counted
 
     def remove_holding(self, holding: Holding) -> None:

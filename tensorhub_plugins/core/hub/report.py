@@ -7,8 +7,9 @@ from collections import Counter
 import msgspec
 
 from tensorhub_plugins.core.hub.copies import Copies, Counted
+from tensorhub_plugins.core.hub.publishing import spenders
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import Lease, Version, Worker
+from tensorhub_plugins.core.hub.state import History, Holding, Lease, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
@@ -24,6 +25,15 @@ def report(registry: Registry, now: float) -> dict[str, object]:
             "newest_attempt": attempt_of(history.newest_visible),
             "newest_step": step_of(history.newest_visible),
             "retain_newest": history.retain_newest,
+            "retain_domains": history.retain_domains,
+            "retain_across": history.retain_across,
+            "bytes_published": history.published_size_bytes,
+            "bytes_retained": sum(h.size_bytes for h in _retained(history)),
+            "budget_bytes": registry.limits.published_bytes_max or None,
+            "over_budget": [
+                {"worker": name, "bytes": size, "versions": count}
+                for name, size, count in (spenders(history) if history.is_over_budget else [])
+            ],
             "pinned": history.directive.pin or None,
             "withdrawn": list(history.directive.withdrawn),
             "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
@@ -37,6 +47,11 @@ def report(registry: Registry, now: float) -> dict[str, object]:
         for history in registry.histories.values()
     ]
     return {"hub": registry.session.hex(), "up_s": round(now - registry.started, 3), "models": models}
+
+
+def _retained(history: History) -> list[Holding]:
+    """Copies that their holders wanted to give up."""
+    return [h for worker in history.workers.values() for h in worker.holdings.values() if h.must_retain]
 
 
 def _version(info: VersionInfo) -> dict[str, object]:
@@ -58,6 +73,8 @@ def _worker(worker: Worker, now: float) -> dict[str, object]:
         "last_heard_s": round(now - worker.last_heard, 3),
         "holds": sorted({h.key.version for h in complete}),
         "bytes_held": sum(h.size_bytes for h in complete),
+        "bytes_published": worker.published_size_bytes,
+        "preemptible": worker.hello.preemptible,
         "pending": len(worker.pending),
         "corrupt_segments": worker.corrupt_segments,
     }
@@ -73,6 +90,10 @@ def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
         "sources": sources,
         "seconds_left": round(lease.deadline - now, 3),
     }
+
+
+def _published_size_bytes(worker: Worker) -> int:
+    return sum(h.size_bytes for h in worker.holdings.values() if h.complete and h.origin == "published")
 
 
 def _validate_copies(version: Version) -> None:
@@ -112,6 +133,7 @@ def validate(registry: Registry) -> None:
             version = worker.history.versions[key.version]
             assert version.holders(key)[session] is h
             assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
+        assert worker.published_size_bytes == _published_size_bytes(worker)
         assert worker.holdings_checksum in (
             0,
             m.holdings_checksum((key, h.complete) for key, h in worker.holdings.items()),
@@ -120,6 +142,7 @@ def validate(registry: Registry) -> None:
         for request, pending in worker.pending.items():
             assert worker.history.waiting[session, request] is pending
     for history in registry.histories.values():
+        assert history.published_size_bytes == sum(w.published_size_bytes for w in history.workers.values())
         assert history.withdrawn == frozenset(history.directive.withdrawn)
         assert not history.is_over(history.directive.pin)
         assert history.directive.attempts == merged(history.directive.attempts)

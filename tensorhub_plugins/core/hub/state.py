@@ -17,6 +17,7 @@ from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.types import (
+    Across,
     Role,
     ShardKey,
     VersionInfo,
@@ -143,6 +144,7 @@ class Worker:
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
     corrupt_segments: int = 0  # that readers got from it
+    published_size_bytes: int = 0  # what it holds of what it has published
 
     @property
     def name(self) -> str:
@@ -224,6 +226,10 @@ class History:
     run: str
     model: str
     retain_newest: int = 1
+    retain_domains: int = 1  # in which copies of them are kept
+    retain_across: Across = "host"
+    published_size_bytes: int = 0  # by its trainers, and held by them
+    is_over_budget: bool = False  # which was said
     newest_visible: int = 0  # ever, but for those that are over
     shown: list[int] = field(default_factory=list)  # the newest that ever were visible, sorted
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
@@ -283,6 +289,10 @@ class History:
         """The versions whose last copy is not given up: the newest ones, and the pinned one."""
         visible = self.visible()
         return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
+
+    def retain(self, newest: int, domains: int, across: Across) -> None:
+        """Keep copies of so many versions, in so many failure domains."""
+        self.retain_newest, self.retain_domains, self.retain_across = newest, domains, across
 
     def direct(self, directive: m.Directive) -> None:
         """Take over what operators want of this history."""

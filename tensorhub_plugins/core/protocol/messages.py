@@ -22,6 +22,7 @@ from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, 
 from tensorhub_plugins.core.types import (
     DECODE_ERRORS,
     SHARDS_MAX,
+    Across,
     Location,
     ShardKey,
     VersionInfo,
@@ -30,6 +31,7 @@ from tensorhub_plugins.core.types import (
 MAGIC = b"TH"
 PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
+DOMAINS_MAX = 16  # in which copies are kept
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
@@ -56,6 +58,7 @@ Endpoint = Annotated[str, msgspec.Meta(max_length=256)]
 Endpoints = Annotated[dict[Scheme, Endpoint], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
 Shard = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
 ShardCount = Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)]
+Domains = Annotated[int, msgspec.Meta(ge=1, le=DOMAINS_MAX)]
 Processes = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=1024)]
 ErrorCode: TypeAlias = Literal[
     "DeadlineExceeded", "NotPublished", "ProtocolError", "Superseded", "UsageError", "VersionGone"
@@ -193,7 +196,7 @@ class Hello(_Message, frozen=True):
     holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=HOLDINGS_MAX)] = ()
     leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
     claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
-    retain_newest: Count | None = None
+    retain_newest: Count | None = None  # of this many versions copies are kept, see Retain
     request_id: Count = 0
     pending: Requests = ()
     seen: Count = 0
@@ -205,6 +208,9 @@ class Hello(_Message, frozen=True):
     mark: Mark = b""
     job: Annotated[str, msgspec.Meta(max_length=256)] = ""
     welcomed: HubLife = b""
+    retain_domains: Domains = 1
+    retain_across: Across = "host"
+    preemptible: bool = False  # this worker may be taken away at short notice: what only it has is not safe
 
 
 class Heartbeat(_Message, frozen=True):
@@ -336,10 +342,12 @@ class Withdraw(_Message, frozen=True):
 
 
 class Retain(_Message, frozen=True):
-    """The last copies of so many of the newest versions are not given up."""
+    """The last copies of so many of the newest versions are not given up, in so many failure domains."""
 
     request_id: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
+    domains: Domains = 1
+    across: Across = "host"
 
 
 class Begin(_Message, frozen=True):

@@ -35,11 +35,12 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion
-from tensorhub_plugins.vllm.worker.hand_over import hand_over
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
 
 logger = get_logger(__name__)
+
+HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; who follows takes the newest version by itself
 
 
 class Updater:
@@ -226,10 +227,10 @@ class Updater:
         return {"layout": self.position.layout, "version": self._state.version, **of_tensors}
 
     def close(self, *, hands_over: bool = False) -> None:
-        """Leave the store; twice is fine. hands_over: see hand_over.py."""
+        """Leave the store; twice is fine. hands_over: see Client.hand_over."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if hands_over:
-            hand_over(self._client)
+            self._client.hand_over(HAND_OVER_TIMEOUT_S)
         self._client.close()
 
     # --- fetching, in the background thread ---

@@ -234,6 +234,7 @@ def test_a_new_hub_is_told_all_there_is():
         generation=4,
         directive=DIRECTIVE,
         hub=OTHER_HUB,
+        welcomed=HUB,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hub_scenarios import RUNTIME, Scenario
 
+from tensorhub_plugins.core.cli import status_text
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 
 @pytest.fixture
@@ -222,3 +226,103 @@ def test_retain_counts_versions(scenario: Scenario) -> None:
     for version in (1, 2, 3):
         scenario.unpublish("trainer/0", version)
     assert scenario.heard("trainer/0") == ["unpublished", "keep it", "keep it"]
+
+
+# --- rule 4: failure domains, and workers that may be taken away ---
+
+
+def place(host: str, rack: str = "") -> Location:
+    return Location("dc", rack, host)
+
+
+def kept(scenario: Scenario, worker: str) -> bool:
+    scenario.unpublish(worker, 1)
+    (answer,) = scenario.heard(worker)
+    assert answer in ("keep it", "unpublished")
+    return answer == "keep it"
+
+
+@pytest.mark.parametrize(
+    ("domains", "across", "stays"), [(1, "host", 1), (2, "host", 2), (2, "rack", 1), (16, "host", 2)]
+)
+def test_copies_stay_in_as_many_failure_domains_as_are_wanted(
+    scenario: Scenario, domains: int, across: str, stays: int
+) -> None:
+    """The first row is the control: the last copy only. On two hosts of one rack, one of them with two workers."""
+    workers = {"trainer/0": place("a", "r"), "x/0": place("b", "r"), "y/0": place("b", "r")}
+    for worker, location in workers.items():
+        scenario.join(worker, location=location)
+        scenario.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
+    scenario.say("trainer/0", m.Retain, newest=1, domains=domains, across=across)
+    assert [kept(scenario, worker) for worker in workers].count(True) == stays
+    left = {h.worker.hello.location for w in scenario.hub.workers.values() for h in w.holdings.values()}
+    assert len(left) == stays
+
+
+def test_a_copy_is_let_go_when_its_domain_has_another(scenario: Scenario) -> None:
+    for worker, host in (("trainer/0", "a"), ("x/0", "b"), ("y/0", "a")):
+        scenario.join(worker, location=place(host))
+    scenario.say("trainer/0", m.Retain, newest=1, domains=2)
+    scenario.publish("trainer/0", 1)
+    scenario.publish("x/0", 1, origin="replicated")
+    assert kept(scenario, "trainer/0")
+    beat = m.Heartbeat(scenario.hub.session, scenario.requests["trainer/0"])
+    scenario.tell("trainer/0", beat)
+    assert scenario.heard("trainer/0") == ["Alive"]
+    scenario.publish("y/0", 1, origin="replicated")
+    scenario.tell("trainer/0", beat)
+    assert scenario.heard("trainer/0") == ["Alive", "may release 1"]
+
+
+@pytest.mark.parametrize("preemptible", [True, False])
+def test_a_copy_that_may_be_taken_away_is_none(scenario: Scenario, preemptible: bool) -> None:
+    scenario.join("trainer/0", location=place("a"))
+    scenario.join("spot/0", location=place("b"), preemptible=preemptible)
+    scenario.publish("trainer/0", 1)
+    scenario.publish("spot/0", 1, origin="replicated")
+    assert kept(scenario, "trainer/0") is preemptible
+    assert kept(scenario, "spot/0") is not preemptible  # the control: it is the last one
+
+
+def test_what_is_to_be_kept_outlives_the_hub() -> None:
+    scenario = Scenario(recovering=True)
+    scenario.join("trainer/0", retain_newest=3, retain_domains=2, retain_across="rack")
+    model = report(scenario.hub.registry, scenario.now)["models"][0]
+    assert [model[name] for name in ("retain_newest", "retain_domains", "retain_across")] == [3, 2, "rack"]
+
+
+# --- what is published has a budget ---
+
+
+def test_who_holds_too_much_is_named_in_the_log_and_the_status() -> None:
+    scenario = Scenario(limits=HubLimits(published_bytes_max=250))
+    for worker in ("trainer/0", "small/0", "reader/0"):
+        scenario.join(worker)
+    scenario.say("trainer/0", m.Retain, newest=9)
+
+    def said() -> list[str]:
+        return [line for line in scenario.logged if "above the budget" in line]
+
+    def model() -> dict[str, Any]:
+        return report(scenario.hub.registry, scenario.now)["models"][0]
+
+    scenario.publish("small/0", 1)
+    scenario.publish("trainer/0", 2)
+    scenario.publish("reader/0", 2, origin="replicated")  # what was read is its reader's
+    assert not said() and model()["over_budget"] == [] and model()["bytes_published"] == 200
+    for version in (3, 4):
+        scenario.publish("trainer/0", version)
+    (line,) = said()  # once
+    assert "run/actor: its trainers hold 0.0 MB published" in line and "trainer/0 0.0 MB of 2 versions, small/0" in line
+    assert model()["over_budget"] == [
+        {"worker": "trainer/0", "bytes": 300, "versions": 3},
+        {"worker": "small/0", "bytes": 100, "versions": 1},
+    ]
+    scenario.unpublish("trainer/0", 4)
+    assert model()["bytes_retained"] == 100 and model()["bytes_published"] == 400
+    assert "small/0 0.0 MB of 1 versions" in status_text({**report(scenario.hub.registry, 0.0)})
+    scenario.tell("trainer/0", m.Bye())
+    scenario.publish("small/0", 5)
+    assert model()["over_budget"] == [] and model()["bytes_published"] == 200
+    scenario.publish("small/0", 6)
+    assert len(said()) == 2  # it was kept meanwhile

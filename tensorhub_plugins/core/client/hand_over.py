@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any, Protocol
 
-from tensorhub_plugins.core import Client, Deadline, TensorHubError
-from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core.deadline import Deadline
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.types import ShardKey
 
-logger = get_logger(__name__)
+logger = logging.getLogger("tensorhub.client")
 
-HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; who follows takes the newest version by itself
 POLL_INTERVAL_S = 0.05
 
 
-def hand_over(client: Client, timeout_s: float = HAND_OVER_TIMEOUT_S) -> bool:
-    """Take back all that this client serves, newest first, and wait while it has the last copy of a retained version.
+class Leaving(Protocol):
+    """A client."""
 
-    Returns whether nothing was left when the time was up. Never raises: what leaves, leaves.
-    """
+    def serving(self) -> list[ShardKey]:
+        """What it offers."""
+
+    def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float) -> Any:
+        """Take a version back."""
+
+
+def hand_over(client: Leaving, timeout_s: float) -> bool:
+    """As `Client.hand_over`."""
     deadline = Deadline.after(timeout_s)
     try:
         for version in sorted({key.version for key in client.serving()}, reverse=True):

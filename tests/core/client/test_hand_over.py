@@ -1,0 +1,76 @@
+"""What a worker that leaves for good does with what others may want of it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+import torch
+from client_stage import SOON_S, Stage, until
+
+from tensorhub_plugins.core import Client, NotPublished, VersionGone
+
+
+def tensors(value: float = 0.0) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value)}
+
+
+def test_the_last_copy_goes_to_one_who_wants_it(stage: Stage) -> None:
+    trainer, leaver, other = stage.client("trainer"), stage.client("rollout-0"), stage.client("rollout-1")
+    trainer.publish(1, tensors(1.0))
+    leaver.replicate(tensors(), 1)
+    trainer.close()
+    done = threading.Thread(target=lambda: outcome.append(leaver.hand_over(20.0)))
+    outcome: list[bool] = []
+    done.start()
+    taken = tensors()
+    other.replicate(taken, 1, timeout_s=20)
+    done.join(30)
+    assert outcome == [True] and leaver.serving() == []
+    leaver.close()
+    assert torch.equal(stage.client("rollout-2").fetch(1, timeout_s=10).tensors()["w"], tensors(1.0)["w"])
+
+
+def test_one_of_many_leaves_at_once(stage: Stage) -> None:
+    trainer, leaver = stage.client("trainer"), stage.client("rollout-0")
+    trainer.publish(1, tensors(1.0))
+    leaver.replicate(tensors(), 1)
+    assert leaver.hand_over(1e6)
+
+
+def test_what_nobody_takes_is_lost_and_said(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """The control: without a reader it waits, and no longer than it may."""
+    trainer, leaver = stage.client("trainer"), stage.client("rollout-0")
+    trainer.publish(1, tensors(1.0))
+    leaver.replicate(tensors(), 1)
+    trainer.close()
+    assert not leaver.hand_over(0.3)
+    assert "leaving with the last copy of version [1]" in caplog.text
+    leaver.close()
+    with pytest.raises((VersionGone, NotPublished)):
+        stage.client("rollout-1").replicate(tensors(), 1, timeout_s=0.5)
+
+
+def retained(client: Client) -> bool:
+    return any(entry.is_retained for entry in client._serving._shelf.entries.values())
+
+
+def test_a_signal_hands_over_what_only_a_spot_worker_has(stage: Stage) -> None:
+    """As a plain loop does at a spot notice."""
+    leaver = stage.client("rollout-0", preemptible=True)
+    leaver.publish(1, tensors(1.0))
+    left = threading.Event()
+
+    def leave(*_: object) -> None:
+        threading.Thread(target=lambda: leaver.hand_over(20.0) and left.set()).start()
+
+    before = signal.signal(signal.SIGUSR2, leave)
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        until(lambda: retained(leaver))  # nobody else has it
+        assert not left.is_set()
+        assert stage.client("rollout-1").fetch(1, serve=True).version == 1
+        assert left.wait(SOON_S) and leaver.serving() == []
+    finally:
+        signal.signal(signal.SIGUSR2, before)
