@@ -82,7 +82,7 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
         worker=worker,
         version=report.version,
         layout=report.layout,
-        bytes=report.size_bytes,
+        bytes=sum(report.sources.values()),
         seconds=seconds,
         sources=report.sources,
         transports=report.transports,

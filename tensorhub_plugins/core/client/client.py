@@ -43,7 +43,7 @@ from tensorhub_plugins.core.client.reports import Fetched, PublishReport, Replic
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec
+from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -279,6 +279,7 @@ class Client:
         serve: bool = False,
         into: Mapping[str, torch.Tensor] | None = None,
         repair: bool = False,
+        wanted: Iterable[TensorSpec] | None = None,
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
 
@@ -288,14 +289,16 @@ class Client:
         layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
         serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
         into, repair: tensors for layouts[0], which is read in place as by `replicate`; Fetched has no slabs then.
+        wanted: of a checkpoint only these tensors or parts of them, in one slab, and offered to nobody. UsageError if
+        they are none of what is published.
         """
         if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
             raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
-        live = None
+        live, chosen_parts = None, None if wanted is None else TensorTable.of(wanted)
         if into is not None:
             self._serving.check_free(into)
             live = LiveMemory(into, repairs=repair)
-        destinations = Destinations(self._serving, serve=serve, into=live, in_place=layouts[0])
+        destinations = Destinations(self._serving, serve=serve, into=live, in_place=layouts[0], wanted=chosen_parts)
         outcome = self._transfer(destinations, version, tuple(layouts), timeout_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
         if outcome.claimed is not None and not chosen:
@@ -307,6 +310,7 @@ class Client:
             outcome.manifests,
             ReplicateReport.of(outcome),
             layouts[0] if chosen else None,
+            chosen_parts if outcome.layout == CHECKPOINT else None,
             self._releaser(destinations.allocated.values()),
         )
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import torch
 
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, check_whole, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
@@ -57,17 +59,26 @@ class Destinations:
     """The memory of one read.
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
-    serve: what arrives is offered to others.
+    wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
     """
 
     def __init__(
-        self, serving: Serving, *, serve: bool, into: LiveMemory | None = None, in_place: str | None = None
+        self,
+        serving: Serving,
+        *,
+        serve: bool,
+        into: LiveMemory | None = None,
+        in_place: str | None = None,
+        wanted: TensorTable | None = None,
     ) -> None:
+        if into is not None and wanted is not None:
+            raise UsageError("into= and wanted= are two places to read into: pass one of them")
         self.serve = serve
         self.worker = serving.worker
         self._serving = serving
         self._into = into
         self._in_place = in_place
+        self._wanted = wanted
         self._read = 0  # its number on the shelf
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
         self._live: LiveMemory | None = None  # `into`, once it is read into
@@ -90,7 +101,7 @@ class Destinations:
 
     def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
         slab = self.slabs[key.shard] = self._memory_for(key, manifest)
-        if self.serve and slab.specs == manifest.tensors:
+        if self._may_serve(key) and slab.specs == manifest.tensors:
             if slab.kind == "view":
                 self._serving.lend(slab, self.allocated.values())
             self._offered[key.shard] = key
@@ -140,14 +151,28 @@ class Destinations:
 
     # --- inside ---
 
+    def _may_serve(self, key: ShardKey) -> bool:
+        """Not what is read of a checkpoint in part, in memory that is one slab for all source shards."""
+        return self.serve and (self._wanted is None or key.layout != CHECKPOINT)
+
     def _memory_for(self, key: ShardKey, manifest: Manifest) -> Slab:
         if self._into is not None and self._in_place in (None, key.layout):
             self._live = self._into
             return self._into.of(key, manifest)
+        if key.layout == CHECKPOINT and self._wanted is not None:
+            return self._place_wanted(self._wanted).of(key, manifest)
         if key.layout == CHECKPOINT and has_parts(manifest.tensors):
             return self._place_parts(key.shard, manifest.tensors)
         slab = self.allocated[key.shard] = self._serving.take(manifest.tensors, self._deadline)
         return slab
+
+    def _place_wanted(self, wanted: TensorTable) -> LiveMemory:
+        """Memory for it, at the first source shard that comes."""
+        if self._live is None:
+            plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
+            self.allocated[0] = slab = self._serving.take(plain, self._deadline)
+            self._live = LiveMemory(slab.tensors(), {spec.name: spec.part for spec in wanted if spec.part is not None})
+        return self._live
 
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:
         """A view of the whole tensors, with memory for those of which no other shard has come with a part yet."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tensorhub_plugins.core.errors import UsageError, VersionRefused
-from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
@@ -46,8 +46,9 @@ class UnpublishReport:
 class ReplicateReport:
     """What `replicate` or `fetch` did.
 
-    seconds by phase: "find" (until sources were granted), "read" (until all was verified). sources: "replica/shard" ->
-    bytes. transports: name -> bytes. losses: the sources that failed on the way, and why.
+    size_bytes: of what is published. seconds by phase: "find" (until sources were granted), "read" (until all was
+    verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
+    name -> bytes. losses: the sources that failed on the way, and why.
     """
 
     version: int
@@ -81,7 +82,8 @@ class Fetched:
     """One version in memory of its own. slabs and manifests are by source shard; tensors of which several shards hold
     parts are whole in slabs of their own, under negative numbers.
 
-    converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it.
+    converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it. wanted:
+    only these tensors, or parts of them, were read; None: all. The manifests are of all that is published.
     """
 
     version: int
@@ -90,6 +92,7 @@ class Fetched:
     manifests: dict[int, Manifest]
     report: ReplicateReport
     converts: str | None = None
+    wanted: TensorTable | None = None
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     @property
