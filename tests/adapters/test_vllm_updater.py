@@ -300,17 +300,19 @@ def test_an_install_that_fails_breaks_the_worker_until_one_succeeds(
         assert value(updater) == 2.0 and updater.poll()["broken"] is None
 
 
-def test_a_direct_install_that_failed_reads_only_what_is_damaged(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("install", ["direct", "staged"])
+def test_an_install_that_failed_reads_only_what_is_damaged(
+    install: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Slab.manifest, "__defaults__", (1000,))  # 24 segments
-    first, second = engines("first", install="direct"), engines("second", install="direct")
+    first, second = engines("first", install=install), engines("second", install=install)
     with engines.trainer() as trainer:
         trainer.publish(1, toy_checkpoint(1.0))
         for engine in (first, second):
             update(engine, 1)
         trainer.publish(2, toy_checkpoint(2.0))
         update(first, 2)
+        wait_until(lambda: any(key.version == 2 and key.layout != CHECKPOINT for key in first._client.serving()))
         fetch(second, 2)
 
         def half(model: Toy) -> None:
@@ -329,6 +331,7 @@ def test_a_direct_install_that_failed_reads_only_what_is_damaged(
         wait_until(lambda: any(key.version == 2 for key in second._client.serving()))
         trainer.publish(3, toy_checkpoint(3.0))
         update(first, 3)
+        wait_until(lambda: any(key.version == 3 and key.layout != CHECKPOINT for key in first._client.serving()))
         assert update(second, 3)["report"]["sources"] == {"first/0": 24000}  # the control: nothing was broken
 
 

@@ -93,10 +93,11 @@ class Updater:
     def start_fetch(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> None:
         """Start to get this version, in the background; what was staged and not installed is dropped.
 
-        in_place: read it into the live weights during the install, if a peer has this layout (None: as configured).
+        in_place: read it into the live weights during the install, if a peer has this layout (None: as configured, or
+        when they are broken: then only what is damaged of them is read, and nobody generates meanwhile).
         """
         if in_place is None:
-            in_place = self.config.install == "direct"
+            in_place = self.config.install == "direct" or self._state.broken is not None
         self._handle(update_state.StartFetch(version, Deadline.after(timeout_s), in_place))
 
     def update(self, version: int, timeout_s: float, *, in_place: bool | None = None) -> dict[str, Any]:
