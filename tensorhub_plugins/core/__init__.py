@@ -32,6 +32,7 @@ from tensorhub_plugins.core.manifest import (
     Part,
     TensorSpec,
     TensorTable,
+    segment_size_for,
 )
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
@@ -142,6 +143,7 @@ __all__ = [
     "new_secret",
     "record",
     "same_bytes",
+    "segment_size_for",
     "spec_of",
     "start_server",
     "step_of",

@@ -28,11 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.worker.plan import (
+    Box,
+    Piece,
+    Plan,
+    Region,
+    Shapes,
+    filled,
+    layer_of,
+    region_of,
+    whole_region,
+)
 
 logger = get_logger(__name__)
-
-Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
-Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 NAMES_SHOWN_MAX = 5
 BLOCK_LENGTH = 1 << 20  # elements that are converted at once to be compared
@@ -46,19 +54,23 @@ LIVE_IN_RELOADS = ("bias", "e_score_correction_bias")
 REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")  # what a module changes in place
 
 
+_Where = tuple[int, int]  # which memory, 0 for all that is real; address in bytes
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """What the loaders did with a checkpoint of these shapes.
 
     used: the tensors from which they took something. tied: two that fill the same place, so that they must be equal.
     ignored: biases of layers that have none here although their weights were used, so that they must be zero (or the
-    same as another that is used).
+    same as another that is used). plan: what this worker needs of them, and where it goes; None: not known.
     """
 
     shapes: Shapes
     used: frozenset[str]
     tied: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    plan: Plan | None = None
 
 
 class Contract:
@@ -69,24 +81,32 @@ class Contract:
         self._rehearsed: Rehearsal | None = None
         self._accepted: Rehearsal | None = None
 
-    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise VersionRefused if these are not the tensors of the checkpoint that was accepted; if any was."""
+    def check(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
+        """Raise VersionRefused if these are not the tensors of the checkpoint that was accepted; if any was.
+
+        shapes: as they were published, where of some only a region is here.
+        """
         accepted = self._accepted
         if accepted is None:
             return
-        shapes = shapes_of(tensors)
+        shapes = shapes_of(tensors) if shapes is None else shapes
         if accepted.shapes != shapes:
             _compare(accepted, shapes)
         _check_values(accepted, tensors)
 
-    def rehearse(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def rehearse(self, tensors: Mapping[str, torch.Tensor], shapes: Shapes | None = None) -> None:
         """Raise VersionRefused, with the model untouched, for a first checkpoint that would not fill it."""
         if self._accepted is not None:
-            self.check(tensors)
+            self.check(tensors, shapes)
             return
         if self._rehearsed is None or self._rehearsed.shapes != shapes_of(tensors):
             self._rehearsed = rehearse(self._model, self._vllm_config, tensors)
         _check_values(self._rehearsed, tensors)
+
+    def plan_for(self, shapes: Shapes) -> Plan | None:
+        """What the rehearsal of a checkpoint of these shapes has shown."""
+        known = (self._accepted, self._rehearsed)
+        return next((one.plan for one in known if one is not None and one.shapes == shapes), None)
 
     def accept(self) -> None:
         """All workers of the engine have installed what was rehearsed: from now on versions are compared with it."""
@@ -197,8 +217,9 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
             f"{len(left)} tensors are larger than what the model takes of them: {some(left)}. "
             "Give the engine the configuration of the model that is trained"
         )
-    tied = recorder.tied(heads=_ties_its_head(vllm_config))
-    return Rehearsal(shapes_of(tensors), frozenset(recorder.used), tied, recorder.ignored_biases())
+    tied, ignored = recorder.tied(heads=_ties_its_head(vllm_config)), recorder.ignored_biases()
+    plan = recorder.plan(tied, ignored)
+    return Rehearsal(shapes_of(tensors), frozenset(recorder.used), tied, ignored, plan)
 
 
 def _ties_its_head(vllm_config: Any) -> bool:
@@ -218,16 +239,33 @@ class _Place:
     live: torch.Tensor | None  # what the model computes with
     must_be_filled: bool = True  # not a buffer, which a model may compute by itself
     boxes: set[Box] = field(default_factory=set)
+    pieces: dict[Box, Piece] = field(default_factory=dict)  # the last one that was written there
+    constants: set[Box] = field(default_factory=set)  # set to a number that is of no tensor, such as a padding
+    is_made: bool = False  # something was written that is no piece of a tensor
+    is_contiguous: bool = True
 
     @property
     def address(self) -> int:
         """Address of the live memory, which tied parameters share; 0: there is none."""
-        return 0 if self.live is None or self.live.is_meta or not self.live.numel() else self.live.data_ptr()
+        if self.live is None or not self.live.numel():
+            return 0
+        return _storage(self.live) if self.live.is_meta else self.live.data_ptr()
 
     @property
     def filled(self) -> int:
         """Elements that were written at least once."""
-        return _filled(self.size, self.boxes)
+        return filled(self.size, self.boxes)
+
+    @property
+    def is_pieces(self) -> bool:
+        """Whether pieces are all there is in it, each element is of one, and the live tensor is laid out like this."""
+        live = self.live
+        if self.is_made or not self.is_contiguous or live is None or not live.is_contiguous():
+            return False
+        if (live.shape, live.dtype, self.shape.numel()) != (self.shape, self.dtype, self.size):
+            return False
+        count = sum(torch.Size(shape).numel() for _, shape, _ in (*self.pieces, *self.constants))
+        return count == self.filled == self.size
 
 
 class _Recorder(TorchDispatchMode):
@@ -240,8 +278,9 @@ class _Recorder(TorchDispatchMode):
         self.copies: list[str] = []  # parameters that are written with other parameters of the model
         self._places = places
         self._origins: dict[int, frozenset[str]] = {}  # storage of what was made of tensors -> their names
-        self._given: list[tuple[int, int, str]] = []  # the tensors themselves: first address, the one behind it, name
+        self._given: list[tuple[_Where, int, str]] = []  # the tensors themselves: where they begin, size in bytes, name
         self._current = ""  # what the loaders have asked for last
+        self._number_was_read = False  # of it: what is set to a number from now on may be set to that one
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._taken: dict[str, set[Box]] = {}  # of a tensor, counted from its own beginning
         self._writers: dict[tuple[int, Box], set[str]] = {}  # by live parameter and box: tensors that alone fill it
@@ -249,9 +288,9 @@ class _Recorder(TorchDispatchMode):
     def watched(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors, for the loaders. They may share one storage, and a loader may ask for all of them first."""
         self._tensors = tensors
-        self._given = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.numel())
+        self._given = sorted((_where(t), t.nbytes, name) for name, t in tensors.items() if t.numel())
         for name, tensor in tensors.items():
-            self._current = name
+            self._current, self._number_was_read = name, False
             yield name, tensor
         self._current = ""
 
@@ -267,7 +306,7 @@ class _Recorder(TorchDispatchMode):
                 (start, start + sum((n - 1) * step for n, step in zip(*dims, strict=True))) for start, *dims in boxes
             ]
             ends_are_taken = min(taken)[0] == 0 or not is_first, max(end for _, end in taken) == size - 1 or not is_last
-            whole = all(ends_are_taken) and not (is_first and is_last and _filled(size, boxes) < size)
+            whole = all(ends_are_taken) and not (is_first and is_last and filled(size, boxes) < size)
             if name in self.used and not whole:
                 found.append(f"{name} {_text(self._tensors[name].dtype, self._tensors[name].shape)}")
         return found
@@ -289,11 +328,14 @@ class _Recorder(TorchDispatchMode):
 
     def _given_at(self, tensor: torch.Tensor) -> str:
         """The name of the tensor of which this one is a view, or ""."""
-        if tensor.is_meta or not tensor.numel():
+        if not tensor.numel():
             return ""
-        address = tensor.data_ptr()
-        before = bisect_right(self._given, (address, float("inf"))) - 1
-        return self._given[before][2] if before >= 0 and address < self._given[before][1] else ""
+        memory, address = _where(tensor)
+        before = bisect_right(self._given, ((memory, address), float("inf"))) - 1
+        if before < 0:
+            return ""
+        (of_memory, start), size_bytes, name = self._given[before]
+        return name if of_memory == memory and address < start + size_bytes else ""
 
     def _origin(self, tensor: torch.Tensor) -> frozenset[str]:
         """The names of the tensors from which this one was made, or of which it is a part."""
@@ -306,11 +348,51 @@ class _Recorder(TorchDispatchMode):
         whole = self._tensors.get(name)
         if whole is None or not whole.is_contiguous():
             return
-        box = (0, tuple(whole.shape), tuple(whole.stride()))
-        if tensor.element_size() == whole.element_size():
-            start = (tensor.data_ptr() - whole.data_ptr()) // whole.element_size()
-            box = (start, tuple(tensor.shape), tuple(tensor.stride()))
+        box = self._box_in(tensor, whole) or (0, tuple(whole.shape), tuple(whole.stride()))
         self._taken.setdefault(name, set()).add(box)
+
+    def _box_in(self, tensor: torch.Tensor, whole: torch.Tensor) -> Box | None:
+        """Where a view of a given tensor lies in it; None: it has other elements."""
+        if tensor.element_size() != whole.element_size():
+            return None
+        start = (_where(tensor)[1] - _where(whole)[1]) // whole.element_size()
+        return start, tuple(tensor.shape), tuple(tensor.stride())
+
+    def _piece(self, func: Any, place: _Place, box: Box, target: torch.Tensor, read: list[torch.Tensor]) -> None:
+        """Remember what this writes there, as far as it can be done again by a copy."""
+        if func is torch.ops.aten.copy_.default and len(read) == 1:
+            name = self._given_at(read[0])
+            whole = self._tensors.get(name)
+            taken = self._box_in(read[0], whole) if whole is not None and whole.is_contiguous() else None
+            alike = whole is not None and read[0].dtype == whole.dtype and kind(whole.dtype) == kind(target.dtype)
+            if taken is not None and alike and read[0].shape == target.shape:
+                place.pieces[box] = Piece(name, taken, place.name, box)
+                return
+        if read or self._number_was_read:
+            place.is_made = True
+        else:
+            place.constants.add(box)
+
+    def plan(self, tied: Sequence[tuple[str, str]], ignored: Sequence[str]) -> Plan | None:
+        """None: of tensors that are not contiguous no parts can be read."""
+        if any(not tensor.is_contiguous() for tensor in self._tensors.values()):
+            return None
+        places = [place for place in self._places.values() if place.boxes]
+        process = frozenset(layer_of(place.name) for place in places if not place.is_pieces)
+        pieces = tuple(piece for place in places if place.is_pieces for piece in place.pieces.values())
+        needed: dict[str, Region] = {}
+        for name in self.used | self._taken.keys():
+            shape = self._tensors[name].shape
+            is_cut = name in self._taken and len(shape) > 1
+            needed[name] = region_of(self._taken[name], shape) if is_cut else whole_region(shape)
+        for one, other in tied:  # they are compared, region by region
+            for name, twin in ((one, other), (other, one)):
+                if twin in needed and name in self._tensors:
+                    needed.setdefault(name, needed[twin])
+            if needed.get(one) != needed.get(other):
+                needed |= {name: whole_region(self._tensors[name].shape) for name in (one, other)}
+        needed |= {name: whole_region(self._tensors[name].shape) for name in ignored}
+        return Plan(shapes_of(self._tensors), pieces, dict(sorted(needed.items())), process)
 
     def explain(self, error: Exception) -> str:
         said = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -329,9 +411,10 @@ class _Recorder(TorchDispatchMode):
         read = [t for a, v in given if not (a.alias_info and a.alias_info.is_write) for t in _tensors_in(v)]
         names: frozenset[str] = frozenset().union(*map(self._origin, read))
         for tensor in written:
-            self._written(tensor, read, names)
+            self._written(func, tensor, read, names)
         known = {_storage(tensor) for tensor in (*read, *written)}
         made = _tensors_in(result)
+        self._number_was_read |= bool(names) and not made and not written
         for tensor in made:
             if _storage(tensor) not in known:  # new memory: nothing of what was there before it counts
                 self._origins[_storage(tensor)] = names
@@ -340,7 +423,7 @@ class _Recorder(TorchDispatchMode):
                 self._take(tensor)
         return result
 
-    def _written(self, tensor: torch.Tensor, read: list[torch.Tensor], names: frozenset[str]) -> None:
+    def _written(self, func: Any, tensor: torch.Tensor, read: list[torch.Tensor], names: frozenset[str]) -> None:
         storage = _storage(tensor)
         place = self._places.get(storage)
         if place is None:
@@ -348,6 +431,7 @@ class _Recorder(TorchDispatchMode):
             return
         box = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         place.boxes.add(box)
+        self._piece(func, place, box, tensor, read)
         if len(names) == 1 and tensor.numel() > 1 and tensor.dtype in FLOATS and "scale" not in place.name:
             where = place.address or storage
             self._writers.setdefault((where, box), set()).update(names)
@@ -389,6 +473,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
                             tensor.untyped_storage().nbytes() // tensor.element_size(),
                             live.get(name),
                             must_be_filled=owned is layer._parameters,
+                            is_contiguous=tensor.is_contiguous(),
                         )
         yield places
 
@@ -467,35 +552,17 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _where(tensor: torch.Tensor) -> _Where:
+    """Of a tensor without memory: its storage, and bytes within it."""
+    if tensor.is_meta:
+        return _storage(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    return 0, tensor.data_ptr()
+
+
 def _tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for each in value for tensor in _tensors_in(each)] if isinstance(value, (list, tuple)) else []
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _filled(size: int, boxes: set[Box]) -> int:
-    """How many of so many elements lie in at least one of the boxes."""
-    spans = sorted((offset, offset + _count(shape)) for offset, shape, stride in boxes if _is_run(shape, stride))
-    if len(spans) == len(boxes) and all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)):
-        return sum(end - start for start, end in spans)
-    written = torch.zeros(size, dtype=torch.bool)
-    for offset, shape, stride in boxes:
-        written.as_strided(shape, stride, offset).fill_(True)
-    return int(written.sum())
-
-
-def _is_run(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether such a box lies in one piece."""
-    step = 1
-    for size, each in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and each != step:
-            return False
-        step *= size
-    return True
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -1,25 +1,28 @@
 """A checkpoint into a live model: by vLLM's layerwise reload, or by plain copies where those are shown to do the same.
 
-The engine stands still for it. The reload works through every layer in Python. For an unquantized dense model on one
-worker it comes down to writing each tensor where `weights.checkpoint_view` says that it is. But a model may rename,
-permute and scale what it loads and derive more from it, and a reload may leave behind what it derived the first time.
-So the first conversion of a checkpoint is a trial
+The engine stands still for it. The reload works through every layer in Python, and for most layers it comes down to
+writing boxes of tensors where the plan says (plan.py). But a model may rename, permute and scale what it loads and
+derive more from it, loaders may read what they were not seen to read, and a reload may leave behind what it derived the
+first time. So the first conversion of a checkpoint is a trial
 
     reload the checkpoint      state 1
     copy noise                 state 2, where copies are possible at all
     reload noise               state 3
-    install the checkpoint     state 4
+    install the checkpoint     state 4: copies for the layers that are right in state 2, a reload of all others; and of
+                               the checkpoint only the regions that the plan needs, with nonsense around them
+    reload the checkpoint      state 5, only if 4 is not 1
 
 of the digests of all weights, and of every other tensor and number that hangs on the model (hidden.py).
-    2 equals 3      copies do what a reload does: from now on they are used
-    1 equals 4      an install leaves nothing of the version before, or the model is refused
+    2 equals 3      in all weights of a layer: copies do there what a reload does, and are used from now on
+    1 equals 4      nothing else of the checkpoint is needed: from now on only those regions are fetched
+    1 equals the last      an install leaves nothing of the version before, or the model is refused
     1 unlike 3      in every weight that is derived from others, or the model is refused
     hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not traded with peers
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,15 +31,18 @@ import torch
 from tensorhub_plugins.core import UsageError, without_aliases
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import reload, weights
-from tensorhub_plugins.vllm.worker.contract import Shapes, shapes_of, some
+from tensorhub_plugins.vllm.worker.contract import shapes_of, some
 from tensorhub_plugins.vllm.worker.hidden import walk
+from tensorhub_plugins.vllm.worker.plan import Given, Plan, Region, Shapes, layer_of, view
 
 logger = get_logger(__name__)
 
 NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
 NOISE_STEP = 7_919  # between the noise of one tensor and that of the next
+WORTH_IT = 0.95  # of the checkpoint's bytes: to fetch regions, rather than all, is to save more than some tiny tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
+Copies = Callable[[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]  # pairs of target and source
 
 
 @dataclass(frozen=True)
@@ -53,44 +59,108 @@ class Conversion:
     def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
         self._model, self._vllm_config = model, vllm_config
         self._tried: Shapes | None = None  # the checkpoint that was put to the test
-        self._copies_are_right = False
+        self._copies_are_right = False  # of all layers
+        self._plan: Plan | None = None  # proved to be all that is needed
+        self._process: frozenset[str] = frozenset()  # then: the layers that are reloaded, the others are copied
         self.hidden: tuple[str, ...] = ()
 
-    def install(self, checkpoint: Mapping[str, torch.Tensor]) -> Literal["copy", "reload"]:
-        """Replace all weights of the model by these, under their Hugging Face names. Says how.
+    def install(self, checkpoint: Mapping[str, torch.Tensor] | Given) -> Literal["copy", "reload"]:
+        """Replace all weights of the model by these, under their Hugging Face names. Says how; "reload" also where only
+        some layers need it.
 
         Raises whatever a loader raises, or UsageError for a model whose updates are shown to be wrong; its weights are
         mixed then.
         """
-        shapes = shapes_of(checkpoint)
-        if self._tried != shapes:
-            self._try(shapes, checkpoint)
-            self._tried = shapes
+        given = checkpoint if isinstance(checkpoint, Given) else Given(checkpoint, shapes_of(checkpoint))
+        if self._tried != given.shapes:
+            self._try(given)
+            self._tried = given.shapes
         else:
-            self._install(checkpoint)
+            self._install(given)
         return "copy" if self._copies_are_right else "reload"
 
-    def _install(self, checkpoint: Mapping[str, torch.Tensor]) -> None:
-        (self._copy if self._copies_are_right else self._reload)(checkpoint.items())
+    def wanted(self) -> Plan | None:
+        """What of the next checkpoint is to be fetched: only what this plan needs; None: all of it."""
+        plan = self._plan
+        return plan if plan is not None and plan.needed_bytes < WORTH_IT * plan.checkpoint_bytes else None
 
-    def _try(self, shapes: Shapes, checkpoint: Mapping[str, torch.Tensor]) -> None:
-        self._copies_are_right, self.hidden = False, ()
-        self._reload(checkpoint.items())
+    def fits(self, shapes: Shapes) -> bool:
+        """Whether a checkpoint of these shapes was put to the test."""
+        return self._tried == shapes
+
+    def _install(self, given: Given) -> None:
+        if self._plan is not None:
+            self._copy(given.tensors.items(), given.regions)
+            if self._process:
+                self._reload(given.whole(self._plan.sources_of(self._process)), self._process)
+        elif self._copies_are_right:
+            self._copy(given.tensors.items())
+        else:
+            self._reload(given.whole())
+
+    def _try(self, given: Given) -> None:
+        if given.regions:
+            raise UsageError("only a whole checkpoint can be put to the test")
+        plan = given.plan
+        self._copies_are_right, self._plan, self._process, self.hidden = False, None, frozenset(), ()
+        self._reload(given.whole())
         first, noisy = self._state(), None
         try:
             copied = None
-            if self._can_copy(shapes):
-                self._copy(noise(shapes, checkpoint))
-                copied = self._state().weights
-            self._reload(noise(shapes, checkpoint))
+            if self._can_copy(given.shapes, plan):
+                self._plan = plan
+                self._copy(noise(given.shapes, given.tensors))
+                copied = self._state()
+            self._plan = None
+            self._reload(noise(given.shapes, given.tensors))
             noisy = self._state()
-            self._copies_are_right = copied == noisy.weights
+            self._compare(first, copied, noisy, plan)
         except Exception:
+            self._plan = None
             logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
-        self._install(checkpoint)
+        if not self._is_as(first, noisy, given):
+            self._copies_are_right, self._plan, self._process = False, None, frozenset()
+            self._reload(given.whole())
         self._judge(first, noisy, self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
+        if self._plan is not None and self._process:
+            how = f"plain copies, and by vLLM's reload of {len(self._process)} layers, {some(sorted(self._process))}"
         logger.info("checkpoints become live weights by %s", how)
+        if (plan := self.wanted()) is not None:
+            logger.info("%.1f of %.1f MB are needed here", plan.needed_bytes / 1e6, plan.checkpoint_bytes / 1e6)
+
+    def _compare(self, first: _State, copied: _State | None, noisy: _State, plan: Plan | None) -> None:
+        """From what copies of noise have made, as against a reload of it: how checkpoints are to be installed."""
+        wrong = _differ({} if copied is None else copied.weights, noisy.weights)
+        derived = _differ(first.hidden, noisy.hidden)
+        # What is derived and beside the weights shows that copies are not enough, but not for which layer.
+        lags = copied is not None and any(copied.hidden.get(name) != noisy.hidden.get(name) for name in derived)
+        if not wrong and not lags:
+            self._copies_are_right, self._plan = True, plan
+        elif plan is not None:
+            layers = {name for name, _ in self._model.named_modules()}
+            self._process = frozenset(layers) if lags else plan.process | {layer_of(name) for name in wrong}
+            self._plan = plan
+
+    def _is_as(self, first: _State, noisy: _State | None, given: Given) -> bool:
+        """Install it from what the plan says is needed, and see whether that makes what a reload of all has made."""
+        plan = self._plan
+        if plan is None:
+            if self._copies_are_right:
+                self._install(given)
+            return self._copies_are_right
+        tensors = {name: region.of(given.tensors[name]) for name, region in plan.needed.items()}
+        try:
+            self._install(Given(tensors, given.shapes, plan.needed, nonsense=True))
+        except Exception:
+            logger.warning("what was seen to be needed of a checkpoint is not enough to install it", exc_info=True)
+            return False
+        now = self._state()
+        derived = [] if noisy is None else _differ(first.hidden, noisy.hidden)
+        wrong = _differ(first.weights, now.weights) + [n for n in derived if first.hidden.get(n) != now.hidden.get(n)]
+        if wrong:
+            logger.info("what was seen to be needed of a checkpoint is not enough for %s", some(sorted(wrong)))
+        return not wrong
 
     def _judge(self, first: _State, noisy: _State | None, last: _State) -> None:
         stale = _differ(first.weights, last.weights)
@@ -115,28 +185,46 @@ class Conversion:
                 "derived and kept beside the weights, so raw copies are not traded: %s", some(sorted(self.hidden))
             )
 
-    def _can_copy(self, shapes: Shapes) -> bool:
+    def _can_copy(self, shapes: Shapes, plan: Plan | None) -> bool:
+        if plan is not None:
+            return bool(plan.pieces)
         targets = {name: target for name, target in self._targets().items() if name in shapes}
         return bool(targets) and all(
             target.shape == shapes[name][1] and shapes[name][0].is_floating_point for name, target in targets.items()
         )
 
-    def _copy(self, checkpoint: Weights) -> None:
-        targets = self._targets()
+    def _copy(self, checkpoint: Weights, regions: Mapping[str, Region] | None = None) -> None:
+        copies = self._copies(regions or {})
+        devices = set()
         with torch.no_grad():
             for name, tensor in checkpoint:
-                if name in targets:
-                    targets[name].copy_(tensor, non_blocking=True)
-        weights.wait_for_devices(target.device for target in targets.values())
+                for target, source in copies(name, tensor):
+                    target.copy_(source, non_blocking=True)
+                    devices.add(target.device)
+        weights.wait_for_devices(devices)
         weights.refresh_scalars(self._model)
 
-    def _targets(self) -> dict[str, torch.Tensor]:
-        """Where the tensors of a checkpoint would go; {} if copies are out of the question."""
-        view = weights.checkpoint_view(self._model, self._vllm_config) or {}
-        return without_aliases(view)  # a tied head comes under the name of the embedding, which is first
+    def _copies(self, regions: Mapping[str, Region]) -> Copies:
+        """What goes where of a tensor of the checkpoint."""
+        plan = self._plan
+        if plan is None:
+            targets = self._targets()
+            return lambda name, tensor: [(targets[name], tensor)] if name in targets else []
+        live, pieces = weights.by_name(self._model), plan.by_source(without=self._process)
 
-    def _reload(self, checkpoint: Weights) -> None:
-        reload.reload_checkpoint(self._model, self._vllm_config, checkpoint)
+        def of(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            given = Given({name: tensor}, plan.shapes, regions)
+            return [(view(live[piece.target], piece.written), given.box(name, piece.taken)) for piece in pieces(name)]
+
+        return of
+
+    def _targets(self) -> dict[str, torch.Tensor]:
+        """Without a plan: where the tensors of a checkpoint would go; {} if copies are out of the question."""
+        of_names = weights.checkpoint_view(self._model, self._vllm_config) or {}
+        return without_aliases(of_names)  # a tied head comes under the name of the embedding, which is first
+
+    def _reload(self, checkpoint: Weights, *layers: frozenset[str]) -> None:
+        reload.reload_checkpoint(self._model, self._vllm_config, checkpoint, *layers)
 
     def _state(self) -> _State:
         live = weights.tensors(self._model)

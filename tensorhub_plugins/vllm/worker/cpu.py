@@ -8,7 +8,7 @@ experts pack again (`forget_expert_kernels`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -78,14 +78,16 @@ def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
             raise UsageError(f"{name}: experts with a bias cannot be updated on the CPU build of vLLM")
 
 
-def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Make unquantized experts pack again: they do so only while they have no kernel."""
+def forget_expert_kernels(model: torch.nn.Module, layers: Collection[str] | None = None) -> None:
+    """Make unquantized experts (None: of all layers) pack again: they do so only while they have no kernel."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    for module in model.modules():
+    for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
+        if layers is not None and name not in layers:
+            continue
         if type(method).__name__ == "UnquantizedFusedMoEMethod":
             method.moe_kernel = None
 

@@ -35,7 +35,8 @@ def verify(worker: str, model: torch.nn.Module, layout: str, shard: int, install
         return True
     if report.layout == layout:
         return bool(report.roots == {shard: root})
-    if installed.fetched is not None and run_log.enabled():
+    # What was not read whole has no root that anybody else knows.
+    if installed.fetched is not None and installed.fetched.wanted is None and run_log.enabled():
         roots = installed.fetched.roots()
         named = {run_log.root_key(source, len(roots)): root for source, root in roots.items()}
         run_log.record("digests", worker=worker, version=version, layout=report.layout, digests=named)

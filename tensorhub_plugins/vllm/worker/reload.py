@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,17 +18,23 @@ from tensorhub_plugins.vllm.worker.references import rebound_references
 DERIVED_ATTRIBUTES = tuple(name for name in weights.PLAIN_ATTRIBUTES if not name.endswith("_scale"))
 
 
-def reload_checkpoint(model: torch.nn.Module, vllm_config: Any, checkpoint: Iterable[tuple[str, torch.Tensor]]) -> None:
+def reload_checkpoint(
+    model: torch.nn.Module,
+    vllm_config: Any,
+    checkpoint: Iterable[tuple[str, torch.Tensor]],
+    layers: Collection[str] | None = None,
+) -> None:
     """Replace all weights of the model by those of a checkpoint, through vLLM's layerwise reload.
 
-    The checkpoint is one that fills the model (see contract.py). When anything raises, the model has its live tensors
+    The checkpoint is one that fills the model (see contract.py), or these layers of it: the others keep what they have,
+    and attention layers derive again what they derive. When anything raises, the model has its live tensors
     back and can be reloaded again; their bytes are mixed. The caller sees to it that nothing is computed meanwhile.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
-        cpu.forget_expert_kernels(model)
+        cpu.forget_expert_kernels(model, layers)
         with _defined_paddings(), without_false_alarms(), rebound_references(model):
             initialize_layerwise_reload(model)
             load_weights: Any = model.load_weights

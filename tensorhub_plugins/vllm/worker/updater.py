@@ -32,7 +32,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import digests, update_state, weights
+from tensorhub_plugins.vllm.worker import digests, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
@@ -261,13 +261,14 @@ class Updater:
                 return Staged(version)
             # No peer has our layout yet. Whether to convert or to wait for a peer that does, only the hub can say,
             # and a converter needs the checkpoint in host memory anyway.
-        staged = self._get(version, self._layouts, deadline, serve=self.config.source == "host")
+        staged = self._get_needed(version, deadline) or self._get(version, self._layouts, deadline, serve=self._relays)
         assert staged.fetched is not None
         try:
             if staged.fetched.layout == self.position.layout:
                 weights.check_same_tensors(weights.tensors(self._model), staged.fetched.tensors())
             else:
-                self._contract.check(staged.fetched.tensors())
+                given = plan.given_by(staged.fetched)
+                self._contract.check(given.tensors, given.shapes)
         except VersionRefused as error:
             self._drop(staged)
             raise VersionRefused(error.message, version=version) from error
@@ -276,13 +277,38 @@ class Updater:
             raise
         return staged
 
+    def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
+        """Of a checkpoint only what this worker needs; None: that is not known, or this one is not like those before.
+
+        A runtime layout comes whole, as ever.
+        """
+        needed = self._conversion.wanted()
+        if needed is None:
+            return None
+        try:
+            staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=needed.wanted())
+        except UsageError as error:
+            logger.info("%s: version %d is read whole: %s", self._name, version, error)
+            return None
+        fetched = staged.fetched
+        if fetched is None or fetched.wanted is None or self._conversion.fits(plan.given_by(fetched).shapes):
+            return staged
+        logger.info("%s: version %d is read whole, because its tensors are not those before", self._name, version)
+        self._drop(staged)
+        return None
+
+    @property
+    def _relays(self) -> bool:
+        """Whether what arrives is offered to peers while the rest still does."""
+        return self.config.source == "host"
+
     @property
     def _layouts(self) -> tuple[str, ...]:
         """What may be fetched. What kernels derive and keep for themselves no raw copy would bring along."""
         return (CHECKPOINT,) if self._conversion.hidden else (self.position.layout, CHECKPOINT)
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
-        """how: serve, into and repair, see Client.fetch."""
+        """how: serve, into, repair and wanted, see Client.fetch."""
         began = time.monotonic()
         fetched = self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how)
         self._handle(update_state.BytesRead(fetched.report))
@@ -320,7 +346,8 @@ class Updater:
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             return  # a peer's tensors have been compared, and its weights were whole
         try:
-            self._contract.rehearse(staged.fetched.tensors())
+            given = plan.given_by(staged.fetched)
+            self._contract.rehearse(given.tensors, given.shapes)
         except VersionRefused as error:
             refused = VersionRefused(error.message, version=staged.version)
             self._handle(update_state.Refused(refused))
@@ -335,13 +362,14 @@ class Updater:
             if staged.fetched is None:
                 weights.refresh_scalars(self._model)
                 return None
-        tensors = staged.fetched.tensors()
         if staged.fetched.layout == self.position.layout:
-            weights.copy_tensors(weights.tensors(self._model), tensors)
+            weights.copy_tensors(weights.tensors(self._model), staged.fetched.tensors())
             weights.refresh_scalars(self._model)
             return None
-        self._contract.rehearse(tensors)  # again only for what has been read in place of something else
-        return self._conversion.install(tensors)
+        given = plan.given_by(staged.fetched)
+        self._contract.rehearse(given.tensors, given.shapes)  # again only for what was read in place of something else
+        given.plan = self._contract.plan_for(given.shapes)
+        return self._conversion.install(given)
 
     def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
         """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""

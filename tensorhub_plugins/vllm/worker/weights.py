@@ -67,6 +67,11 @@ def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{module_name}.{attribute}", tensor.detach()
 
 
+def by_name(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Its parameters, under all the names that they have."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
     """Copy every source tensor over the live tensor of its name, and wait until the bytes are there.
 

@@ -1,0 +1,99 @@
+"""What each worker of a tensor parallel engine would read of a checkpoint: from a configuration alone, without memory.
+
+    for share in shares(folder, shapes, (1, 2, 4, 8)): ...
+
+vLLM's class is made on the meta device for each rank, and its own loaders run over tensors of these shapes, as a worker
+plans its fetch (worker/plan.py). What a plan says was not put to the test here: a layer that this machine packs after
+loading it is reloaded all the same, and only an engine finds that out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import TensorTable, segment_size_for
+from tensorhub_plugins.vllm.doctor.ranks import Rank, made
+from tensorhub_plugins.vllm.worker import contract
+from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, spec_of, whole_region
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one rank, in bytes. needed: what the plan names. read: the segments that hold a byte of it, as of a trainer
+    that publishes everything in one shard. process: layers that plain copies cannot fill."""
+
+    rank: Rank
+    checkpoint: int
+    needed: int
+    read: int
+    process: tuple[str, ...]
+
+
+def shares(folder: Path, shapes: Shapes, ranks: Iterable[Rank], **options: Any) -> Iterator[Share]:
+    """Of these ranks of the model of this folder's config.json, for a checkpoint of these shapes.
+
+    options: of vLLM's engine. VersionRefused for a checkpoint that would not fill the model. Call it in a process of
+    its own: it starts torch.distributed.
+    """
+    for rank in ranks:
+        with made(folder, rank, **options) as (model, vllm_config):
+            plan = planned(model, vllm_config, shapes)
+        yield Share(rank, plan.checkpoint_bytes, plan.needed_bytes, read_bytes(plan), tuple(sorted(plan.process)))
+
+
+def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
+    plan = contract.rehearse(model, vllm_config, tensors).plan
+    assert plan is not None  # these are contiguous
+    return plan
+
+
+def read_bytes(plan: Plan) -> int:
+    """Of all segments that hold a byte of what is needed."""
+    wholes = {name: whole_region(shape) for name, (_, shape) in plan.shapes.items()}
+    table = TensorTable.of(spec_of(name, *plan.shapes[name], region) for name, region in wholes.items())
+    size = segment_size_for(table.size_bytes)
+    read: set[int] = set()
+    for name, region in plan.needed.items():
+        start = table.offsets[table.positions[name]]
+        for first, last in _stretches(region, *plan.shapes[name], gap_bytes=size):
+            read.update(range((start + first) // size, (start + last - 1) // size + 1))
+    return sum(min(size, table.size_bytes - segment * size) for segment in read)
+
+
+def _stretches(region: Region, dtype: torch.dtype, whole: torch.Size, *, gap_bytes: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the whole that hold the region; gaps that are shorter than a segment do not count."""
+    element, steps = dtype.itemsize, contiguous_strides(whole)
+    corner = sum(start * step for start, step in zip(region.start, steps, strict=True))
+    length = sum((size - 1) * step for size, step in zip(region.shape, steps, strict=True)) + 1
+    outer = next((axis for axis, size in enumerate(region.shape) if size > 1), None)
+    if outer is not None and outer + 1 < len(steps):
+        inner = length - (region.shape[outer] - 1) * steps[outer]
+        if (steps[outer] - inner) * element >= gap_bytes:  # rows that are far from each other, each by itself
+            rest = Region((0,) * (len(whole) - outer - 1), region.shape[outer + 1 :])
+            for row in range(region.shape[outer]):
+                for first, last in _stretches(rest, dtype, whole[outer + 1 :], gap_bytes=gap_bytes):
+                    base = (corner + row * steps[outer]) * element
+                    yield base + first, base + last
+            return
+    yield corner * element, (corner + length) * element
+
+
+def shapes_of_config(config: Any) -> Mapping[str, tuple[torch.dtype, torch.Size]]:
+    """Of the checkpoint that transformers' class of this configuration saves, in bfloat16."""
+    import transformers
+
+    kind = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        model = kind(config)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    return {
+        name: (torch.bfloat16 if tensor.is_floating_point() else tensor.dtype, tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }

@@ -1,0 +1,72 @@
+"""Workers read of a checkpoint only what they need: planned from vLLM's own loaders, compared with vLLM's own load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from vllm_engines import checkpoint
+from vllm_ranks import alone, follow, of_all_ranks, read_at_tp_2, without_a_row
+
+pytestmark = pytest.mark.heavy
+LONG = pytest.mark.long
+
+EXPERTS = "experts.routed_experts"
+RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; None: nothing needs it
+    "llama": None,
+    "qwen2-tied": None,
+    "gemma": None,
+    "mixtral": EXPERTS,
+    "qwen3-moe": EXPERTS,
+    "deepseek-mla": EXPERTS,
+    "mamba2": "mixer",
+}
+FAMILIES = [kind if kind in ("llama", "mixtral") else pytest.param(kind, marks=LONG) for kind in RELOADED]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_rank_updated_from_its_regions_alone_equals_vllms_own_load(kind: str, models: Any) -> None:
+    """At TP 1 and both ranks of TP 2, with nonsense in all that the plan does not name."""
+    found = alone(of_all_ranks, models(kind, 1), models(kind, 2))
+    for rank in found:
+        assert rank["proved"] and rank["wrong"] == [[], []], rank
+        assert rank["differ"] >= 10  # tensors that are not the same in the two checkpoints
+        reloaded = RELOADED[kind]
+        assert rank["by"] == "copy" if reloaded is None else all(reloaded in layer for layer in rank["process"]), rank
+    one, *two = found
+    assert one["needed"] == one["checkpoint"]
+    # What every rank keeps whole is much of a tiny model: latent attention's first half, Mamba2's groups.
+    at_most = {"deepseek-mla": 0.60, "mamba2": 0.72}.get(kind, 0.51)
+    for rank in two:
+        assert rank["needed"] < at_most * rank["checkpoint"]
+    assert sum(rank["needed"] for rank in two) >= two[0]["checkpoint"]  # together they have all of it
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("kind", "tensor"), [("llama", "down_proj"), ("mixtral", "w2")], ids=["copied", "reloaded"])
+def test_the_control_a_plan_that_lacks_a_row_is_found_out(kind: str, tensor: str, models: Any) -> None:
+    rank = alone(without_a_row, models(kind, 1), models(kind, 2), tensor)
+    assert not rank["proved"] and rank["by"] == "reload"
+    assert rank["wrong"] == [[], []]  # and nothing is wrong for it
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["qwen2-wide", "mixtral"])
+def test_a_worker_reads_from_the_second_version_on_what_it_needs(kind: str, models: Any) -> None:
+    paths = [models(kind, seed) for seed in (1, 2)]
+    size_bytes = sum(tensor.nbytes for tensor in checkpoint(paths[0]).values())
+    expected = alone(read_at_tp_2, paths[0])
+    # They need half of it. Its segments are small: most hold rows for both workers, or columns.
+    assert kind == "mixtral" or max(expected) < 0.7 * size_bytes
+    for tp in (0, 1):
+        found = alone(follow, paths, tp)
+        assert found["errors"] == [None, None] and found["wrong"] == []
+        assert found["read"] == [size_bytes, expected[tp]]  # the first one is put to the test, whole
+        # One that is not like those before is read whole, and refused by name, whether or not a plan would notice.
+        assert "model.norm.weight is bfloat16" in found["refused"][0]
+        assert "unknown: extra.weight" in found["refused"][1]

@@ -1,0 +1,174 @@
+"""Ranks of tensor parallel engines, each made, loaded and updated alone in a process of its own (doctor/ranks.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_engines import _context, checkpoint
+
+TIMEOUT_S = 300
+
+
+def alone(function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns in a process of its own, forked from one that has imported vLLM."""
+    context = _context()
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not pipe.poll(TIMEOUT_S):
+            raise TimeoutError(f"no answer within {TIMEOUT_S} s")
+        succeeded, value = pipe.recv()
+    finally:
+        process.kill()
+        process.join()
+    if not succeeded:
+        raise RuntimeError(value)
+    return value
+
+
+def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    try:
+        pipe.send((True, function(*args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None) -> Iterator[Any]:
+    """(model, vllm_config) as load_format makes it: with zeros, or (weights) by vLLM's own loaders."""
+    import torch
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from tensorhub_plugins.vllm.doctor.ranks import made
+    from tensorhub_plugins.vllm.worker import cpu
+
+    with made(folder, rank, device="cpu") as (model, config), cpu.live_layers(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        if weights is not None:
+            model.load_weights(iter(weights.items()))
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        yield model, config
+
+
+def bytes_of(model: Any) -> dict[str, str]:
+    from tensorhub_plugins.vllm.worker import weights
+
+    return {name: weights.digest(tensor) for name, tensor in weights.tensors(model).items()}
+
+
+def of_all_ranks(first: Path, second: Path) -> list[dict[str, Any]]:
+    """At TP 1, and both ranks of TP 2."""
+    return [update_by_slices(first, second, tp_size, tp) for tp_size, tp in ((1, 0), (2, 0), (2, 1))]
+
+
+def read_at_tp_2(folder: Path) -> list[int]:
+    """Bytes in the segments that each rank reads, from the configuration alone."""
+    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from tensorhub_plugins.vllm.doctor.slices import shares
+
+    shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint(folder).items()}
+    return [share.read for share in shares(folder, shapes, [Rank(2, 0), Rank(2, 1)])]
+
+
+def without_a_row(first: Path, second: Path, tensor: str) -> dict[str, Any]:
+    """The same, with a plan that has lost a row of what it needs of one that is called like this."""
+
+    def spoil(plan: Any) -> Any:
+        name = next(name for name in plan.needed if tensor in name)
+        region = plan.needed[name]
+        region = region._replace(shape=(region.shape[0] - 1, *region.shape[1:]))
+        return dataclasses.replace(plan, needed={**plan.needed, name: region})
+
+    return update_by_slices(first, second, 1, 0, spoil)
+
+
+def update_by_slices(
+    first: Path, second: Path, tp_size: int, tp: int, spoil: Callable[[Any], Any] = lambda plan: plan
+) -> dict[str, Any]:
+    """Convert the first checkpoint whole, the second one from what the plan needs of it alone."""
+    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from tensorhub_plugins.vllm.worker import contract
+    from tensorhub_plugins.vllm.worker.conversion import Conversion
+    from tensorhub_plugins.vllm.worker.plan import Given
+
+    rank = Rank(tp_size, tp)
+    with loaded(first, rank) as (model, config):
+        old, new = checkpoint(first), checkpoint(second)
+        true_plan = contract.rehearse(model, config, old).plan
+        assert true_plan is not None
+        plan = spoil(true_plan)
+        conversion = Conversion(model, config)
+        by = conversion.install(Given(old, plan.shapes, plan=plan))
+        after_first = bytes_of(model)
+        proved = conversion._plan is plan
+        cut = {name: region.of(new[name]).clone() for name, region in true_plan.needed.items()}
+        conversion.install(Given(cut, plan.shapes, true_plan.needed, nonsense=True))
+        after_second = bytes_of(model)
+        process = sorted(conversion._process)
+    truths = []
+    for weights in (old, new):
+        with loaded(first, rank, weights) as (model, _):
+            truths.append(bytes_of(model))
+    return {
+        "by": by,
+        "proved": proved,
+        "process": process,
+        "guessed": sorted(plan.process),
+        "wrong": [
+            [name for name in truth if got.get(name) != truth[name]]
+            for got, truth in zip((after_first, after_second), truths, strict=True)
+        ],
+        "tensors": len(truths[1]),
+        "differ": sum(truths[0][name] != truths[1][name] for name in truths[0]),
+        "needed": plan.needed_bytes,
+        "checkpoint": plan.checkpoint_bytes,
+    }
+
+
+def follow(paths: list[Path], tp: int) -> dict[str, Any]:
+    """One rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more."""
+    from tensorhub_plugins.core import Client, Deadline, start_server
+    from tensorhub_plugins.vllm.config import WorkerConfig
+    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from tensorhub_plugins.vllm.worker.updater import Updater
+    from tensorhub_plugins.vllm.worker.votes import ShardPosition
+
+    first, second = (checkpoint(path) for path in paths)
+    name = "model.norm.weight"
+    bad = [{**second, name: second[name][:-1].clone()}, {**second, "extra.weight": second[name]}]
+    results, refused = [], []
+    with start_server() as hub, loaded(paths[0], Rank(2, tp)) as (model, config):
+        said = {"hub": hub.address, "run": "r", "model": "m"}
+        position = ShardPosition(tp, 2, "runtime:of this test")
+        updater = Updater(
+            WorkerConfig.parse({**said, "replica": "e"}), model, config, position, lambda vote: [vote, vote]
+        )
+        with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+            for version, weights in enumerate((first, second), 1):
+                trainer.publish(version, weights)
+                results.append(updater.update(version, 30.0))
+                updater._wait_until_served(Deadline.after(30.0), 30.0)
+            got = bytes_of(model)
+            for version, weights in enumerate(bad, 3):
+                trainer.publish(version, weights)
+                refused.append(updater.update(version, 30.0)["error"])
+            after = bytes_of(model)
+        updater.close()
+    with loaded(paths[1], Rank(2, tp), second) as (model, _):
+        truth = bytes_of(model)
+    return {
+        "errors": [result["error"] for result in results],
+        "read": [sum(result["report"]["sources"].values()) for result in results],
+        "refused": refused,
+        "wrong": [key for key in truth if not got.get(key) == after.get(key) == truth[key]],
+    }
