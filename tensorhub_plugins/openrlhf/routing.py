@@ -43,6 +43,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.engines = Engines(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here
+        self._first: int | None = None  # the version with which this run began; 0: none, None: not looked for yet
         self.work = Work()
         self._dispatched = 0  # prompts since the run began
         self._evaluating: dict[str, int] = {}  # engines, and how often each had been lost when it began
@@ -90,7 +91,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     def _dispatch_prompts_to_vllm(self, prompts: Any, labels: Any, **kwargs: Any) -> Any:
         """OpenRLHF makes the arguments of each prompt, for what it takes for an idle engine; they wait here."""
         self._look_for_newest()
-        version = 0 if self.is_partial or self._evaluating else self.newest
+        version = 0 if self._evaluating else self._look_for_first() if self.is_partial else self.newest
 
         def collect(**arguments: Any) -> None:
             arguments["hf_tokenizer"] = self._tokenizer
@@ -164,6 +165,15 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         if self.is_partial:
             return
         self.newest = self._to_run_instead_of(self.newest)
+
+    def _look_for_first(self) -> int:
+        """What partial rollout asks for at least: an engine with less has weights of a former life of this run. Less
+        only when operators say so."""
+        first = 0 if self._first is None else self._first
+        if first or self._first is None:
+            now = self._to_run_instead_of(first)
+            self._first = min(first, now) if first else now
+        return self._first or 0
 
     def _to_run_instead_of(self, version: int) -> int:
         """What the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""

@@ -75,8 +75,13 @@ class PolicyModelActor(_Policy):
             timeout_s=options.timeout_s,
             # Of a model that is gathered, the ranks' shares are known before the first version.
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
-            begins=True,  # also after --ckpt.load: what was published from that step on is over
+            begins=True,
         )
+
+    def tensorhub_begin(self, step: int) -> int:
+        """Called on every rank, before anything is generated. Returns the attempt."""
+        self._publisher.begin(step)
+        return self._publisher.attempt or 0
 
     def tensorhub_publish(self, step: int) -> dict[str, float]:
         """Called on every rank. Returns metrics as soon as the hub knows, and the attempt; no rank waits for an
@@ -126,6 +131,12 @@ class _Publishes:
     def init_checkpoint_states(self) -> dict[str, Any]:
         states: dict[str, Any] = super().init_checkpoint_states()  # type: ignore[misc]
         self.tensorhub_version = states["global_step"]  # resuming: OpenRLHF sends the loaded weights first
+        # From that step on what a former life of this run has published is over, before anything is generated.
+        step = max(0, self.tensorhub_version - 1)
+        ranks = ray.get(self.actor_model_group.async_run_method(method_name="tensorhub_begin", step=step))
+        self.tensorhub_attempt = ranks[0]
+        if self.tensorhub_attempt and not self.tensorhub_version:
+            self.broadcast_to_vllm()  # without a checkpoint OpenRLHF sends nothing, and engines may have that life's
         return states
 
     def train_step(self, rollout_samples: Any, global_step: int) -> tuple[dict[str, Any], int]:

@@ -296,8 +296,10 @@ def test_a_parameter_that_is_not_in_two_pieces_is_gathered() -> None:
 class StockTrainer:
     """What `_Publishes` is mixed into."""
 
+    saved = 7
+
     def init_checkpoint_states(self) -> dict[str, Any]:
-        return {"global_step": 7}
+        return {"global_step": self.saved}
 
     def train_step(self, samples: Any, global_step: int) -> tuple[dict[str, Any], int]:
         self.broadcast_to_vllm()  # type: ignore[attr-defined]
@@ -308,23 +310,47 @@ class Trainer(trainer._Publishes, StockTrainer):
     pass
 
 
-def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    published: list[int] = []
+def controller_of(monkeypatch: pytest.MonkeyPatch, *, saved: int, attempt: int) -> tuple[Any, list[tuple[str, int]]]:
+    """A controller, and what its two ranks are told."""
+    did: list[tuple[str, int]] = []
 
-    def run(method_name: str, step: int) -> list[dict[str, float]]:
-        assert method_name == "tensorhub_publish"
-        published.append(step)
-        figures = {"tensorhub/publish/bytes": 10.0, "attempt": 3.0}
-        return [{"tensorhub/publish/seconds": seconds, **figures} for seconds in (0.1, 0.2)]
+    def run(method_name: str, step: int) -> list[Any]:
+        did.append((method_name.removeprefix("tensorhub_"), step))
+        if method_name == "tensorhub_begin":
+            return [attempt, attempt]
+        told = {"tensorhub/publish/bytes": 10.0, "attempt": float(attempt)}
+        return [{"tensorhub/publish/seconds": seconds, **told} for seconds in (0.1, 0.2)]
 
     monkeypatch.setattr(trainer, "ray", SimpleNamespace(get=lambda refs: refs))
     controller = Trainer()
+    controller.saved = saved
     controller.actor_model_group = SimpleNamespace(async_run_method=run)
+    return controller, did
+
+
+@pytest.mark.parametrize(
+    ("saved", "attempt", "told"),
+    [
+        (0, 0, [("begin", 0)]),  # the very first start: engines have the model from their disk
+        (0, 2, [("begin", 0), ("publish", 0)]),  # they may have what a former life has published
+        (4, 2, [("begin", 3)]),  # OpenRLHF sends the loaded weights itself
+    ],
+)
+def test_an_attempt_begins_before_anything_is_generated(
+    monkeypatch: pytest.MonkeyPatch, saved: int, attempt: int, told: list[tuple[str, int]]
+) -> None:
+    controller, did = controller_of(monkeypatch, saved=saved, attempt=attempt)
+    assert controller.init_checkpoint_states() == {"global_step": saved}
+    assert did == told and controller.tensorhub_attempt == attempt
+
+
+def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, did = controller_of(monkeypatch, saved=7, attempt=1)
     controller.init_checkpoint_states()
     controller.broadcast_to_vllm()  # as OpenRLHF does when it resumes
     sample = SimpleNamespace(info={FIRST: torch.tensor([6]), LAST: torch.tensor([7])})
     status, step = controller.train_step([sample], 7)
-    assert published == [7, 8] and step == 8
+    assert did == [("begin", 6), ("publish", 7), ("publish", 8)] and step == 8
     assert status == {
         "reward": 1.0,
         "tensorhub/version": 8,

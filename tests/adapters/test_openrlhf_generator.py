@@ -100,11 +100,34 @@ def test_a_step_logs_the_worst_that_its_samples_say() -> None:
     assert figures_of(samples) == {"tensorhub/replicas/ready": 2.0, "tensorhub/version_lag/max": 4.0}
 
 
-def test_partial_rollout_asks_for_no_version(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeHub, "visible", 4)
-    engine = FakeEngine()
-    make([engine], is_partial=True).generate_samples()
-    assert {asked["min_version"] for asked in engine.asked} == {0}
+def asked_in_turn(monkeypatch: pytest.MonkeyPatch, *hubs: dict[str, int]) -> list[int]:
+    """What an engine is asked for in partial rollout, batch by batch, while the hub says this."""
+    engine, asked = FakeEngine(), []
+    generator = make([engine], is_partial=True, batches=len(hubs))
+    for said in hubs:
+        for name, version in said.items():
+            monkeypatch.setattr(FakeHub, name, version)
+        engine.asked.clear()
+        generator.generate_samples()
+        (version,) = {one["min_version"] for one in engine.asked}
+        asked.append(version)
+    return asked
+
+
+def test_partial_rollout_asks_for_what_the_run_began_with(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that resumes has published by then, and engines may still have weights of its former life."""
+    resumed = version_of(1, 4)
+    assert asked_in_turn(monkeypatch, {"visible": resumed}, {"visible": resumed + 3}) == [resumed, resumed]
+
+
+def test_partial_rollout_that_begins_with_nothing_asks_for_no_version(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert asked_in_turn(monkeypatch, {"visible": 0}, {"visible": 4}) == [0, 0]
+
+
+def test_partial_rollout_asks_for_less_only_when_operators_do(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_in_turn(monkeypatch, {"visible": 6}, {"pinned": 5}, {"pinned": 0}) == [6, 5, 5]
 
 
 def test_prompts_of_a_killed_engine_are_asked_elsewhere(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,7 @@ def test_a_run_that_resumes_begins_at_its_checkpoint(tmp_path: Path) -> None:
             # The former life's future is over for who holds it; its past is not (with a begin at step 0 it was).
             assert keeper.attempt == 1
             assert [key.version for key in keeper.serving()] == [past]
+            assert not second.find("update_failed")  # later, the end of the run may be one
         finally:
             second.close()
     check_second_life(second, new, steps=BEYOND)
@@ -81,5 +82,4 @@ def check_second_life(run: Run, new: int, *, steps: int) -> None:
         answers = run.find("request", worker=f"{name}/0", outcome="stop")
         begun = [event["t"] - event["seconds"] for event in answers]
         assert begun and min(begun) > own[0]["t"], "an answer was begun before this life's weights were there"
-    assert not run.find("update_failed")
     run.check_nothing_was_torn_or_lost(compared=len(REPLICAS), steps=steps)
