@@ -116,6 +116,7 @@ class ExternalServer:
             answer = await server.generate([int(token) for token in prompt_ids], params)
         except ServerLost as error:
             record("request", worker=self.worker, seconds=time.monotonic() - started, outcome="error")
+            logger.warning("%s: %s", self.worker, error.message)
             raise ReplicaLost(error.message, peer=self._url) from error
         if answer.finish_reason == "abort" and self.options.spans != "split":
             # verl's client here would take the part for the whole

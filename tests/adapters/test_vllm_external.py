@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("ray")
 pytest.importorskip("aiohttp")
 
+import aiohttp
 from vllm_http import FACTS, Fake, answering, status
 
 from tensorhub_plugins.core import Client, Server, UsageError
@@ -115,6 +116,19 @@ def test_an_answer_has_its_tokens_log_probabilities_and_versions(play: Any) -> N
         assert fake.asked[0]["request_id"] != fake.asked[1]["request_id"] and not other.running()
         with pytest.raises(UsageError, match="refuses a request.*too long"):
             await other.generate([1] * 101, {"max_tokens": 4, "logprobs": 0})
+
+    play(story)
+
+
+def test_no_request_goes_out_on_a_connection_that_its_server_may_just_close(play: Any) -> None:
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        for _ in range(3):
+            assert (await answer(other)).token_ids == [0, 1, 2, 3]
+        async with aiohttp.ClientSession() as keeping:  # the control
+            await keeping.get(f"{other.url}/tensorhub")
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await keeping.post(f"{other.url}/inference/v1/generate", json={})
 
     play(story)
 

@@ -46,11 +46,21 @@ class Fake:
         self.stop_after: int | None = None  # the stream stands still there until `go`
         self.break_after: int | None = None
         self.silent = False
+        self.used: set[Any] = set()  # connections: a second request on one finds that it was closed meanwhile
         self.on_request: Callable[[], None] | None = None
         self.go = asyncio.Event()
         self.reached = asyncio.Event()
         self.asked: list[dict[str, Any]] = []
         self.disconnected = asyncio.Event()
+
+    @web.middleware
+    async def closes_kept(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        transport = request.transport
+        if transport is not None and transport in self.used:
+            transport.abort()
+        self.used.add(transport)
+        answer: web.StreamResponse = await handler(request)
+        return answer
 
     async def tell(self, request: web.Request) -> web.Response:
         if self.silent:
@@ -95,7 +105,7 @@ class Fake:
 @asynccontextmanager
 async def answering(fake: Fake) -> AsyncIterator[str]:
     """Its address."""
-    app = web.Application()
+    app = web.Application(middlewares=[fake.closes_kept])
     app.add_routes(
         [
             web.get("/tensorhub", fake.tell),

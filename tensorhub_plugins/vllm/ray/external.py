@@ -162,7 +162,9 @@ class External:
         key = os.environ.get("VLLM_API_KEY")  # as vLLM's own servers read it
         self._http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            connector=aiohttp.TCPConnector(limit=0),
+            # A connection for every request: a kept one may be closed by the server (vLLM's does after 5 s) just as the
+            # next request goes out on it, which is then lost, and the server with it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=LINE_SIZE_BYTES_MAX,
         )
