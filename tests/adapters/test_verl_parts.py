@@ -18,7 +18,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 
 from torch_ranks import await_version, free_port, started  # noqa: E402
 
-from tensorhub_plugins.core import Client, start_server  # noqa: E402
+from tensorhub_plugins.core import Client, contiguous_spec, start_server  # noqa: E402
 from tensorhub_plugins.verl import parts  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
 
@@ -106,6 +106,10 @@ def main(rank, port, address, folder):
     dist.destroy_process_group()
 
 
+def stays(name, tensor):
+    return parts.keeps_dtype(contiguous_spec(name, tensor.dtype, tensor.shape))
+
+
 def run_case(case, rank, address, folder):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -126,7 +130,9 @@ def run_case(case, rank, address, folder):
             h._replace(tensor=None if h.tensor is None else h.tensor + 1) for h in honest(e)
         )
     for step in STEPS:
-        truth = {name: tensor.detach().bfloat16() for name, tensor in gather(engine)[0]}
+        truth = {name: tensor.detach() for name, tensor in gather(engine)[0]}
+        truth = {name: t if stays(name, t) else t.bfloat16() for name, t in truth.items()}
+        assert {tensor.dtype for tensor in truth.values()} == {torch.float32, torch.bfloat16}
         if rank == 0:
             torch.save(truth, folder / f"{name}.{step}")
         with Collectives() as collectives:
@@ -162,6 +168,7 @@ def read(address, case, folder, processes):
             fetched = reader.fetch(version_of_step(step), timeout_s=60)
             truth, tensors = torch.load(folder / f"{name}.{step}"), fetched.tensors()
             assert sorted(tensors) == sorted(truth)
+            assert all(tensors[n].dtype == tensor.dtype for n, tensor in truth.items())
             differ = [n for n, tensor in truth.items() if not torch.equal(tensors[n], tensor)]
             assert bool(differ) == (case == "broken"), differ
             assert sorted(fetched.report.sources) == ["trainer/0", "trainer/1"]
