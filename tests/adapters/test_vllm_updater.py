@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -530,3 +531,20 @@ def test_a_sleeping_engine_has_nothing_to_read(engines: Engines) -> None:
         sleeper.wake_up()
         assert held() == {"other/0"}
         assert update(sleeper, 1)["installed"] and held() == {"sleeper/0", "other/0"}
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_what_is_broken_off_by_leaving_has_not_failed(
+    leaves: bool, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORHUB_EVENTS", str(tmp_path))
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        updater = engines("rollout-0")
+        updater.start_fetch(2, TIMEOUT_S if leaves else 0.2)  # nobody has published it
+        if leaves:
+            wait_until(lambda: updater._fetching is not None and updater._fetching.running())
+            updater.close()
+        wait_until(lambda: updater._fetching is not None and updater._fetching.done())
+    events = [line for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
+    assert any('"update_failed"' in line for line in events) != leaves

@@ -57,6 +57,7 @@ class Updater:
         self._fetching: Future[None] | None = None  # the last fetch
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
+        self._is_leaving = False
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
 
     # --- the state, and what it asks for ---
@@ -229,6 +230,7 @@ class Updater:
 
     def close(self, *, hands_over: bool = False) -> None:
         """Leave the store; twice is fine. hands_over: see Client.hand_over."""
+        self._is_leaving = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if hands_over:
             self._client.hand_over(HAND_OVER_TIMEOUT_S)
@@ -247,8 +249,9 @@ class Updater:
             if error is None:  # whatever it is, the weights are untouched and the owner must hear of it
                 logger.exception("%s: version %d: fetch failed", self._name, version)
                 error = TensorHubError(f"{type(failure).__name__}: {failure}", version=version)
-            logger.warning("%s: version %d was not fetched: %s", self._name, version, error)
-            run_log.record("update_failed", worker=self._name, version=version, error=str(error))
+            if not self._is_leaving:  # else nothing has failed: it was broken off
+                logger.warning("%s: version %d was not fetched: %s", self._name, version, error)
+                run_log.record("update_failed", worker=self._name, version=version, error=str(error))
             self._handle(update_state.FetchFailed(version, error, staged))
         else:
             self._handle(update_state.Fetched(staged))
