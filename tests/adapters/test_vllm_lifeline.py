@@ -85,6 +85,7 @@ class PlayedVLLM:
         return [answer]
 
 
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="the probe belongs to an actor of Ray")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM, for what it raises when it is dead")
 
 
@@ -110,6 +111,7 @@ def test_what_a_worker_raised_is_a_failed_update(monkeypatch: pytest.MonkeyPatch
     asyncio.run(story())
 
 
+@needs_ray
 @needs_vllm
 def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = ended(monkeypatch)
@@ -129,6 +131,7 @@ def test_a_dead_engine_ends_its_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(story())
 
 
+@needs_ray
 @needs_vllm
 def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "PROBE_INTERVAL_S", 0.0)
