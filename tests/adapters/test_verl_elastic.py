@@ -1,6 +1,5 @@
 """A real GRPO run that grows, shrinks and loses an engine: 1 -> 2 -> 1, killed, and back. No sample is lost."""
 
-import contextlib
 import os
 import shutil
 import signal
@@ -15,7 +14,7 @@ pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
 ray = pytest.importorskip("ray")
 
 from ray._raylet import Config  # noqa: E402
-from verl_run import START_S, STORE, Run  # noqa: E402
+from verl_run import START_S, STORE, Run, address_below  # noqa: E402
 
 from tensorhub_plugins.vllm.ray import fleet  # noqa: E402
 
@@ -50,18 +49,6 @@ def run(tmp_path_factory, token):
             ray.shutdown()
         run.close()
         shutil.rmtree(short, ignore_errors=True)
-
-
-def address_below(folder):
-    """Of the Ray cluster whose files are there."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_text(errors="replace").split("\0")
-            if str(folder) in " ".join(words):
-                for word in words:
-                    if word.startswith("--gcs-address="):
-                        return word.partition("=")[2]
-    raise AssertionError(f"no Ray cluster below {folder}")
 
 
 def states(run):
