@@ -34,6 +34,7 @@ from tensorhub_plugins.core.manifest import (
     TensorTable,
     segment_size_for,
 )
+from tensorhub_plugins.core.memory.slices import slices_of
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security.keys import Keys
@@ -58,13 +59,14 @@ from tensorhub_plugins.core.types import (
 )
 
 if TYPE_CHECKING:
-    from tensorhub_plugins.core.client.arguments import here
+    from tensorhub_plugins.core.client.arguments import PREEMPTIBLE_VARIABLE, here
     from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
     from tensorhub_plugins.core.client.fsdp2 import fsdp2_parts, fsdp2_problem
     from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
+    from tensorhub_plugins.core.device import copy_all, gate, on_host, release_cached_memory, synchronize
     from tensorhub_plugins.core.memory.slab import Slab
     from tensorhub_plugins.core.memory.tensors import (
         contiguous_spec,
@@ -77,9 +79,11 @@ if TYPE_CHECKING:
 
 _WITH_TORCH = {
     "Client": "client.client",
+    "PREEMPTIBLE_VARIABLE": "client.arguments",
     "here": "client.arguments",
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
+    **dict.fromkeys(("copy_all", "gate", "on_host", "release_cached_memory", "synchronize"), "device"),
     "Publisher": "client.publisher",
     **dict.fromkeys(("Held", "Turns", "held_run", "held_split"), "client.parts"),
     **dict.fromkeys(("fsdp1_parts", "fsdp1_problem", "is_fsdp1"), "client.fsdp1"),
@@ -92,6 +96,7 @@ __all__ = [
     "CHECKPOINT",
     "DEFAULT_TRANSPORTS",
     "LATEST",
+    "PREEMPTIBLE_VARIABLE",
     "REFUSED_MAX",
     "SECRET_VARIABLE",
     "Client",
@@ -129,11 +134,13 @@ __all__ = [
     "VersionRefused",
     "attempt_of",
     "contiguous_spec",
+    "copy_all",
     "flat_bytes",
     "fsdp1_parts",
     "fsdp1_problem",
     "fsdp2_parts",
     "fsdp2_problem",
+    "gate",
     "held_run",
     "held_split",
     "here",
@@ -141,13 +148,17 @@ __all__ = [
     "is_fsdp1",
     "keys_from_environment",
     "new_secret",
+    "on_host",
     "record",
+    "release_cached_memory",
     "same_bytes",
     "segment_size_for",
+    "slices_of",
     "spec_of",
     "start_server",
     "step_of",
     "steps_behind",
+    "synchronize",
     "version_label",
     "version_of",
     "version_text",

@@ -392,6 +392,8 @@ def status_text(report: dict[str, Any]) -> str:
                 f"  published {model['bytes_published'] / 1e6:.1f} MB, above the budget of "
                 f"{model['budget_bytes'] / 1e6:.1f} MB: {', '.join(names)}"
             )
+        for missing in model.get("missing_copies", ()):
+            lines.append(f"  version {version_label(missing['version'])} {missing['why']}")
         for lease in model["leases"]:
             sources = ", ".join(sorted(set(lease["sources"].values())))
             lines.append(

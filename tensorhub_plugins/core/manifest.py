@@ -37,15 +37,18 @@ ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, 
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a tensor lies in a larger one of the same name: that one's shape, and where this one's first element is.
+    """Where a tensor lies in a larger one: that one's shape, and where this one's first element is.
 
     A box has a start in every dimension. A run has one number, whatever the shape of the larger one: it is a
     tensor of one dimension, whose elements follow that many of the larger one's in row-major order. Trainers that cut
     parameters as flat memory (FSDP1, ZeRO-3) hold runs that begin and end anywhere in a row.
+
+    tensor: the larger one's name; "": the same. A shard that holds several parts of one has each under another name.
     """
 
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
+    tensor: str = ""
 
     @property
     def is_run(self) -> bool:
@@ -67,6 +70,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
     size_bytes: int
     stride: tuple[int, ...] | None = None
     part: Part | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that this is all or a part of."""
+        return self.name if self.part is None else self.part.tensor or self.name
 
 
 class Span(NamedTuple):
@@ -162,6 +170,14 @@ class TensorTable(Sequence[TensorSpec]):
         """The tensor of this name; None: there is none."""
         position = self.positions.get(name)
         return None if position is None else self.specs[position]
+
+    @cached_property
+    def of_tensor(self) -> dict[str, tuple[int, ...]]:
+        """Which ones in the table are all or a part of a tensor, by its name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for position, spec in enumerate(self.specs):
+            found[spec.tensor] = (*found.get(spec.tensor, ()), position)
+        return found
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
@@ -282,13 +298,13 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         start = segment * self.segment_size_bytes
         return start, min(start + self.segment_size_bytes, self.size_bytes)
 
-    def names_in(self, segments: Iterable[int]) -> tuple[str, ...]:
+    def specs_in(self, segments: Iterable[int]) -> tuple[TensorSpec, ...]:
         """The tensors that have bytes in these segments, in the stream's order."""
         positions: dict[int, None] = {}
         for start, stop in map(self.segment_range, segments):
             first, last = bisect_right(self.offsets, start) - 1, bisect_left(self.offsets, stop)
             positions.update(dict.fromkeys(p for p in range(first, last) if self.tensors[p].size_bytes))
-        return tuple(self.tensors[position].name for position in sorted(positions))
+        return tuple(self.tensors[position] for position in sorted(positions))
 
     @property
     def has_digests(self) -> bool:

@@ -16,7 +16,7 @@ from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
 
 # What a worker uses when it names none, best first, as far as its machine has them.
-DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp")
+DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
 
 FLEET_MAX = 1024  # replicas of one run; one report of its dispatcher names them all every second
 # name, or name:number,...; a name without a dot is one that we ship

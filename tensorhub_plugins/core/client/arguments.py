@@ -15,6 +15,8 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Transport, TransportLimits, create, unavailable
 from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text
 
+PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
+
 log = logging.getLogger("tensorhub.client")
 
 
@@ -59,6 +61,14 @@ def here() -> Location:
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
     )
+
+
+def is_preemptible() -> bool:
+    """Whether the environment says that this node is one that may be taken away at short notice."""
+    said = os.environ.get(PREEMPTIBLE_VARIABLE, "0")
+    if said not in ("0", "1"):
+        raise UsageError(f"{PREEMPTIBLE_VARIABLE}={said!r:.80}: 1 on a node that may be taken away, else 0")
+    return said == "1"
 
 
 def check_written(slab: Slab, version: int) -> None:

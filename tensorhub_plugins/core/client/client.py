@@ -24,19 +24,11 @@ from typing import Literal
 import msgspec
 import torch
 
-from tensorhub_plugins.core import digests
-from tensorhub_plugins.core.client import session
-from tensorhub_plugins.core.client.arguments import (
-    check_budget,
-    check_identity,
-    check_job,
-    check_retain,
-    check_written,
-    here,
-    usable,
-)
+from tensorhub_plugins.core import device, digests
+from tensorhub_plugins.core.client import arguments, session
 from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.client.copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
@@ -57,12 +49,7 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer import replication
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transfer.runner import Outcome, Transfer
-from tensorhub_plugins.core.transports import (
-    DEFAULT_LIMITS,
-    DEFAULT_TRANSPORTS,
-    Offer,
-    TransportLimits,
-)
+from tensorhub_plugins.core.transports import DEFAULT_LIMITS, DEFAULT_TRANSPORTS, Offer, TransportLimits
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     LATEST,
@@ -94,23 +81,23 @@ class Client:
     digest: what it is published with. With "blake3", which no host on the way can forge, nothing else is read, either.
 
     keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
-
     job: by which a hub with a secret knows this worker's next life, and lets it take the former one's place at once.
     None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
 
     preemptible: this worker may be taken away at short notice: what only such workers have is not safe, see `retain`.
+    None: the environment's TENSORHUB_PREEMPTIBLE, 1 or 0; without one it is not.
 
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
     when a connection counts as lost, how many readers are served; see TransportLimits.
 
     memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
-    half of this machine's). What goes beyond is said in the log, or, with over_budget="refuse", not published
-    (UsageError); it says which versions take it. The last copy of a retained version is kept all the same.
+    half of this machine's); what it leaves is room for copies that `retain(domains=2)` needs. What goes beyond is said
+    in the log, or, with over_budget="refuse", not published (UsageError); it says which versions take it. The last copy
+    of a retained version is kept all the same.
 
     Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
-    HubUnreachable, when it has not answered shortly after timeout_s, and UsageError, for arguments that can never work
-    or when the client is closed. Raise HubUnreachable when no hub answers within connect_timeout_s (seconds),
-    UsageError for what cannot work.
+    HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and UsageError, for
+    arguments that can never work or when the client is closed.
     """
 
     def __init__(
@@ -134,26 +121,27 @@ class Client:
         memory_budget_bytes: int | None = None,
         over_budget: Literal["warn", "refuse"] = "warn",
         job: str | None = None,
-        preemptible: bool = False,
+        preemptible: bool | None = None,
     ) -> None:
-        check_identity(shard, shard_count, run=run, model=model, replica=replica)
-        check_budget(memory_budget_bytes, over_budget)
+        arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
+        arguments.check_budget(memory_budget_bytes, over_budget)
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._worker = f"{replica}/{shard}"
         keys = secret.from_environment() if keys is None else keys
         self._verify, self._digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
-        self._location = here() if location is None else location
+        self._location = arguments.here() if location is None else location
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         refuses = over_budget == "refuse"
         self._serving = Serving(self._worker, SlabPool(), budget_bytes=memory_budget_bytes, refuses=refuses)
-        self._preemptible = preemptible
-        self._job = check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
+        self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
+        self._job = arguments.check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)
-        host = advertise_host or address_towards(address)
-        self._transports = usable(transports, host, transport_limits, self._gate)
+        self._copies = Copies(self._serving, self._copy)
+        towards = advertise_host or address_towards(address)
+        self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
         try:
             self._hub = self._serving.hub = self._link(address, self._hello(run, model), connect_timeout_s, keys)
         except BaseException:
@@ -186,8 +174,7 @@ class Client:
         the tensors that are still here are compared: the others may have gone to another shard.
 
         timeout_s: for the hub's answer; copying and digesting come before it. Raise UsageError for what can never be
-        published, VersionGone when operators have withdrawn the version, HubUnreachable when the hub stays away until
-        the deadline: then nothing was published.
+        published, VersionGone for a withdrawn version, HubUnreachable without an answer: then nothing was published.
         """
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         timeout_s = bounded(timeout_s)
@@ -410,15 +397,16 @@ class Client:
 
         newest: 0 to 1024; without any call of it, the newest one is retained. domains: the last copy in each of so many
         hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
-        preemptible workers do not count. Nothing is copied for it: who reads with serve=True adds one.
-        """
-        check_retain(newest, domains, across)
+        preemptible workers do not count. Where there are too few, a worker of another domain that has room
+        (memory_budget_bytes) is asked to read the checkpoint layout and hold it; the hub's status says if none has."""
+        arguments.check_retain(newest, domains, across)
         self._ask(lambda number: messages.Retain(number, newest, domains, across), timeout_s)
 
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """This worker will be taken away: take back all that it serves, newest first, and wait until somebody else has
         what only it has. Returns whether nothing was left in time. Never raises. In a signal's handler, call it in a
         thread: `threading.Thread(target=client.hand_over).start()`."""
+        self._hub.leave()
         return hand_over(self, timeout_s)
 
     def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
@@ -452,6 +440,7 @@ class Client:
             if self._closed:
                 return
             self._closed = True
+        self._copies.close()
         self._serving.close()
         self._hub.close()
         self._close_local()
@@ -491,9 +480,17 @@ class Client:
             on_may_release=lambda effect: self._serving.may_release(effect.keys),
             on_directive=self._directed,
             on_doubted=lambda effect: self._serving.doubt(effect.key, effect.segments),
+            copies=self._copies,
             keys=keys,
             gate=self._gate,
         )
+
+    def _copy(self, version: int) -> None:
+        """For others, see copies.py."""
+        into = Destinations(self._serving, serve=True)
+        into.for_others = True
+        self._transfer(into, version, (CHECKPOINT,), READ_TIMEOUT_S, claim=False)
+        self._releaser(into.allocated.values())()  # what was here before is not offered a second time
 
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], timeout_s: float, *, claim: bool
@@ -502,8 +499,7 @@ class Client:
         self._check_open()
         for layout in layouts:
             check_name("layout", layout)
-        number = 0 if version == LATEST else check_version(version)
-        timeout_s = bounded(timeout_s)
+        number, timeout_s = 0 if version == LATEST else check_version(version), bounded(timeout_s)
         machine = replication.Replication(
             version=number,
             at_least=0 if number else self._seen,
@@ -514,6 +510,7 @@ class Client:
             verify=self._verify,
             algorithm=self._digest if self._digest == digests.BLAKE3 else None,
             serve=destinations.serve,
+            for_others=destinations.for_others,
             location=self._location,
             limits=self._limits,
         )
@@ -537,7 +534,7 @@ class Client:
             with self._lock:
                 self._transfers.discard(transfer)
         with self._lock:
-            self._seen = max(self._seen, outcome.version)
+            self._seen = self._seen if destinations.for_others else max(self._seen, outcome.version)
         for loss in outcome.losses:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
@@ -545,7 +542,7 @@ class Client:
     def _slab_of(self, tensors: Mapping[str, torch.Tensor] | Slab, version: int, parts: object, *, copy: bool) -> Slab:
         """What is to be published, as a slab."""
         if isinstance(tensors, Slab):
-            check_written(tensors, version)
+            arguments.check_written(tensors, version)
             self._serving.pool.reclaim(tensors)
             return tensors
         if not copy:
@@ -554,7 +551,7 @@ class Client:
         cut = parts if isinstance(parts, Mapping) else {}
         slab = self._serving.take(copied_spec(name, t, is_part=name in cut) for name, t in tensors.items())
         try:
-            for name, tensor in tensors.items():
+            for name, tensor in device.settled(tensors.items()):
                 slab.write(name, tensor)
         except BaseException:
             self._serving.recycle(slab)
@@ -617,4 +614,5 @@ class Client:
     def _close_local(self) -> None:
         for transport in self._transports.values():
             transport.close()
+        self._copies.join()
         self._serving.free()

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 from typing_extensions import assert_never
@@ -61,13 +61,23 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys 
     return socket
 
 
+class Copies(Protocol):
+    """What this worker holds because the hub asks for it."""
+
+    def hold(self, version: int) -> None:
+        """Read and hold it."""
+
+    def room_bytes(self) -> int:
+        """For more of them."""
+
+
 class HubLink:
     """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: what it asks for;
     None: it has no secret. gate: is told its clock. redial_s: of silence, after which it connects anew.
 
-    on_source_gone, on_may_release, on_directive, on_doubted: called in the link's thread, must not block. Raise
-    UsageError for a malformed address and for a hub that does not let us in, HubUnreachable when no hub answers within
-    connect_timeout_s.
+    on_source_gone, on_may_release, on_directive, on_doubted, and what copies has: called in the link's thread, must not
+    block. Raise UsageError for a malformed address and for a hub that does not let us in, HubUnreachable when no hub
+    answers within connect_timeout_s.
     """
 
     def __init__(
@@ -80,6 +90,7 @@ class HubLink:
         on_may_release: Callable[[session.MayRelease], None],
         on_directive: Callable[[messages.Directive], None] = lambda directive: None,
         on_doubted: Callable[[session.Doubted], None] = lambda effect: None,
+        copies: Copies | None = None,
         keys: Keys | None = None,
         gate: Gate | None = None,
         redial_s: float | None = None,
@@ -88,10 +99,9 @@ class HubLink:
         self.session = new_session()
         self._name = f"{identity.replica}/{identity.shard}"
         self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
-        self._on_directive, self._on_doubted, self._gate = on_directive, on_doubted, gate
+        self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
         often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
-        redial_s = often if redial_s is None else redial_s
-        self._machine = session.Session(identity, time.monotonic(), redial_s=redial_s)
+        self._machine = session.Session(identity, time.monotonic(), redial_s=often if redial_s is None else redial_s)
         self._lock = threading.RLock()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._outbox: deque[bytes] = deque()
@@ -173,6 +183,12 @@ class HubLink:
         with self._lock:
             self._machine.renew(requests)
 
+    def leave(self) -> None:
+        """Tell the hub that what we hold is about to go. Returns at once."""
+        with self._lock:
+            self._machine.leave(time.monotonic())
+        self._wake()
+
     def close(self) -> None:
         """Say Bye and stop; closing twice is fine."""
         with self._lock:
@@ -244,13 +260,17 @@ class HubLink:
             self._free()
 
     def _note(self, message: messages.HubMessage) -> None:
-        """That we are welcome, the hub's clock, for the leases of those who read here, and who of them does not."""
+        """Whether we are welcome, the hub's clock, who keeps a lease on us unused, and of what a copy is wanted."""
         if isinstance(message, messages.Welcome):
             self._refused = ""
         if isinstance(message, messages.Alive) and message.idle:
             log.warning("%s: %s kept a place here without reading, and has lost it", self._name, message.idle)
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
             self._welcomed.set_result(None)
+        if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
+            self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)  # for the next heartbeat
+        if self._copies is not None and isinstance(message, messages.Alive) and message.hold:
+            self._copies.hold(message.hold)
         hub, tells = self._machine.hub, isinstance(message, messages.Welcome | messages.Alive) and message.clock
         if self._gate is not None and hub is not None and tells:
             self._gate.hear(hub, tells, time.monotonic())

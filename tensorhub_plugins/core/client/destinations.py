@@ -11,7 +11,7 @@ import torch
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
-from tensorhub_plugins.core.memory.assembly import check_size, check_whole, has_parts, view_of, whole_of
+from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
@@ -44,7 +44,7 @@ class LiveMemory:
         slab, self._whole = self._whole, None
         if slab is not None and slab.specs == manifest.tensors and not self._parts:
             return slab  # what the rest would find out, without looking at thousands of tensors
-        names = [spec.name for spec in manifest.tensors if spec.name in self._names]
+        names = [name for name in manifest.tensors.of_tensor if name in self._names]
         if slab is None or len(names) < len(self._names):  # else one source shard has all of it
             slab = self.live.adopt(names)
         slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
@@ -73,7 +73,7 @@ class Destinations:
     ) -> None:
         if into is not None and wanted is not None:
             raise UsageError("into= and wanted= are two places to read into: pass one of them")
-        self.serve = serve
+        self.serve, self.for_others = serve, False  # for_others: as in `Acquire`
         self.worker = serving.worker
         self._serving = serving
         self._into = into
@@ -90,6 +90,8 @@ class Destinations:
     def begin(self, deadline: float) -> None:
         """Sources are asked for from now on."""
         self._deadline = deadline
+        if self._into is not None:
+            self._into.live.settle()
         if self.serve:
             self._read = self._serving.begin_read()
 
@@ -136,9 +138,8 @@ class Destinations:
             for offer in self._serving.arriving(self._read) if self.serve else ():
                 offer.move(self._live.live.settled(offer.slab))
         if self._parted:
-            check_whole(self._parted)
-            self._serving.remember_parts(self._parted)
-        names = {spec.name for table in self._parted.values() for spec in table}
+            self._serving.check_parts(self._parted)
+        names = {name for table in self._parted.values() for name in table.of_tensor}
         for number, slab in self.allocated.items():
             slab.mark_written(None if number >= 0 else names)
         self._serving.holds_fetched(self.allocated.values())
@@ -179,8 +180,9 @@ class Destinations:
         self._parted[shard] = table
         blocks = [self.allocated[number] for number in self.allocated if number < 0]
         placed = {name for block in blocks for name in block.specs.positions}
-        missing = [whole_of(spec) for spec in table if spec.part is not None and spec.name not in placed]
-        if missing:
+        wholes = {spec.tensor: spec for spec in table if spec.part is not None and spec.tensor not in placed}
+        if wholes:
+            missing = [whole_of(spec) for spec in wholes.values()]
             check_size(missing)
             wanted = TensorTable.of(missing)
             if not blocks:  # what came in parts the last time, at once: so it fits the slabs in the pool
@@ -198,7 +200,7 @@ class Destinations:
             self._serving.drop(self._read, restarts=restarts)
         for slab in self.allocated.values():
             self._serving.recycle(slab)
-        self._serving.remember_parts({})  # they may be why it failed
+        self._serving.forget_parts()  # they may be why it failed
         if self._live is not None:
             self._live.restart()
         self._live = None

@@ -48,10 +48,8 @@ def fsdp1_parts(module: FullyShardedDataParallel, turns: Turns) -> Iterator[Held
             if tensor is None or name in flattened or last == "_flat_param":
                 continue
             dtype = dtypes.get(name, tensor.dtype) if last in lasting else tensor.dtype
-            whole = contiguous_spec(name, dtype, tensor.shape)
             flattened.add(name)
-            mine = turns.is_mine(turns.rank, turns.ranks, whole.size_bytes)
-            yield Held(whole, tensor.detach().to(dtype) if mine else None)
+            yield turns.one_of_all(name, tensor, dtype)
 
 
 def fsdp1_problem(module: torch.nn.Module, ranks: int) -> str:

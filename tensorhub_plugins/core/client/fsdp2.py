@@ -25,9 +25,7 @@ def fsdp2_parts(tensors: Mapping[str, torch.Tensor], turns: Turns) -> Iterator[H
         if isinstance(tensor, DTensor):
             yield _of_dtensor(name, tensor, turns)
         else:
-            whole = contiguous_spec(name, tensor.dtype, tensor.shape)
-            mine = turns.is_mine(turns.rank, turns.ranks, whole.size_bytes)
-            yield Held(whole, tensor.detach() if mine else None)
+            yield turns.one_of_all(name, tensor)
 
 
 def fsdp2_problem(tensors: Mapping[str, torch.Tensor], ranks: int) -> str:

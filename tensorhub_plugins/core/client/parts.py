@@ -20,6 +20,7 @@ import torch
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Part, TensorSpec
+from tensorhub_plugins.core.memory.tensors import contiguous_spec
 
 
 class Held(NamedTuple):
@@ -67,6 +68,12 @@ class Turns:
     def is_mine(self, mine: int, count: int, size_bytes: int) -> bool:
         """Whether it is the turn of the `mine`th of `count` that hold the next tensor of so many bytes."""
         return self._among.setdefault(count, Ownership(count)).give(size_bytes) == mine
+
+    def one_of_all(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Held:
+        """A whole tensor that every rank has, which one of them publishes, in this dtype (None: its own)."""
+        whole = contiguous_spec(name, dtype or tensor.dtype, tensor.shape)
+        mine = self.is_mine(self.rank, self.ranks, whole.size_bytes)
+        return Held(whole, tensor.detach().to(dtype or tensor.dtype) if mine else None)
 
 
 def held_box(whole: TensorSpec, tensor: torch.Tensor, start: tuple[int, ...]) -> Held:

@@ -15,12 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import msgspec
 import torch
 
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
+from tensorhub_plugins.core.device import host_copy, settled
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import (
     Manifest,
@@ -30,6 +32,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
 from tensorhub_plugins.core.run_log import enabled, record, root_key
 from tensorhub_plugins.core.types import (
@@ -40,6 +43,7 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger(__name__)
 
+Snapshot: TypeAlias = tuple[Slab, TensorTable, dict[str, Part]]  # bytes, all ranks' tensors, where its own parts lie
 BEGIN_S = 60.0  # at least: a former life on another host is given up after 15 s of silence
 UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
 
@@ -59,6 +63,9 @@ class Publisher:
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
     is then no different from the others.
+
+    slices: the size of the tensor parallel engines that read it. Matrices are published slice by slice (slices.py), so
+    that each of their workers reads little more than what it needs; others read the same, in more pieces.
 
     begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
     makes an end of what its former life published from that step on. Versions are those of `version` then.
@@ -80,12 +87,16 @@ class Publisher:
         dtype: torch.dtype | None = None,
         keeps_dtype: Callable[[TensorSpec], bool] = lambda spec: False,
         model: Sequence[TensorSpec] = (),
+        slices: int = 1,
         begins: bool = False,
     ) -> None:
+        if not 1 <= slices <= SLICES_MAX:
+            raise UsageError(f"slices={slices}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
         self.client = client
         self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
+        self.slices = slices
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
@@ -119,8 +130,8 @@ class Publisher:
         if self.attempt is None:
             self.begin(step - 1)
         version, started = self.version(step), time.monotonic()
-        slab, whole = self._snapshot(version, weights)
-        return self._offer(version, slab, whole, {}, started)
+        slab, whole, parts = self._snapshot(version, weights)
+        return self._offer(version, slab, whole, parts, started)
 
     def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
         """Publish what this rank holds of a model that is sharded: no rank waits for another, and nothing is gathered.
@@ -183,48 +194,53 @@ class Publisher:
         manifest = slab.manifest(algorithm=sent.digest_algorithm)
         return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root() == sent.root()
 
-    def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Slab, TensorTable]:
-        """A slab with this rank's tensors, and what all ranks' are. While the names are unknown until all have passed,
-        they are buffered in ordinary memory and copied once more."""
+    def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
+        """A slab with this rank's tensors, what all ranks' are, and where its parts lie in them. While the names are
+        unknown until all have passed, they are buffered in ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
-        slab = self.client.allocate(self._mine) if self._mine or self._is_fixed else None
+        slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
         buffered: dict[str, torch.Tensor] = {}
-        written: set[str] = set()
         passed: dict[str, TensorSpec] = {}
-        for name, tensor in weights:
+        for name, tensor in settled(weights):
             check_tensor(name, tensor)
-            tensor, given = tensor.detach(), contiguous_spec(name, tensor.dtype, tensor.shape)
-            spec = passed[name] = self._cast_spec(given)
+            spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
             mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
             if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
                 continue
             if slab is not None and self._mine.get(name) == spec:
-                slab.write(name, tensor.to(dtype_of(spec)))
-                written.add(name)
+                _write(slab, pieces[name], tensor.detach(), dtype_of(spec))
             else:
-                buffered[name] = tensor.to("cpu", dtype_of(spec), copy=True).contiguous()
+                buffered[name] = host_copy(tensor, dtype_of(spec))
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
         if self._whole and whole != self._whole:
             if slab is not None:
                 slab.close()
             raise self._not_the_same(version, whole)
-        if slab is not None and not buffered and written == self._mine.positions.keys():
-            return slab, whole
-        return self._reshape(slab, written, buffered), whole
+        if slab is not None and not buffered and not slab.unwritten:
+            return slab, whole, _parts(pieces)
+        return self._reshape(slab, whole, buffered)
 
-    def _snapshot_parts(self, version: int, held: Iterable[Held]) -> tuple[Slab, TensorTable, dict[str, Part]]:
+    def _snapshot_parts(self, version: int, held: Iterable[Held]) -> Snapshot:
         """A slab with this rank's parts, what the whole tensors are, and where the parts lie in them."""
         mine = list(held)
         whole = TensorTable.of(self._cast_spec(one.whole) for one in mine)
         if self._whole and whole != self._whole:
             raise self._not_the_same(version, whole)
-        tensors = {one.whole.name: one.tensor for one in mine if one.tensor is not None}
         dtypes = {spec.name: dtype_of(spec) for spec in whole}
-        slab = self.client.allocate(contiguous_spec(name, dtypes[name], part.shape) for name, part in tensors.items())
-        for name, part in tensors.items():
-            slab.write(name, part.detach().to(dtypes[name]))
-        return slab, whole, {one.whole.name: one.part for one in mine if one.part is not None}
+        here = {one.whole.name: (one.tensor, one.part) for one in mine if one.tensor is not None}
+        specs = (contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in here.items())
+        parts = {name: part for name, (_, part) in here.items() if part is not None}
+        slab, pieces = self._allocate(with_parts(specs, parts))
+        for name, tensor in settled((name, tensor) for name, (tensor, _) in here.items()):
+            _write(slab, pieces[name], tensor.detach(), dtypes[name])
+        return slab, whole, _parts(pieces)
+
+    def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
+        """Memory for these, and by name how each is published."""
+        pieces = {spec.name: slices_of(spec, self.slices) for spec in specs}
+        plain = (msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each)
+        return self.client.allocate(plain), pieces
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
         """What such a tensor is published as. A one-byte float is a quantized weight: a cast would lose its scale's
@@ -242,19 +258,24 @@ class Publisher:
             version=version,
         )
 
-    def _reshape(self, slab: Slab | None, written: set[str], buffered: dict[str, torch.Tensor]) -> Slab:
+    def _reshape(self, slab: Slab | None, whole: TensorTable, buffered: dict[str, torch.Tensor]) -> Snapshot:
         """The names or shapes are new: put together a slab of what there is now."""
-        tensors = dict(buffered)
+        unwritten = None if slab is None else frozenset(slab.unwritten)
+        kept = [
+            spec
+            for spec in self._mine
+            if unwritten is not None and all(p.spec.name not in unwritten for p in slices_of(spec, self.slices))
+        ]
+        self._mine = TensorTable.of([*kept, *(spec_of(name, tensor) for name, tensor in buffered.items())])
+        fresh, pieces = self._allocate(self._mine)
+        for name, tensor in buffered.items():
+            _write(fresh, pieces[name], tensor, tensor.dtype)
         if slab is not None:
             views = slab.tensors()
-            tensors.update({name: views[name] for name in written})
-        self._mine = TensorTable.of(spec_of(name, tensor) for name, tensor in tensors.items())
-        fresh = self.client.allocate(self._mine)
-        for name, tensor in tensors.items():
-            fresh.write(name, tensor)
-        if slab is not None:
+            for name in (piece.spec.name for spec in kept for piece in pieces[spec.name]):
+                fresh.write(name, views[name])
             slab.close()
-        return fresh
+        return fresh, whole, _parts(pieces)
 
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
@@ -269,3 +290,13 @@ class Publisher:
         self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):
             self.client.close()
+
+
+def _write(slab: Slab, pieces: list[Slice], tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Copy it in piece by piece, each cast by itself: no copy of all of it is made."""
+    for piece in pieces:
+        slab.write(piece.spec.name, piece.of(tensor).to(dtype))
+
+
+def _parts(pieces: dict[str, list[Slice]]) -> dict[str, Part]:
+    return {piece.spec.name: piece.spec.part for each in pieces.values() for piece in each if piece.spec.part}

@@ -126,8 +126,11 @@ class Fetched:
     def roots(self) -> dict[int, str]:
         """Source shard -> hex of the root that the bytes in this memory have now (`report.roots` are those promised).
 
-        A pass over all bytes. What came in parts is read where it lies in the whole tensors.
+        A pass over all bytes. What came in parts is read where it lies in the whole tensors. UsageError where only
+        some of the bytes were `wanted`: a root is over all of them.
         """
+        if self.wanted is not None:
+            raise UsageError(f"only parts of version {self.version} were fetched, and a root is over all of its bytes")
         whole = [slab for number, slab in self.slabs.items() if number < 0]
         found = {}
         for shard, manifest in self.manifests.items():

@@ -26,7 +26,7 @@ from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
-from tensorhub_plugins.core.memory.assembly import whole_of
+from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import share_memory
@@ -39,6 +39,7 @@ log = logging.getLogger("tensorhub.client")
 
 BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
 CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # "max": none
+MEMORY_NOW = Path("/proc/meminfo")
 NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
 SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
 ANNOUNCE_S = 0.3  # a hub that is there has long answered by then; one that is away is told when it is back
@@ -212,7 +213,7 @@ class Serving:
             offer.detach(reader)
         if not found:
             return ()
-        names = offer.manifest.names_in(found)
+        names = tuple(dict.fromkeys(spec.tensor for spec in offer.manifest.specs_in(found)))
         log.error(
             "%s: %s was written to while it was published, and is offered no more: %d tensors, first %s. Nothing may "
             "change them between publish and unpublish; publish with copy=True otherwise",
@@ -313,6 +314,12 @@ class Serving:
             raise UsageError(text)
         log.warning("%s", text)
 
+    def room_bytes(self) -> int:
+        """For copies that others need: what the budget leaves, and no more than half of what the machine has."""
+        with self._changed:
+            offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind != "adopted"]
+        return max(0, min(self._budget_bytes - sum(slab.size_bytes for slab in offered), available_memory_bytes() // 2))
+
     def holds_fetched(self, slabs: Iterable[Slab]) -> None:
         """These slabs hold what was read from others, until they are used for something else."""
         self._fetched.update(slabs)
@@ -333,16 +340,23 @@ class Serving:
         with self._changed:
             self._lent[view] = tuple(blocks)
 
-    def remember_parts(self, tables: Mapping[int, TensorTable]) -> None:
-        """What has come in parts, by source shard: the next version will almost always come in the same."""
-        self._parts = dict(tables)
+    def check_parts(self, tables: Mapping[int, TensorTable]) -> None:
+        """What has come in parts, by source shard. UsageError if they do not make whole tensors; those that did are
+        remembered, as the next version will almost always come in the same."""
+        if self._parts != tables:
+            check_whole(tables)
+            self._parts = dict(tables)
+
+    def forget_parts(self) -> None:
+        """What will come next is unlike what came before."""
+        self._parts = {}
 
     def parts_as_before(self, shard: int, table: TensorTable) -> TensorTable | None:
         """All whole tensors of which parts came the last time; None if this shard had others."""
         before = self._parts
         if before.get(shard) != table:
             return None
-        wholes = {spec.name: whole_of(spec) for each in before.values() for spec in each if spec.part is not None}
+        wholes = {spec.tensor: whole_of(spec) for each in before.values() for spec in each if spec.part is not None}
         return TensorTable.of(wholes.values())
 
     def close(self) -> None:
@@ -427,6 +441,14 @@ def half_of_memory_bytes() -> int:
     with suppress(OSError, ValueError):
         total = min(total, int(CONTAINER_LIMIT.read_text()))
     return total // 2
+
+
+def available_memory_bytes(meminfo: Path = MEMORY_NOW) -> int:
+    """What this machine could give without swapping, as the kernel says."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = meminfo.read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return 0
 
 
 def sample(count: int, seed: int) -> list[int]:

@@ -177,6 +177,8 @@ class Session:
     mark: bytes = b""  # of the attempt that we have begun
     heartbeat_s: float = 1.0
     redial_s: float = REDIAL_S
+    room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
+    leaving: bool = False  # what we hold is about to go
 
     def __post_init__(self) -> None:
         self._welcomed = False
@@ -214,6 +216,10 @@ class Session:
         for request_id in requests:
             if request_id in self.leases:
                 self.leases[request_id].progress += 1
+
+    def leave(self, now: float) -> None:
+        """What we hold is about to go: the hub hears of it with the next Tick."""
+        self.leaving, self._next_heartbeat = True, now
 
     def next_deadline(self) -> float:
         """When the next Tick is due."""
@@ -379,7 +385,7 @@ class Session:
                 self.leases[reply.request_id] = _Lease(
                     reply.version, reply.layout, sources, asked.deadline, reply.shard_count
                 )
-                self._has_seen(reply.version)
+                self._has_seen(0 if asked.message.for_others else reply.version)
                 if reply.generation:
                     self.resolved, self.generation = reply.version, reply.generation
                 if reply.claim is not None:
@@ -456,16 +462,30 @@ class Session:
             if now >= self._next_hello:
                 self._hello(now)
         elif now >= self._next_heartbeat:
-            self._next_heartbeat = now + self.heartbeat_s
-            held = {r: lease for r, lease in self.leases.items() if lease.deadline > now}
-            leases = {r: len(lease.sources) for r, lease in held.items()}
-            progress = {r: lease.progress for r, lease in held.items()}
-            assert self.hub is not None
-            changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
-            checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
-            directive = m.directive_checksum(self.directive)
-            pending = tuple(self.asked)
-            self._send(m.Heartbeat(self.hub, self.last_request_id, pending, leases, checksum, directive, progress))
+            self._beat(now)
+
+    def _beat(self, now: float) -> None:
+        self._next_heartbeat = now + self.heartbeat_s
+        held = {r: lease for r, lease in self.leases.items() if lease.deadline > now}
+        leases = {r: len(lease.sources) for r, lease in held.items()}
+        progress = {r: lease.progress for r, lease in held.items()}
+        assert self.hub is not None
+        changing = any(isinstance(asked.message, m.Publish | m.Unpublish) for asked in self.asked.values())
+        checksum = 0 if changing else m.holdings_checksum((key, h.complete) for key, h in self.holdings.items())
+        directive = m.directive_checksum(self.directive)
+        self._send(
+            m.Heartbeat(
+                self.hub,
+                self.last_request_id,
+                pending=tuple(self.asked),
+                leases=leases,
+                holdings_checksum=checksum,
+                directive_checksum=directive,
+                progress=progress,
+                room_bytes=self.room_bytes,
+                leaving=self.leaving,
+            )
+        )
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S

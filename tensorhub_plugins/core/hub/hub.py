@@ -12,7 +12,7 @@ The rules it keeps (numbers as in the design)
     3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
        not, over any number of steps, read from that reader.
     4  The last copy of a retained version is not given up: its worker must retain it, and later hears when it may
-       release it.
+       release it. Where copies in several failure domains are wanted, a worker is asked to make one (domains.py).
     5  Every pending request has a deadline and ends in a reply.
     6  In the first `HubLimits.grace_s` after its start the hub says nothing that depends on having heard all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
@@ -40,6 +40,7 @@ import msgspec
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.beginning import Beginning, over
+from tensorhub_plugins.core.hub.domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.namesakes import Namesakes
@@ -89,6 +90,7 @@ class Hub:
         self._publishing = Publishing(self.registry, self._outbox)
         self._reading = Reading(self.registry, lease_key)
         self._following = Following(self.registry, self._outbox)
+        self._domains = FailureDomains(self.registry, self._outbox)
         self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self.registry.schedule(now + self.limits.grace_s, None)
@@ -460,6 +462,8 @@ class Hub:
             spare = self._publishing.spare_copies(worker)
             if spare:
                 self._outbox.send(worker.session, m.MayRelease(spare))
+        worker.room_bytes, worker.is_leaving = heartbeat.room_bytes, heartbeat.leaving
+        self._domains.look(history, now)
 
     def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from tensorhub_plugins.core.hub.domains import needs_its_domain
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import cannot_be_passed_on
 from tensorhub_plugins.core.hub.registry import Registry
@@ -18,7 +19,6 @@ from tensorhub_plugins.core.types import (
     STEPS_AHEAD_MAX,
     ShardKey,
     attempt_of,
-    domain,
     step_of,
     version_text,
 )
@@ -260,20 +260,6 @@ class Publishing:
             for h in kept
             if h.key.version not in retained or not (self.is_last_copy(worker.history, h, [h]) or needs_its_domain(h))
         )
-
-
-def needs_its_domain(holding: Holding) -> bool:
-    """Rule 4: whether this copy is in one of the failure domains that are wanted, and no other safe one is there. Those
-    of workers that may be taken away at short notice are not safe."""
-    worker, key = holding.worker, holding.key
-    history = worker.history
-    version = history.versions[key.version]
-    if worker.hello.preemptible or (key.layout != CHECKPOINT and version.copies.has_whole(CHECKPOINT)):
-        return False
-    across = history.retain_across
-    others = [o for o in version.holders(key).values() if o.worker is not worker and o.counted.stays]
-    safe = {domain(o.worker.hello.location, across) for o in others if not o.worker.hello.preemptible}
-    return len(safe) < history.retain_domains and domain(worker.hello.location, across) not in safe
 
 
 def spenders(history: History) -> list[tuple[str, int, int]]:

@@ -185,9 +185,8 @@ class Reading:
     def _grant(self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, now: float) -> m.Granted:
         worker, registry = pending.worker, self._registry
         grants = tuple(self._grant_of(pending, version, found, shard, now) for shard in found.sources)
-        claim = None
-        if found.converts:
-            claim = _claim_key(version, worker, acquire.layouts[0])
+        claim = _claim_key(version, worker, acquire.layouts[0]) if found.converts else None
+        if claim is not None:
             registry.add_claim(version, worker, claim, now)
         lease = Lease(
             reader=worker,
@@ -201,9 +200,9 @@ class Reading:
             beside=bool(acquire.beside),
         )
         registry.add_lease(lease)
-        worker.seen_version = max(worker.seen_version, version.number)
         group, generation = worker.history.group(worker), 0
-        if group.version == version.number:
+        worker.seen_version = max(worker.seen_version, 0 if acquire.for_others else version.number)
+        if group.version == version.number and not acquire.for_others:
             generation = group.generation
             group.notified_shards.add(worker.hello.shard)  # also if it missed the generation and names its version
         return m.Granted(

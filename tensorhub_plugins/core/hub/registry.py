@@ -146,7 +146,8 @@ class Registry:
                 other.is_replaced = True
                 history.groups[hello.replica].forget_version()
                 for pending in list(other.pending.values()):  # asked by its former life
-                    self.waiters.remove(pending)
+                    if not isinstance(pending.message, m.Unpublish):  # which is about what it holds still
+                        self.waiters.remove(pending)
         for lease in history.leases_on_unknown_sources.pop(session, {}).values():
             self.attach_reader(worker, lease)
         self.workers[session] = worker

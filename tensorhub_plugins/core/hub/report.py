@@ -27,6 +27,9 @@ def report(registry: Registry, now: float) -> dict[str, object]:
             "retain_newest": history.retain_newest,
             "retain_domains": history.retain_domains,
             "retain_across": history.retain_across,
+            "missing_copies": [
+                {**_number(number), "why": missing.why} for number, missing in history.missing.items() if missing.why
+            ],
             "bytes_published": history.published_size_bytes,
             "bytes_retained": sum(h.size_bytes for h in _retained(history)),
             "budget_bytes": registry.limits.published_bytes_max or None,

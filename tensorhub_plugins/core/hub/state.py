@@ -144,6 +144,8 @@ class Worker:
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
     corrupt_segments: int = 0  # that readers got from it
+    room_bytes: int = 0  # for copies that others need, as it said last
+    is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
 
     @property
@@ -220,6 +222,15 @@ class GroupResolution:
 
 
 @dataclass
+class Missing:
+    """A retained version is in fewer failure domains than are wanted."""
+
+    since: float
+    asked: dict[bytes, float] = field(default_factory=dict)  # session -> when it was asked to hold a copy
+    why: str = ""  # nobody can
+
+
+@dataclass
 class History:
     """All versions of one model in one run."""
 
@@ -228,6 +239,9 @@ class History:
     retain_newest: int = 1
     retain_domains: int = 1  # in which copies of them are kept
     retain_across: Across = "host"
+    missing: dict[int, Missing] = field(default_factory=dict)  # by version, see domains.py
+    looked_at: float = float("-inf")  # for what is missing
+    is_short: bool = False  # which was said
     published_size_bytes: int = 0  # by its trainers, and held by them
     is_over_budget: bool = False  # which was said
     newest_visible: int = 0  # ever, but for those that are over

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.runs import Run, Runs, memory_at, memory_of
@@ -65,7 +66,7 @@ class Adoption:
         specs: list[TensorSpec] = []
         runs: list[Run] = []
         extents: list[Extent] = []
-        devices: set[torch.device] = set()
+        found: set[Device | None] = set()
         start = 0
         for name in check_tensors(tensors):
             tensor = tensors[name]
@@ -77,15 +78,16 @@ class Adoption:
                 raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to read or write")
             address = tensor.data_ptr()
             extents.append((str(tensor.device), address, spec.size_bytes, name))
-            devices.add(tensor.device)
-            view = memory_at(address, spec.size_bytes) if tensor.device.type == "cpu" else None
+            device = of(tensor)
+            found.add(device)
+            view = memory_at(address, spec.size_bytes) if device is None else None
             runs.append(Run(start, spec.size_bytes, address, view))
             start += spec.size_bytes
         self.ties = ties_of(extents)
-        if len(devices) > 1:
-            names = sorted(map(str, devices))
+        if len(found) > 1:
+            names = sorted("cpu" if device is None else device.name for device in found)
             raise UsageError(f"one shard's tensors lie on several devices ({names}): adopt one shard each")
-        self.device = next((device for device in devices if device.type != "cpu"), None)
+        self.device = next(iter(found), None)
         self.specs = TensorTable.of(specs)
         self.runs = Runs(runs)
         self._names = list(tensors)

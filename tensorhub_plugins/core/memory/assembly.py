@@ -7,6 +7,7 @@ within the whole tensors. So it is verified, and served on to others, as the ver
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -15,7 +16,9 @@ from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, TensorSpec, Te
 from tensorhub_plugins.core.memory.moves import check_cover, plan
 from tensorhub_plugins.core.memory.runs import Run, Runs
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import contiguous_spec
+from tensorhub_plugins.core.memory.tensors import contiguous_spec, flat_bytes
+
+ROW_SIZE_BYTES_MAX = 64 << 10  # longer ones are read into, and from, where they lie
 
 
 def has_parts(table: TensorTable) -> bool:
@@ -28,7 +31,7 @@ def whole_of(spec: TensorSpec) -> TensorSpec:
     dtype = getattr(torch, spec.dtype, None)
     if spec.part is None or not isinstance(dtype, torch.dtype):
         raise UsageError(f"tensor {spec.name!r} is no part of a larger one, or of a dtype unknown here: {spec.dtype!r}")
-    return contiguous_spec(spec.name, dtype, spec.part.global_shape)
+    return contiguous_spec(spec.tensor, dtype, spec.part.global_shape)
 
 
 def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
@@ -36,33 +39,39 @@ def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
 
     UsageError for a tensor that they do not have, or have with another dtype or shape."""
     check_cover_of(table, blocks)
+    whole = {name: tensor for block in blocks for name, tensor in block.tensors().items() if name in table.of_tensor}
+    columns = {spec.name: rows for spec in table if (rows := _rows(spec, whole[spec.tensor])) is not None}
+    runs = [
+        Run(start, spec.size_bytes, columns[spec.name].data_ptr(), None, columns[spec.name])
+        for spec, start in zip(table, table.offsets, strict=True)
+        if spec.name in columns
+    ]
     placed = sorted(
         (move.source, move.target, move.size_bytes, index)
         for index, block in enumerate(blocks)
-        for move in plan(table, block.specs)
+        for move in plan(table, block.specs, without=columns)
     )
-    runs: list[Run] = []
     for start, target, size_bytes, index in placed:
         memory = blocks[index].runs
         pieces = memory.pieces(target, target + size_bytes)
         for piece, (address, _) in zip(pieces, memory.addresses(target, target + size_bytes), strict=True):
             runs.append(Run(start, len(piece), int(address), piece))
             start += len(piece)
-    whole = {name: tensor for block in blocks for name, tensor in block.tensors().items() if name in table.positions}
-    return Slab("view", table, Runs(runs), tensors={spec.name: _cut(spec, whole[spec.name]) for spec in table})
+    runs.sort(key=lambda run: run.start)
+    return Slab("view", table, Runs(runs), tensors={spec.name: _cut(spec, whole[spec.tensor]) for spec in table})
 
 
 def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
     """UsageError unless each tensor of the table has a place in one of these slabs."""
     for spec in table:
-        if sum(spec.name in block.specs.positions for block in blocks) != 1:
-            raise UsageError(f"tensor {spec.name!r} has no place of its own in the memory that is read into")
+        if sum(spec.tensor in block.specs.positions for block in blocks) != 1:
+            raise UsageError(f"tensor {spec.tensor!r} has no place of its own in the memory that is read into")
 
 
 def check_whole(tables: Mapping[int, TensorTable]) -> None:
     """UsageError that names a tensor of which these source shards together do not hold every part exactly once."""
-    wanted = {spec.name: whole_of(spec) for table in tables.values() for spec in table if spec.part is not None}
-    parts = {shard: TensorTable(spec for spec in table if spec.name in wanted) for shard, table in tables.items()}
+    wanted = {spec.tensor: whole_of(spec) for table in tables.values() for spec in table if spec.part is not None}
+    parts = {shard: TensorTable(spec for spec in table if spec.tensor in wanted) for shard, table in tables.items()}
     check_cover(parts, TensorTable.of(wanted.values()))
 
 
@@ -71,6 +80,24 @@ def check_size(specs: Iterable[TensorSpec]) -> None:
     size_bytes = sum(spec.size_bytes for spec in specs)
     if size_bytes > SHARD_SIZE_BYTES_MAX:
         raise UsageError(f"parts of tensors that would have {size_bytes} bytes: the limit is {SHARD_SIZE_BYTES_MAX}")
+
+
+def _rows(spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor | None:
+    """uint8[rows, bytes of a row] of a part that lies in many short pieces, equally far from each other, in the whole
+    tensor; None for any other."""
+    part = spec.part
+    if part is None or part.is_run or not spec.size_bytes:
+        return None
+    depth = len(spec.shape) - 1  # the dimensions after it are there in full
+    while depth > 0 and spec.shape[depth] == part.global_shape[depth]:
+        depth -= 1
+    count: int = prod(spec.shape[:depth])
+    length = spec.size_bytes // count
+    if count == 1 or length > ROW_SIZE_BYTES_MAX or spec.shape[1:depth] != part.global_shape[1:depth]:
+        return None
+    flat, cut = flat_bytes(whole), _cut(spec, whole)
+    distance = cut.stride(depth - 1) * whole.element_size()
+    return flat.as_strided((count, length), (distance, 1), flat.storage_offset() + cut.data_ptr() - whole.data_ptr())
 
 
 def _cut(spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import mmap
 import os
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.runs import Run, Runs, memory_of
-from tensorhub_plugins.core.memory.tensors import is_dense
+from tensorhub_plugins.core.memory.tensors import dtype_of, is_dense
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +31,9 @@ class Block:
     fd: of the memfd, -1 where the system has none and the memory is private to this process. Owned by who closes it.
     """
 
-    def __init__(self, table: TensorTable, *, pin: bool | None = None, deadline: float = NEVER) -> None:
-        """pin: register the memory with CUDA (None: where CUDA is there and allows it; True: or raise UsageError).
-
-        DeadlineExceeded when so many tensors take longer. UsageError for specs that do not hold together: they may come
-        from a peer, and memory is handed out by what they say."""
+    def __init__(self, table: TensorTable, *, deadline: float = NEVER) -> None:
+        """DeadlineExceeded when so many tensors take longer. UsageError for specs that do not hold together: they may
+        come from a peer, and memory is handed out by what they say."""
         _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
         self.fd = _sealed_memfd(max(size_bytes, mmap.PAGESIZE))
@@ -52,13 +49,12 @@ class Block:
         else:
             base = _bytes_over(None, max(size_bytes, 1))
             memory = memory_of(base)
-        self.pinned = 0  # the address, 0: not pinned
+        self.memory = base  # all of it, uint8
         try:
             self.tensors = {
                 spec.name: _tensor_at(base, spec, offset)
                 for spec, offset in zip(until(deadline, table), table.block_offsets, strict=True)
             }
-            self.pinned = _pin(base, required=bool(pin)) if pin is not False else 0
         except BaseException:
             if self.fd >= 0:
                 os.close(self.fd)
@@ -69,12 +65,6 @@ class Block:
                 for span in table.spans
             ]
         )
-
-
-def unpin(address: int) -> None:
-    """Undo what `Block.pinned` says was done; 0: nothing was."""
-    if address:
-        _cudart().cudaHostUnregister(address)
 
 
 def _check_specs(table: Iterable[TensorSpec]) -> None:
@@ -105,7 +95,7 @@ def _bytes_over(memory: memoryview | None, size_bytes: int = 0) -> torch.Tensor:
 @torch.inference_mode(False)
 def _tensor_at(base: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
     """The tensor of `spec` whose bytes begin at `base[offset]`."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype = dtype_of(spec)
     stride = spec.stride or tuple(accumulate(spec.shape[:0:-1], lambda a, b: a * max(b, 1), initial=1))[::-1]
     view = torch.empty(0, dtype=dtype, device=base.device)
     return view.set_(base.untyped_storage(), offset // dtype.itemsize, spec.shape, stride if spec.shape else ())
@@ -123,23 +113,3 @@ def _sealed_memfd(size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _cudart() -> Any:
-    cudart: Any = torch.cuda.cudart
-    return cudart()
-
-
-def _pin(base: torch.Tensor, *, required: bool) -> int:
-    """Register memory with CUDA and return its address; 0 when that is not possible and not required."""
-    if not torch.cuda.is_available():
-        if required:
-            raise UsageError("pin=True, but torch finds no CUDA device")
-        return 0
-    error = _cudart().cudaHostRegister(base.data_ptr(), base.numel(), 0)
-    if int(error) == 0:
-        return base.data_ptr()
-    if required:
-        raise UsageError(f"CUDA cannot pin {base.numel()} bytes (error {int(error)}): raise the locked-memory limit")
-    logger.warning("CUDA cannot pin %d bytes (error %d): copies to the device will be slower", base.numel(), int(error))
-    return 0

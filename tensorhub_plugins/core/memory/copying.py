@@ -1,19 +1,19 @@
-"""Bytes from views to views, from a device to the host and back, and the digests of a whole stream."""
+"""Bytes from views to views, and the digests of a whole stream."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import torch
 
-from tensorhub_plugins.core.memory.runs import memory_of
+from tensorhub_plugins.core.digests import digest_of
 
 COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
 DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
+DIGEST_PIECE_FROM_BYTES = 16 << 20  # of a device's memory: others of it are digested before and after
 DIGEST_SIZE_AT_ONCE_BYTES = 16 << 20  # to hand a piece to a thread and back takes as long as to read 1 MB
 
 # --- views to views ---
@@ -46,40 +46,6 @@ def copy_view(source: memoryview, target: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-# --- devices ---
-
-
-def host_buffer(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8[size_bytes] on the host, pinned for a CUDA device: torch caches pinned blocks, so that this costs little
-    after the first time, and frees them by itself."""
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def to_host(flats: Iterable[torch.Tensor], size_bytes: int, device: torch.device) -> memoryview:
-    """The bytes of these uint8 tensors of a device, one after the other, in a new host buffer."""
-    host = host_buffer(size_bytes, device)
-    at = 0
-    for flat in flats:
-        host[at : at + flat.numel()].copy_(flat, non_blocking=True)
-        at += flat.numel()
-    synchronize(device)
-    return memory_of(host)
-
-
-def to_device(host: torch.Tensor, flats: Iterable[torch.Tensor]) -> None:
-    """Queue the copies of a host buffer into these uint8 tensors, one after the other; then `synchronize`."""
-    at = 0
-    for flat in flats:
-        flat.copy_(host[at : at + flat.numel()], non_blocking=True)
-        at += flat.numel()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the copies that this thread has queued."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 # --- digests ---
 
 
@@ -109,3 +75,16 @@ def digests_of_segments(
     with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
         step = max(1, size_at_once_bytes // segment_size_bytes)
         return b"".join(pool.map(digests_of, (starts[i : i + step] for i in range(0, len(starts), step))))
+
+
+def digests_of_view(view: memoryview, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
+    """Those of the segments of a piece of host memory, each by a thread where there are several."""
+    if threads is None:
+        threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if len(view) >= DIGEST_PIECE_FROM_BYTES else 1
+
+    def digest(start: int, stop: int) -> bytes:
+        return digest_of([view[start:stop]], algorithm)
+
+    return digests_of_segments(
+        digest, len(view), segment_size_bytes, threads=threads, size_at_once_bytes=segment_size_bytes
+    )

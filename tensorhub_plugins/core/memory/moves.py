@@ -10,17 +10,19 @@ What cannot be placed is an error that names it, never a tensor left as it was.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import chain, pairwise, product
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, holds_run
 
+BESIDE_MAX = 256  # parts of a tensor of three axes and more that share a row: each is compared with the others
 NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
 
 
@@ -32,36 +34,47 @@ class Move(NamedTuple):
     size_bytes: int
 
 
-def plan(source: TensorTable, target: TensorTable) -> list[Move]:
-    """What of the source the target wants, in the source's order; what is in no move is not wanted.
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
 
-    Raise UsageError when a target tensor cannot be a part of the same whole as the source's tensor of the same name.
+
+def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] = ()) -> list[Move]:
+    """What of the source the target wants, in the source's order; what is in no move, or `without`, is not wanted.
+
+    Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
     """
-    if source == target:
+    if source == target and not without:
         return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
-    return _plan_by_tensor(source, target)
+    return _plan_by_tensor(source, target, without)
 
 
-def _plan_by_tensor(source: TensorTable, target: TensorTable) -> list[Move]:
+def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collection[str]) -> list[Move]:
     moves: list[Move] = []
     ends = (0, -1)  # of the last move, in both streams
     for spec, start in zip(source, source.offsets, strict=True):
-        position = target.positions.get(spec.name)
-        if position is None:
+        if spec.name in without:
             continue
-        mine, offset = target[position], target.offsets[position]
-        if not spec.size_bytes or not mine.size_bytes:
-            if mine != spec:
-                _check_same_whole(spec, mine)
-            continue
-        for at, to, size_bytes in _runs(spec, mine):
-            at, to = start + at, offset + to
+        found = [_within(spec, target, position) for position in target.of_tensor.get(spec.tensor, ())]
+        runs = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
+        if any(one.source + one.size_bytes > other.source for one, other in pairwise(runs) if len(found) > 1):
+            raise UsageError(f"two parts of tensor {spec.tensor!r} that are wanted have something in common")
+        for at, to, size_bytes in runs:
+            at += start
             if ends == (at, to):
                 moves[-1] = Move(moves[-1].source, moves[-1].target, moves[-1].size_bytes + size_bytes)
             else:
                 moves.append(Move(at, to, size_bytes))
             ends = at + size_bytes, to + size_bytes
     return moves
+
+
+def _within(spec: TensorSpec, target: TensorTable, position: int) -> Sequence[Move]:
+    """What a source's tensor and this one of the target have in common, from its own beginning into the stream."""
+    mine, offset = target[position], target.offsets[position]
+    if spec.size_bytes and mine.size_bytes:
+        return [Move(at, offset + to, size_bytes) for at, to, size_bytes in _runs(spec, mine)]
+    if mine != spec:
+        _check_same_whole(spec, mine)
+    return ()
 
 
 def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
@@ -77,27 +90,91 @@ def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None
     """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
     if list(sources.values()) == [target]:
         return
-    moves = sorted((move.target, move.size_bytes, shard) for shard in sources for move in plan(sources[shard], target))
-    names = {name for table in sources.values() for name in table.positions}
-    missing = [spec.name for spec in target if spec.name not in names]
-    end = 0
-    gaps: list[int] = []
-    for offset, size_bytes, _ in moves:
-        if offset > end:
-            gaps.append(end)
-        end = max(end, offset + size_bytes)
-    if end < target.size_bytes:
-        gaps.append(end)
-    missing = missing or sorted({_name_at(target, gap) for gap in gaps})
+    found: dict[str, list[tuple[int, TensorSpec]]] = {}
+    for shard, table in sources.items():
+        for spec in table:
+            for position in target.of_tensor.get(spec.tensor, ()):
+                if spec != target[position]:
+                    _check_same_whole(spec, target[position])
+            found.setdefault(spec.tensor, []).append((shard, spec))
+    missing = {spec.tensor for spec in target if spec.tensor not in found}
+    missing = missing or {spec.tensor for spec in target if not _is_covered(spec, found[spec.tensor])}
     if missing:
         raise UsageError(
             f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
-            f"{missing[:NAMES_SHOWN_MAX]}: compare the published names and parts with the ones asked for"
+            f"{sorted(missing)[:NAMES_SHOWN_MAX]}: compare the published names and parts with the ones asked for"
         )
-    for (offset, size_bytes, shard), (following, _, other) in pairwise(moves):
-        if following < offset + size_bytes:
-            name = _name_at(target, following)
-            raise UsageError(f"tensor {name!r} is published by shard {shard} and by shard {other}")
+
+
+def _is_covered(target: TensorSpec, sources: Sequence[tuple[int, TensorSpec]]) -> bool:
+    """Whether these parts of the same whole have all of this one. UsageError for what two of them have."""
+    sources = [(shard, spec) for shard, spec in sources if spec.size_bytes]
+    if not target.size_bytes or (len(sources) == 1 and sources[0][1].part in (None, target.part)):
+        return True
+    wanted, boxes = _boxes(target), [(shard, _boxes(spec)) for shard, spec in sources]
+    for area in wanted:
+        common = [(shard, box) for shard, each in boxes for one in each if (box := _common_box(one, area)) is not None]
+        _check_disjoint(target.tensor, common)
+        if sum(_volume(box) for _, box in common) < _volume(area):
+            return False
+    return True
+
+
+def _check_disjoint(name: str, boxes: Sequence[tuple[int, _Box]]) -> None:
+    """UsageError for two of these boxes of one tensor that have an element in common.
+
+    By a sweep along the first axis. Those that are open where a box begins have nothing in common there. So of a matrix
+    only two of them can be in its way, those beside its columns: there may be a million parts.
+    """
+    open_: list[tuple[_Box, int]] = []  # without their rows, in order
+    ends: list[tuple[int, _Box]] = []  # a heap: where they close
+    for shard, box in sorted(boxes, key=lambda each: each[1]):
+        (start, stop), across = box[0], box[1:]
+        while ends and ends[0][0] <= start:
+            del open_[bisect_left(open_, (heappop(ends)[1], -1))]
+        at = bisect_left(open_, (across, -1))
+        if len(box) > 2 and len(open_) >= BESIDE_MAX:
+            raise UsageError(f"more than {BESIDE_MAX} parts of tensor {name!r} lie beside each other in the same rows")
+        for beside, other in open_[max(at - 1, 0) : at + 1] if len(box) <= 2 else open_:
+            if _common_box(across, beside) is not None:
+                raise UsageError(f"tensor {name!r} is published by shard {other} and by shard {shard}")
+        open_.insert(at, (across, shard))
+        heappush(ends, (stop, across))
+
+
+def _boxes(spec: TensorSpec) -> list[_Box]:
+    """The elements of the whole tensor that this one has, [start, stop) on each axis. A run that begins and ends within
+    rows is several: the end of one, those between, the beginning of one; and so on within a row of several axes."""
+    whole = _whole(spec)
+    if spec.part is None or not spec.part.is_run:
+        return [tuple((a, a + n) for a, n in zip(_start(spec), spec.shape, strict=True)) or ((0, 1),)]
+    return [tuple(box) for box in _boxes_of_run(spec.part.start[0], spec.part.start[0] + spec.shape[0], whole)]
+
+
+def _boxes_of_run(start: int, stop: int, whole: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
+    if len(whole) == 1:
+        yield [(start, stop)]
+        return
+    row = prod(whole[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from ([(last, last + 1), *box] for box in _boxes_of_run(start - last * row, stop - last * row, whole[1:]))
+        return
+    if start < first * row:
+        yield from ([(first - 1, first), *box] for box in _boxes_of_run(start - (first - 1) * row, row, whole[1:]))
+    if first < last:
+        yield [(first, last), *((0, size) for size in whole[1:])]
+    if last * row < stop:
+        yield from ([(last, last + 1), *box] for box in _boxes_of_run(0, stop - last * row, whole[1:]))
+
+
+def _common_box(one: _Box, other: _Box) -> _Box | None:
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(low < high for low, high in common) else None
+
+
+def _volume(box: _Box) -> int:
+    return prod(high - low for low, high in box)
 
 
 def difference(before: TensorTable, after: TensorTable, *, may_move: bool = False) -> str:
@@ -227,7 +304,7 @@ def _check_same_whole(source: TensorSpec, target: TensorSpec) -> None:
     strided = source.stride != target.stride or (source.stride and source != target)
     if source.dtype != target.dtype or whole != mine or strided:
         raise UsageError(
-            f"tensor {source.name!r} is {_text(source)} at the source but {_text(target)} here: "
+            f"tensor {source.tensor!r} is {_text(source)} at the source but {_text(target)} here: "
             "publish and replicate the same dtype, shape and stride (tensor.contiguous()), or another layout"
         )
 
@@ -254,10 +331,6 @@ def _start(spec: TensorSpec) -> tuple[int, ...]:
 def _steps(shape: Sequence[int]) -> list[int]:
     """Of a row-major tensor, in elements."""
     return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-
-
-def _name_at(table: TensorTable, offset: int) -> str:
-    return table[bisect_right(table.offsets, offset) - 1].name
 
 
 def _text(spec: TensorSpec) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary, WeakSet
 
 from tensorhub_plugins.core.deadline import NEVER
+from tensorhub_plugins.core.device import here
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
 
@@ -18,10 +19,12 @@ class SlabPool:
     """Hands out allocated slabs, and takes back those that it has handed out. Any thread may call.
 
     A slab's hand-out number says which use of it is meant: who returns one that was returned before, and is used by
-    others again, changes nothing.
+    others again, changes nothing. All are pinned for the device of the thread that makes the pool: who takes slabs
+    from it may be a thread that has no device of its own yet.
     """
 
     def __init__(self) -> None:
+        self._device = here()
         self._lock = threading.Lock()
         self._free: dict[Slab, int] = {}  # and the take with which it was last in use
         self._handed_out: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # ours, and how often
@@ -44,14 +47,14 @@ class SlabPool:
         if found is not None:
             found.expect_writes()
             return found
-        slab = Slab.allocate(wanted, deadline=deadline)
+        slab = Slab.allocate(wanted, device=self._device, deadline=deadline)
         with self._lock:
             self._handed_out[slab] = 1
         return slab
 
     def take_once(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory that is closed when it is given back."""
-        slab = Slab.allocate(specs)
+        slab = Slab.allocate(specs, device=self._device)
         with self._lock:
             self._single.add(slab)
         return slab

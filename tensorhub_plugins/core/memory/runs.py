@@ -2,13 +2,15 @@
 
 Neighbours in the stream that are neighbours in memory form one *run*; a range of the stream is found by bisection. A
 model whose tensor sizes are multiples of 64 bytes is a single run in a block, 5,000 tiny adopted tensors are 5,000.
+Columns of a matrix are a run that is *scattered*: one piece for each row, which are not handed out but copied together.
 """
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+NOTHING = memoryview(b"")
 Extents: TypeAlias = "npt.NDArray[np.uint64]"  # [n, 2]: where pieces of a stream lie, address and size in bytes of each
 
 
@@ -25,7 +28,8 @@ class Run(NamedTuple):
     start: int
     size_bytes: int
     address: int
-    view: memoryview | None  # host memory, which others keep alive; None on a device
+    view: memoryview | None  # host memory, which others keep alive; None on a device, and where it is scattered
+    rows: torch.Tensor | None = None  # uint8[rows, bytes of a row]: it is scattered, and begins at the address
 
 
 class Runs:
@@ -35,8 +39,18 @@ class Runs:
     def __init__(self, runs: Sequence[Run]) -> None:
         self.all = runs
         self.starts = [run.start for run in runs]
-        self.views = [run.view for run in runs if run.view is not None]  # none for a device
+        self.views = [
+            run.view or NOTHING for run in runs if run.view is not None or run.rows is not None
+        ]  # none for a device
         self.size_bytes = sum(run.size_bytes for run in runs)
+        self.scattered = [index for index, run in enumerate(runs) if run.rows is not None]
+
+    def is_scattered(self, start: int, stop: int) -> bool:
+        """Whether some of this range of the stream is."""
+        if not self.scattered or start == stop:
+            return False
+        first, last, _, _ = self.cut(start, stop)
+        return bisect_left(self.scattered, first) < bisect_left(self.scattered, last)
 
     @cached_property
     def extents(self) -> Extents:
@@ -53,14 +67,54 @@ class Runs:
         return first, last, start - self.starts[first], stop - self.starts[last - 1]
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The host memory of a range of the stream, in order."""
+        """The host memory of a range of the stream, in order; where it is scattered, a copy."""
         if start == stop:
             return []
+        if self.is_scattered(start, stop):
+            return [self._gathered(start, stop)]
         first, last, skip, take = self.cut(start, stop)
         views = self.views[first:last]  # whole runs: thousands of tiny tensors cost one slice
         views[-1] = views[-1][:take]
         views[0] = views[0][skip:]
         return views
+
+    @contextmanager
+    def receiving(self, ranges: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
+        """Host memory to receive these ranges into, in order: where they are scattered, memory from which they are
+        copied when the block ends without an exception."""
+        views: list[memoryview] = []
+        copies: list[tuple[torch.Tensor, int, int]] = []
+        for start, stop in ranges:
+            if self.is_scattered(start, stop):
+                copies.append((torch.empty(stop - start, dtype=torch.uint8), start, stop))
+                views.append(memory_of(copies[-1][0]))
+            else:
+                views += self.pieces(start, stop)
+        yield views
+        for host, start, stop in copies:
+            for copy, here in self._flats(host, start, stop):
+                here.copy_(copy)
+
+    def _gathered(self, start: int, stop: int) -> memoryview:
+        host = torch.empty(stop - start, dtype=torch.uint8)
+        for copy, here in self._flats(host, start, stop):
+            copy.copy_(here)
+        return memory_of(host)
+
+    def _flats(self, host: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A copy of a range, and where that lies, cut into pairs of the same shape, of one or two dimensions."""
+        first, last, _, _ = self.cut(start, stop)
+        at = 0
+        for run in self.all[first:last]:
+            low, high = max(start - run.start, 0), min(stop - run.start, run.size_bytes)
+            if run.rows is not None:
+                flats = cut_rows(run.rows, low, high)
+            else:
+                assert run.view is not None
+                flats = [torch.frombuffer(run.view[low:high], dtype=torch.uint8)]
+            for flat in flats:
+                yield host[at : at + flat.numel()].view(flat.shape), flat
+                at += flat.numel()
 
     def addresses(self, start: int, stop: int) -> Extents:
         """Where a range of the stream lies, in order."""
@@ -69,6 +123,19 @@ class Runs:
         if start == stop:
             return self.extents[:0]
         return cut_extents(self.extents, *self.cut(start, stop))
+
+
+def cut_rows(rows: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
+    """Bytes [start, stop), counted row by row, of uint8[rows, bytes of a row]: the end of a row, whole rows, and the
+    beginning of one, where there are such."""
+    length = rows.shape[1]
+    first, last = -(-start // length), stop // length  # whole rows
+    if first > last:
+        return [rows[last, start - last * length : stop - last * length]]
+    head, tail = first * length - start, stop - last * length
+    found = [rows[first - 1, length - head :]] if head else []
+    found += [rows[first:last]] if first < last else []
+    return [*found, rows[last, :tail]] if tail else found
 
 
 def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -> Extents:

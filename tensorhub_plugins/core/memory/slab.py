@@ -9,7 +9,8 @@ A slab turns tensors into the stream that `manifest` describes and back. Three k
 
 On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
 memory is copied through pinned host memory; a range is committed to the device when `writable` is left without an
-exception, and not at all otherwise.
+exception, and not at all otherwise. So is a range of a view that holds columns of a matrix, which lie in thousands of
+pieces.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Literal
 import msgspec
 import torch
 
+from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
@@ -35,16 +37,10 @@ from tensorhub_plugins.core.manifest import (
     TensorTable,
     segment_size_for,
 )
-from tensorhub_plugins.core.memory import block
 from tensorhub_plugins.core.memory.adoption import Adoption
-from tensorhub_plugins.core.memory.copying import (
-    copy_view,
-    digests_of_segments,
-    host_buffer,
-    synchronize,
-    to_device,
-    to_host,
-)
+from tensorhub_plugins.core.memory.block import Block
+from tensorhub_plugins.core.memory.copying import copy_view, digests_of_segments, digests_of_view
+from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
 
@@ -69,7 +65,7 @@ class Slab:
         *,
         tensors: dict[str, torch.Tensor],
         fd: int = -1,
-        pinned: int = 0,
+        pinned: Pinned | None = None,
     ) -> None:
         """Private: use `adopt` or `allocate`, or `assembly.view_of`."""
         self.kind = kind
@@ -78,11 +74,11 @@ class Slab:
         self._runs = runs
         self._tensors = tensors
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
-        self._device: torch.device | None = None  # None: host memory, handed out as it is
+        self._device: devices.Device | None = None  # None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
         self._fd = fd
         self._owner_liveness, self._alive = os.pipe() if fd >= 0 else (-1, -1)
-        self._pinned = pinned  # address of memory registered with CUDA, 0: none
+        self._pinned = pinned
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
@@ -114,15 +110,24 @@ class Slab:
         return slab
 
     @classmethod
-    def allocate(cls, specs: Iterable[TensorSpec], *, pin: bool | None = None, deadline: float = NEVER) -> Slab:
+    def allocate(
+        cls,
+        specs: Iterable[TensorSpec],
+        *,
+        pin: bool | None = None,
+        device: devices.Device | None = None,
+        deadline: float = NEVER,
+    ) -> Slab:
         """One zeroed block of host memory for these tensors, mappable by other processes of this host.
 
-        pin: register the block with CUDA (None: where CUDA is there and allows it; True: or raise UsageError). Where
-        the system has no memfd the block is private memory and `shared_fd` is None.
+        pin: register the block with `device` (None: the calling thread's), in the background, where this process uses
+        one; True: at once, or raise UsageError. Where the system has no memfd, the block is private memory and
+        `shared_fd` is None.
         """
         table = TensorTable.of(specs)
-        made = block.Block(table, pin=pin, deadline=deadline)
-        return cls("allocated", table, made.runs, tensors=made.tensors, fd=made.fd, pinned=made.pinned)
+        made = Block(table, deadline=deadline)
+        pinned = None if pin is False else pin_block(made, device, required=bool(pin))
+        return cls("allocated", table, made.runs, tensors=made.tensors, fd=made.fd, pinned=pinned)
 
     # --- tensors ---
 
@@ -189,7 +194,9 @@ class Slab:
         self._check_range(start, stop)
         if self._device is None:
             return self._runs.pieces(start, stop)
-        return [to_host(self._cut_flats(start, stop), stop - start, self._device)]
+        host = self._device.buffer(stop - start)
+        self._device.down(self._cut_flats(start, stop), host)
+        return [memory_of(host)]
 
     @contextmanager
     def writable(self, start: int, stop: int) -> Iterator[list[memoryview]]:
@@ -203,13 +210,12 @@ class Slab:
         for start, stop in ranges:
             self._check_range(start, stop)
         if self._device is None:
-            yield [view for start, stop in ranges for view in self._runs.pieces(start, stop)]
+            with self._runs.receiving(ranges) as views:
+                yield views
             return
-        hosts = [host_buffer(stop - start, self._device) for start, stop in ranges]
-        yield [memory_of(host) for host in hosts]
-        for (start, stop), host in zip(ranges, hosts, strict=True):
-            to_device(host, self._cut_flats(start, stop))
-        synchronize(self._device)
+        host = self._device.buffer(sum(stop - start for start, stop in ranges))
+        yield [memory_of(part) for part in torch.split(host, [stop - start for start, stop in ranges])]
+        self._device.up(host, [flat for start, stop in ranges for flat in self._cut_flats(start, stop)])
 
     def digest(self, start: int, stop: int, algorithm: str = XXH3) -> bytes:
         """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
@@ -228,12 +234,11 @@ class Slab:
             segment_size_bytes = segment_size_for(self.size_bytes)
         if segment_size_bytes <= 0:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device is not None:
+            self._device.synchronize()
         if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
-        digest = partial(self.digest, algorithm=algorithm)
-        joined = digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads)
+        joined = self._digests(segment_size_bytes, algorithm, threads)
         return Manifest(self.specs, joined, segment_size_bytes, algorithm)
 
     def damaged(self, manifest: Manifest, segments: Sequence[int] | None = None) -> list[int]:
@@ -246,12 +251,16 @@ class Slab:
             return []
         wanted = range(manifest.segment_count) if segments is None else segments
         storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
-        freed = [k for k in wanted if storages and any(self._is_freed(n, storages[n]) for n in manifest.names_in([k]))]
+        freed = [
+            k
+            for k in wanted
+            if storages and any(self._is_freed(spec.name, storages[spec.name]) for spec in manifest.specs_in([k]))
+        ]
         if freed:
             return freed  # there is nothing to be read any more
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
-            found = digests_of_segments(digest, self.size_bytes, manifest.segment_size_bytes)
+            found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm)
             if found == manifest.digests:
                 return []
             now = msgspec.structs.replace(manifest, digests=found)
@@ -259,10 +268,14 @@ class Slab:
         return [k for k in segments if digest(*manifest.segment_range(k)) != manifest.digest(k)]
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
-        """Where a stream range lies in this process's memory; None on a device."""
+        """Where a stream range lies in this process's memory; None on a device, or where it is scattered."""
         stop = self.size_bytes if stop is None else stop
         self._check_range(start, stop)
-        return None if self._device is not None else self._runs.addresses(start, stop)
+        return (
+            None
+            if self._device is not None or self._runs.is_scattered(start, stop)
+            else self._runs.addresses(start, stop)
+        )
 
     @property
     def runs(self) -> Runs:
@@ -278,7 +291,8 @@ class Slab:
             if self._closed:
                 return
             self._closed = True
-            block.unpin(self._pinned)
+            if self._pinned is not None:
+                self._pinned.release()
             for fd in (self._fd, self._owner_liveness, self._alive):
                 if fd >= 0:
                     os.close(fd)
@@ -319,7 +333,19 @@ class Slab:
         if not 0 <= start <= stop <= self.size_bytes:
             raise UsageError(f"range [{start}, {stop}) is outside the slab's {self.size_bytes} bytes")
 
-    def _copy_through_host(self, device: torch.device) -> None:
+    def _digests(self, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
+        """Of all segments, joined. Of a device, while the next piece is on its way here."""
+        if self._device is None:
+            digest = partial(self.digest, algorithm=algorithm)
+            return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads)
+        step = max(self._device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
+        ranges = [(start, min(start + step, self.size_bytes)) for start in range(0, self.size_bytes, step)]
+        joined = []
+        for host in self._device.pieces(self._cut_flats, ranges):
+            joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
+        return b"".join(joined)
+
+    def _copy_through_host(self, device: devices.Device) -> None:
         """Hand out and receive copies: what lies on this device cannot be handed out itself."""
         self._device = device
         self._flats = [flat_bytes(self._tensors[spec.name]) for spec in self.specs if spec.size_bytes]
@@ -335,7 +361,7 @@ class Slab:
 
 
 def _copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.device.type == target.device.type == "cpu":
+    if devices.of(source) is devices.of(target) is None:
         copy_view(memory_of(source), memory_of(target))
     else:
-        target.copy_(source)
+        devices.copy_flat(source, target)

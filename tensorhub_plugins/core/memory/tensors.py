@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 import msgspec
 import torch
 
+from tensorhub_plugins.core.device import of, on_host
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.types import is_text
@@ -122,11 +123,11 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if stride != stride_of(other) or (stride is not None and not is_dense(one.shape, stride)):
         one, other = one.contiguous(), other.contiguous()
     mine, theirs = flat_bytes(one), flat_bytes(other)
-    if mine.device == theirs.device:
+    if of(mine) is of(theirs) is None:
         return torch.equal(mine, theirs)
     for start in range(0, mine.numel(), COMPARE_SIZE_BYTES):
         part = slice(start, start + COMPARE_SIZE_BYTES)
-        if not torch.equal(mine[part], theirs[part].to(mine.device)):
+        if not torch.equal(on_host(mine[part]), on_host(theirs[part])):
             return False
     return True
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from tensorhub_plugins.core.device import synchronize
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
@@ -34,6 +35,10 @@ class LiveTensors:
         if self._whole.ties:
             further = [spec for spec in self.specs if spec.name in self._whole.ties]
             self._scratch = Slab.allocate(further, pin=False)
+
+    def settle(self) -> None:
+        """Wait for what is queued on their device: a forward pass that still runs would read mixed weights."""
+        synchronize(self._tensors.values())
 
     @property
     def tied(self) -> bool:

@@ -47,7 +47,8 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, by its public name
 HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # one life of the hub; b"": none is known
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+COUNT_MAX = 1 << 48
+Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 Shards = Annotated[tuple[Count, ...], msgspec.Meta(max_length=SHARDS_MAX)]
 Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
 Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
@@ -219,7 +220,9 @@ class Heartbeat(_Message, frozen=True):
     hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
     that it knows; 0: the worker is older than directives. progress: how far the read under each lease has come, a
-    number that grows; who says none for too long is not reading, and loses the lease.
+    number that grows; who says none for too long is not reading, and loses the lease. room_bytes: for copies that the
+    hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving: what it holds is
+    about to go.
     """
 
     hub: Session
@@ -229,6 +232,8 @@ class Heartbeat(_Message, frozen=True):
     holdings_checksum: Count = 0
     directive_checksum: Count = 0
     progress: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
+    room_bytes: Count = 0
+    leaving: bool = False
 
 
 class Bye(_Message, frozen=True):
@@ -259,10 +264,10 @@ class Acquire(_Message, frozen=True):
 
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
     shard that this worker is. claim: when no worker has the first layout, this one will convert the last into it.
-    shards: of `shards_layout` in `shard_count` shards only these are needed, the rest is there (after a loss).
-    avoid: sources that failed, the last resort. exclude: never again. serve: what arrives is passed on while it does.
-    beside: sources of these shards that the worker reads from and keeps; it asks for an additional one. urgent: because
-    they are slow; else only a source with no other reader is wanted.
+    shards: of `shards_layout` in `shard_count` shards only these are needed (after a loss). avoid: sources that failed,
+    the last resort. exclude: never again. serve: what arrives is passed on. beside: sources of these shards that the
+    worker keeps; it asks for an additional one. urgent: because they are slow; else only a source with no other reader
+    is wanted. for_others: a copy that the hub asks for (`Alive.hold`), which says nothing of what this replica reads.
     """
 
     request_id: Count
@@ -279,6 +284,7 @@ class Acquire(_Message, frozen=True):
     serve: bool = False
     beside: Sessions = ()
     urgent: bool = False
+    for_others: bool = False
 
 
 class Release(_Message, frozen=True):
@@ -412,8 +418,9 @@ class Alive(_Message, frozen=True):
 
     It comes without a heartbeat when a directive is given, when a reader has got other bytes from this worker than were
     published (`doubted` names the shard and its segments), or when a reader has lost its lease on this worker because
-    it got nothing under it for too long (`idle` names it). In this message rather than in one of its own, so that a
-    worker that is older than these can read it.
+    it got nothing under it for too long (`idle` names it), or when it is asked to read a version and to `hold` a copy
+    of it for others. In this message rather than in one of its own, so that a worker that is older than these can read
+    it.
     """
 
     resend: Requests = ()
@@ -421,6 +428,7 @@ class Alive(_Message, frozen=True):
     doubted: tuple[ShardKey, Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)]] | None = None
     clock: float = 0.0  # as in Welcome; 0: it is not said
     idle: Text = ""
+    hold: Count = 0
 
 
 class Done(_Message, frozen=True):

@@ -15,7 +15,7 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing.material import SEGMENT_SIZE_BYTES, ConformanceError, far, moves_to, require
-from tensorhub_plugins.core.testing.peers import MakeTransport, Peer, Source
+from tensorhub_plugins.core.testing.peers import Adopt, MakeTransport, Peer, Source
 from tensorhub_plugins.core.transports import Link, Offer
 from tensorhub_plugins.core.types import ShardKey
 
@@ -34,6 +34,7 @@ class Bench:
         slabs: str,
         patience_s: float,
         make_peer: Callable[[], Peer],
+        adopt: Adopt = Slab.adopt,
     ) -> None:
         self.make = make
         self.make_source = make_source
@@ -41,6 +42,7 @@ class Bench:
         self.slabs = slabs
         self.patience_s = patience_s
         self.make_peer = make_peer
+        self.adopt = adopt
         self._peer: Peer | None = None
 
     def close(self) -> None:
@@ -50,7 +52,7 @@ class Bench:
     @contextlib.contextmanager
     def source(self) -> Iterator[Source]:
         """A source of its own for one case, closed at the end."""
-        source = Source(self.make_source(), self.slabs)
+        source = Source(self.make_source(), self.slabs, self.adopt)
         try:
             yield source
         finally:

@@ -9,7 +9,6 @@ import time
 from functools import partial
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
-from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing.bench import Bench
 from tensorhub_plugins.core.testing.material import (
     GARBAGE,
@@ -56,7 +55,7 @@ def check_close_twice(bench: Bench) -> None:
         for _ in range(2):
             link.close()
         bench.no_readers(offer, "a closed link")
-        slab = Slab.adopt(blank_like(tensors))
+        slab = bench.adopt(blank_like(tensors))
         for what, use in (
             ("open", lambda: link.open(offer.key, 1, deadline=far())),
             ("read", lambda: list(read_equal(link, [0], slab, deadline=far()))),
@@ -81,7 +80,7 @@ def check_close_while_reading(bench: Bench) -> None:
             offer.mark_ready(0)
             link = reader.connect(source.endpoint, deadline=far())
             bench.open(link, offer.key)
-            reading = read_equal(link, range(4), Slab.adopt(blank_like(tensors)), deadline=far())
+            reading = read_equal(link, range(4), bench.adopt(blank_like(tensors)), deadline=far())
             next(reading)
             close = {"link": link.close, "reader": reader.close, "source": source.transport.close}[who]
             timer = threading.Timer(0.05, close)  # most likely while the next line waits; right in any order
@@ -101,7 +100,7 @@ def check_nothing_leaks(bench: Bench) -> None:
             offer = source.offer(tensors)
             with bench.link(source) as link:
                 manifest = bench.open(link, offer.key)
-                slab = Slab.adopt(blank_like(tensors))
+                slab = bench.adopt(blank_like(tensors))
                 bench.read_all(link, manifest, slab)
                 link.check(deadline=far())
             with bench.link(source) as link:
@@ -130,7 +129,7 @@ def check_frozen_source(bench: Bench) -> None:
         for seconds in MIDDLE_S:
             link, manifest, tensors = remote.open(reader)
             deadline = time.monotonic() + seconds
-            slab = Slab.adopt(blank_like(tensors))
+            slab = bench.adopt(blank_like(tensors))
             reading = read_equal(link, range(manifest.segment_count), slab, deadline=deadline)
             half: list[int] = []
             with contextlib.suppress(SourceLost):
@@ -180,7 +179,7 @@ def check_killed_source(bench: Bench) -> None:
     ):
         link, manifest, tensors = remote.open(reader)
         target = blank_like(tensors)
-        reading = read_equal(link, range(manifest.segment_count), Slab.adopt(target), deadline=far())
+        reading = read_equal(link, range(manifest.segment_count), bench.adopt(target), deadline=far())
         half = [next(reading) for _ in range(manifest.segment_count // 2)]
         remote.peer.kill()
         rest: list[int] = []
@@ -221,7 +220,7 @@ def check_garbage(bench: Bench) -> None:
         with bench.link(source) as link:
             bench.open(link, offer.key)
             target = blank_like(tensors)
-            reading = read_equal(link, range(6), Slab.adopt(target), deadline=far())
+            reading = read_equal(link, range(6), bench.adopt(target), deadline=far())
             next(reading)
             for garbage in bench.garbage:
                 seen = len(lines)

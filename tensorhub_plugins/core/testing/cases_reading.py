@@ -12,7 +12,6 @@ import torch
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
-from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing.bench import Bench
 from tensorhub_plugins.core.testing.material import (
     NEAR_S,
@@ -52,7 +51,7 @@ def check_exact_bytes(bench: Bench) -> None:
                     continue
                 require(manifest == offer.manifest, "open() must return the manifest as published")
                 target = blank_like(tensors)
-                bench.read_all(link, manifest, Slab.adopt(target))
+                bench.read_all(link, manifest, bench.adopt(target))
                 require_equal(target, tensors)
                 require(link.check(deadline=far()), "check() must be True when nothing changed")
 
@@ -67,7 +66,7 @@ def check_again_on_the_same_link(bench: Bench) -> None:
                 bench.open(link, ShardKey(version + 100, "checkpoint"))
             manifest = bench.open(link, offer.key)
             target = blank_like(tensors)
-            bench.read_all(link, manifest, Slab.adopt(target))
+            bench.read_all(link, manifest, bench.adopt(target))
             require(link.check(deadline=far()), "check() must be True when nothing changed")
             require_equal(target, tensors)
 
@@ -78,7 +77,7 @@ def check_only_what_was_asked_for(bench: Bench) -> None:
     with bench.reading(tensors) as (offer, _, link):
         asked = [40, 0, 7, 8, 9, 3, 22]
         target = blank_like(tensors)
-        got = list(read_equal(link, asked, Slab.adopt(target), deadline=far()))
+        got = list(read_equal(link, asked, bench.adopt(target), deadline=far()))
         require(sorted(got) == sorted(asked), f"read({asked}) yielded {got}")
         expected = bytearray([POISON]) * (40 * SEGMENT_SIZE_BYTES + 5)
         for segment in asked:
@@ -88,7 +87,7 @@ def check_only_what_was_asked_for(bench: Bench) -> None:
             raw(target["a"]) == bytes(expected),
             "bytes outside the segments asked for were touched, or theirs are wrong",
         )
-        require(list(read_equal(link, [], Slab.adopt(target), deadline=far())) == [], "read([]) must yield nothing")
+        require(list(read_equal(link, [], bench.adopt(target), deadline=far())) == [], "read([]) must yield nothing")
 
 
 def check_several_shards_into_one_target(bench: Bench) -> None:
@@ -97,7 +96,7 @@ def check_several_shards_into_one_target(bench: Bench) -> None:
     names = sorted(tensors)
     wanted = {name: tensor for index, (name, tensor) in enumerate(sorted(tensors.items())) if index % 5}
     target = blank_like(wanted)
-    with Slab.adopt(target) as slab, bench.source() as source:
+    with bench.adopt(target) as slab, bench.source() as source:
         offsets = dict(zip((spec.name for spec in slab.specs), slab.manifest(SEGMENT_SIZE_BYTES).offsets, strict=True))
         for shard in range(2):
             part = {name: tensors[name] for name in names[shard::2]}
@@ -116,7 +115,7 @@ def check_nothing_wanted(bench: Bench) -> None:
     with bench.reading(tensors) as (offer, _, link):
         target = {"other": make_tensor("uint8", (1 << 20,), seed=6)}  # could hold any of them by mistake
         before = raw(target["other"])
-        bench.read_all(link, offer.manifest, Slab.adopt(target), [])
+        bench.read_all(link, offer.manifest, bench.adopt(target), [])
         require(raw(target["other"]) == before, "unwanted tensors were written into the target")
 
 
@@ -124,7 +123,7 @@ def check_empty_shard(bench: Bench) -> None:
     """No tensors, or none with any bytes."""
     for tensors in ({}, {"a": torch.empty(0, 3), "b": torch.empty(0, dtype=torch.int8)}):
         with bench.reading(tensors) as (offer, _, link):
-            got = bench.read_all(link, offer.manifest, Slab.adopt(blank_like(tensors)))
+            got = bench.read_all(link, offer.manifest, bench.adopt(blank_like(tensors)))
             require(got == [], "an empty shard has no segments")
             require(link.check(deadline=far()), "check() must be True when nothing changed")
 
@@ -134,7 +133,7 @@ def check_many_tiny_tensors(bench: Bench) -> None:
     tensors = {f"t{index:05d}": make_tensor("bfloat16", (1 + index % 5,), seed=index) for index in range(5000)}
     with bench.reading(tensors, segment_size_bytes=1 << 20) as (offer, _, link):
         target = blank_like(tensors)
-        bench.read_all(link, offer.manifest, Slab.adopt(target))
+        bench.read_all(link, offer.manifest, bench.adopt(target))
         require_equal(target, tensors)
 
 
@@ -150,7 +149,7 @@ def check_many_readers(bench: Bench) -> None:
                 with bench.link(source) as link:
                     manifest = bench.open(link, offer.key)
                     target = blank_like(tensors)
-                    bench.read_all(link, manifest, Slab.adopt(target))
+                    bench.read_all(link, manifest, bench.adopt(target))
                     require_equal(target, tensors)
                     require(link.check(deadline=far()), "check() must be True when nothing changed")
             except BaseException as error:
@@ -177,7 +176,7 @@ def check_changed_bytes_show(bench: Bench) -> None:
         live[one], live[other] = live[other].clone(), live[one].clone()  # two whole segments swapped
         with bench.link(source) as link:
             manifest = bench.open(link, offer.key)
-            slab = Slab.adopt(blank_like(tensors))
+            slab = bench.adopt(blank_like(tensors))
             wrong = [
                 segment
                 for segment in read_equal(link, range(8), slab, deadline=far())
@@ -191,7 +190,7 @@ def check_wrong_use(bench: Bench) -> None:
     tensors = {"a": make_tensor("uint8", (5000,), seed=9)}
     with bench.source() as source, bench.link(source) as link:
         offer = source.offer(tensors)
-        slab = Slab.adopt(blank_like(tensors))
+        slab = bench.adopt(blank_like(tensors))
         with raises(UsageError, "reading before open()"):
             list(read_equal(link, [0], slab, deadline=far()))
         manifest = bench.open(link, offer.key)
@@ -221,7 +220,7 @@ def check_pipelined(bench: Bench) -> None:
         with bench.link(source) as link:
             bench.open(link, offer.key)
             target = blank_like(tensors)
-            reading = read_equal(link, range(6), Slab.adopt(target), deadline=far())
+            reading = read_equal(link, range(6), bench.adopt(target), deadline=far())
             for segment in range(6):
                 start, stop = offer.manifest.segment_range(segment)
                 live[start:stop] = torch.frombuffer(bytearray(content[start:stop]), dtype=torch.uint8)
@@ -243,7 +242,7 @@ def check_late_segment(bench: Bench) -> None:
         with bench.link(source) as link:
             bench.open(link, offer.key)
             deadline = time.monotonic() + NEAR_S
-            reading = read_equal(link, range(4), Slab.adopt(blank_like(tensors)), deadline=deadline)
+            reading = read_equal(link, range(4), bench.adopt(blank_like(tensors)), deadline=deadline)
             got: list[int] = []
             bench.lost_by(deadline, lambda: got.extend(reading), "wait for a segment that never comes")
         bench.no_readers(offer, "a read that ended at its deadline")
@@ -258,7 +257,7 @@ def check_waiting_source_says_so(bench: Bench) -> None:
         with bench.link(source) as link:
             bench.open(link, offer.key)
             progress = link.progress
-            reading = read_equal(link, range(4), Slab.adopt(blank_like(tensors)), deadline=far())
+            reading = read_equal(link, range(4), bench.adopt(blank_like(tensors)), deadline=far())
             require(next(reading) == 0, "segment 0 was the only one ready")
             require(not progress.delayed_segments, f"segment 0 was ready, {progress.delayed_segments} are delayed")
             got: list[int] = []
@@ -278,7 +277,7 @@ def check_waiting_source_says_so(bench: Bench) -> None:
             require(sorted(got) == [1, 2, 3], f"segments 1, 2 and 3 were due, {got} were yielded")
             late = progress.delayed_segments
             require(1 in late, f"segment 1 was waited for, delayed_segments are {late}")
-            list(read_equal(link, [0], Slab.adopt(blank_like(tensors)), deadline=far()))
+            list(read_equal(link, [0], bench.adopt(blank_like(tensors)), deadline=far()))
             require(not progress.delayed_segments, "delayed_segments are those of this read")
 
 
@@ -303,7 +302,7 @@ def check_expected_offer(bench: Bench) -> None:
         opening.join(bench.patience_s)
         require(opened == [offer.manifest], f"an offer was about to be made, open() answered {opened}")
         target = blank_like(tensors)
-        bench.read_all(link, offer.manifest, Slab.adopt(target))
+        bench.read_all(link, offer.manifest, bench.adopt(target))
         require_equal(target, tensors)
         with raises(VersionGone, "opening what is not offered"):
             bench.soon(lambda: bench.open(link, ShardKey(2, "checkpoint")), "say that it is not offered")
@@ -315,7 +314,7 @@ def check_more_while_reading(bench: Bench) -> None:
     with bench.reading(tensors) as (offer, _, link):
         later = [[4, 2], [5]]
         target = blank_like(tensors)
-        slab = Slab.adopt(target)
+        slab = bench.adopt(target)
         got = list(read_equal(link, [0, 1, 3], slab, deadline=far(), more=lambda: later.pop(0) if later else []))
         require(sorted(got) == list(range(6)), f"segments 0 to 5 were asked for one after the other, not {got}")
         require_equal(target, tensors)
@@ -334,7 +333,7 @@ def check_withdrawn_in_mid_read(bench: Bench) -> None:
             offer.mark_ready(segment)
         with bench.link(source) as link:
             manifest = bench.open(link, offer.key)
-            reading = read_equal(link, range(8), Slab.adopt(blank_like(tensors)), deadline=far())
+            reading = read_equal(link, range(8), bench.adopt(blank_like(tensors)), deadline=far())
             got = [next(reading) for _ in range(4)]
             require(sorted(got) == [0, 1, 2, 3], f"the first four were ready, {got} were yielded")
             require(offer.active_readers >= 1, f"one link reads the offer, it counts {offer.active_readers}")
@@ -356,7 +355,7 @@ def check_withdrawn_before_read(bench: Bench) -> None:
     with bench.reading(tensors) as (offer, _, link):
         bench.soon(offer.withdraw, "return from withdraw()")
         offer.slab.tensors()["a"].fill_(POISON)
-        slab = Slab.adopt(blank_like(tensors))
+        slab = bench.adopt(blank_like(tensors))
         bench.lost_soon(lambda: list(read_equal(link, range(8), slab, deadline=far())), "read what was withdrawn")
 
 
@@ -365,7 +364,7 @@ def check_never_torn(bench: Bench) -> None:
     size_bytes, count = 16 << 20, 64
     tensors = {"a": make_tensor("uint8", (size_bytes,), seed=14)}
     target = blank_like(tensors)
-    with bench.source() as source, Slab.adopt(target) as slab:
+    with bench.source() as source, bench.adopt(target) as slab:
         for stop_after in (0, 1, 2, 4, 8, 16, 32, 48):
             offer = source.offer(tensors, segment_size_bytes=size_bytes // count, version=stop_after + 1)
             with bench.link(source) as link:
@@ -387,7 +386,7 @@ def check_published_anew(bench: Bench) -> None:
     with bench.source() as source, bench.link(source) as link:
         offer = source.offer(tensors)
         manifest = bench.open(link, offer.key)
-        bench.read_all(link, manifest, Slab.adopt(blank_like(tensors)))
+        bench.read_all(link, manifest, bench.adopt(blank_like(tensors)))
         bench.soon(offer.withdraw, "return from withdraw()")
         source.offer(sample_tensors(seed=16), key=offer.key)
         require(not link.check(deadline=near()), "check() must be False: what was read has been replaced")
@@ -420,7 +419,7 @@ def check_reader_gives_up(bench: Bench) -> None:
         offer = source.offer(tensors, segment_size_bytes=1 << 20)
         with bench.link(source) as link:
             bench.open(link, offer.key)
-            slab = Slab.adopt(blank_like(tensors))
+            slab = bench.adopt(blank_like(tensors))
             reading = read_equal(link, range(16), slab, deadline=far())
             next(reading)
             getattr(reading, "close")()  # noqa: B009  # it is a generator, or has the like
@@ -441,10 +440,10 @@ def check_slow_reader_stalls_nobody(bench: Bench) -> None:
             manifest = bench.open(slow, offer.key)
             bench.open(quick, offer.key)  # a source does not keep a connection for long that opens nothing
             slow_target, quick_target = blank_like(tensors), blank_like(tensors)
-            reading = read_equal(slow, range(16), Slab.adopt(slow_target), deadline=far())
+            reading = read_equal(slow, range(16), bench.adopt(slow_target), deadline=far())
             first = next(reading)
             bench.soon(
-                lambda: bench.read_all(quick, manifest, Slab.adopt(quick_target)),
+                lambda: bench.read_all(quick, manifest, bench.adopt(quick_target)),
                 "serve a reader while another one is slow",
             )
             require_equal(quick_target, tensors)

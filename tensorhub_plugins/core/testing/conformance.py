@@ -28,10 +28,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import cases_ends, cases_reading
 from tensorhub_plugins.core.testing.bench import Bench
 from tensorhub_plugins.core.testing.material import GARBAGE
-from tensorhub_plugins.core.testing.peers import MakeTransport, Peer, address_of
+from tensorhub_plugins.core.testing.peers import Adopt, MakeTransport, Peer, address_of
 
 _CASES: dict[str, Callable[[Bench], None]] = {
     name.removeprefix("check_"): check
@@ -74,6 +75,8 @@ class TransportSuite:
     garbage: what strangers send, in addition to what they send everywhere: bytes that look like this transport's own.
     slabs: what sources offer, "allocated" slabs or "adopted" tensors.
     patience_s: how long to wait for what must happen, and for what must be over.
+    adopt: how tensors of this process become slabs, of sources and of readers: on a device, for example, as
+    `simulated.Simulation.adopt_in_place` does.
     make_peer: makes the other process that cases ask for, where it is not to be spawned.
     """
 
@@ -89,6 +92,7 @@ class TransportSuite:
         slabs: str = "allocated",
         patience_s: float = 20.0,
         make_peer: Callable[[], Peer] = Peer,
+        adopt: Adopt = Slab.adopt,
     ) -> None:
         self._processes = processes
         self._bench = Bench(
@@ -98,6 +102,7 @@ class TransportSuite:
             slabs=slabs,
             patience_s=patience_s,
             make_peer=make_peer,
+            adopt=adopt,
         )
 
     def __enter__(self) -> TransportSuite:

@@ -33,6 +33,7 @@ from tensorhub_plugins.core.transports import Link, Offer, Transport
 from tensorhub_plugins.core.types import ShardKey
 
 MakeTransport = Callable[[], Transport]
+Adopt = Callable[[dict[str, torch.Tensor]], Slab]
 
 
 class SimpleShelf:
@@ -81,7 +82,7 @@ class Address:
 def address_of(endpoint: str) -> Address | None:
     """Where a plain connection reaches this endpoint; None: nowhere."""
     scheme, _, rest = endpoint.partition("://")
-    if scheme in ("tcp", "rdma"):
+    if scheme in ("tcp", "tls", "rdma"):
         host, port = parse_address(endpoint, scheme)
         return Address(socket.AF_INET, (host, port), (host, 0), lambda name: format_address(scheme, *name))
     if scheme == "shm":
@@ -93,9 +94,10 @@ def address_of(endpoint: str) -> Address | None:
 class Source:
     """A serving transport of this process and what it offers."""
 
-    def __init__(self, transport: Transport, slabs: str) -> None:
+    def __init__(self, transport: Transport, slabs: str, adopt: Adopt = Slab.adopt) -> None:
         self.transport = transport
         self.slabs = slabs
+        self._adopt = adopt
         self.shelf = SimpleShelf()
         self.endpoint = transport.serve(self.shelf)
         self.offers: list[Offer] = []
@@ -112,7 +114,7 @@ class Source:
     ) -> Offer:
         """Offer these tensors; returns the offer."""
         if (kind or self.slabs) == "adopted":
-            slab = Slab.adopt(dict(tensors))
+            slab = self._adopt(dict(tensors))
         else:
             slab = Slab.allocate([spec_of(name, tensor) for name, tensor in tensors.items()])
             for name, tensor in tensors.items():

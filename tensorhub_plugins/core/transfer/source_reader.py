@@ -19,8 +19,9 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
+from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
-from tensorhub_plugins.core.transports import Link, Transport, choices
+from tensorhub_plugins.core.transports import Link, Transport, choices, nothing_in_common
 from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
 
@@ -177,8 +178,8 @@ class SourceReader:
 
     def _open(self) -> tuple[Link, Manifest]:
         """The best transport that both ends have and that reaches the source."""
-        problems = []
-        for name, endpoint in choices(tuple(self._transports), self.grant.endpoints):
+        problems, where = [], {"far": self._far, "tls_only": tls.is_required()}
+        for name, endpoint in choices(tuple(self._transports), self.grant.endpoints, **where):
             deadline = self._soon()
             try:
                 link = self._transports[name].connect(endpoint, deadline=deadline, far=self._far)
@@ -198,7 +199,7 @@ class SourceReader:
                 if self._link is not None:
                     self._link.close()
         raise SourceLost(
-            "; ".join(problems) or f"no common transport: it has {sorted(self.grant.endpoints)}",
+            "; ".join(problems) or nothing_in_common(self.grant.endpoints, **where),
             peer=self.grant.worker,
             phase="open",
         )
@@ -213,7 +214,7 @@ class SourceReader:
             with self._changed:  # the caller's thread adds to it
                 self._busy -= 1
             waited = segment in link.progress.delayed_segments
-            names = () if intact else manifest.names_in([segment])
+            names = () if intact else tuple(dict.fromkeys(spec.tensor for spec in manifest.specs_in([segment])))
             self._tell(events.Arrived(self.shard, self.grant.session, segment, intact, waited, names))
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")

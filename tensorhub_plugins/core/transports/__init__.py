@@ -17,6 +17,7 @@ from typing import Any, cast
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.options import DEFAULT_TRANSPORTS
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.security.tls import MODE_VARIABLE
 from tensorhub_plugins.core.transports.interface import Link, LinkProgress, More, NotServable, Shelf, Transport
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -42,6 +43,7 @@ MODULES: dict[str, tuple[str, str]] = {
     "memory": ("tensorhub_plugins.core.transports.inproc", "MemoryTransport"),
     "shm": ("tensorhub_plugins.core.transports.shm.transport", "ShmTransport"),
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
+    "tls": ("tensorhub_plugins.core.transports.tls", "TlsTransport"),
     "rdma": ("tensorhub_plugins.core.transports.rdma.transport", "RdmaTransport"),
 }
 
@@ -62,7 +64,7 @@ def create(
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
     options: dict[str, Any] = {} if name == "memory" else {"limits": limits, "gate": gate}
-    if name in ("tcp", "rdma"):
+    if name in ("tcp", "tls", "rdma"):
         options["advertise_host"] = advertise_host
     return cast(Transport, _kind(name)(**options))
 
@@ -79,6 +81,18 @@ def _kind(name: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
-def choices(preferred: Sequence[str], endpoints: Mapping[str, str]) -> list[tuple[str, str]]:
-    """(transport, endpoint) to try, best first: what the reader prefers as far as the source has it."""
-    return [(name, endpoints[name]) for name in preferred if name in endpoints]
+def choices(
+    preferred: Sequence[str], endpoints: Mapping[str, str], *, far: bool = False, tls_only: bool = False
+) -> list[tuple[str, str]]:
+    """(transport, endpoint) to try, best first: what the reader prefers as far as the source has it. far: it is in
+    another data centre, and TLS comes first; with tls_only, as nothing else is allowed."""
+    both = [name for name in preferred if name in endpoints and (name == "tls" or not (far and tls_only))]
+    return [(name, endpoints[name]) for name in sorted(both, key=lambda name: far and name != "tls")]
+
+
+def nothing_in_common(endpoints: Mapping[str, str], *, far: bool, tls_only: bool) -> str:
+    """Why there are no `choices`."""
+    if far and tls_only and "tls" not in endpoints:
+        return f"it is in another data centre and has no TLS, which {MODE_VARIABLE}=required asks for here"
+    hint = ": it wants TLS, which is not set up here (TENSORHUB_TLS_CERT)" if set(endpoints) == {"tls"} else ""
+    return f"no common transport: it has {sorted(endpoints)}{hint}"

@@ -10,7 +10,7 @@ import os
 import socket
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -69,6 +69,8 @@ class TcpTransport:
         self._offload_size_bytes = offload_size_bytes
         self._limits = limits
         self._gate = gate
+        self._channel: Callable[..., Channel] = Channel
+        self._source = TcpSource()
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
         self._closed = False
@@ -82,14 +84,15 @@ class TcpTransport:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
-        self._server = StreamServer(listener, shelf, TcpSource(), self._limits, self._gate)
+        self._server = StreamServer(listener, shelf, self._source, self._limits, self._gate)
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
         if self._closed:
             raise UsageError("the transport is closed")
         host, port = parse_address(endpoint, self.name)
-        reach = partial(connect, endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline)
+        limit = self._limits.stall_s
+        reach = partial(connect, endpoint, host, port, stall_s=limit, deadline=deadline, make=self._channel)
         channels = connect_all(reach, FAR_STREAMS if far else self._streams)
         link = TcpLink(channels, self._offload_size_bytes)
         self._links.add(link)

@@ -247,6 +247,8 @@ class RdmaLink(SocketLink):
         if device != "cpu":
             log_once(logging.INFO, "rdma: %s memory is read by way of pinned host memory", device)
             return None
+        if target.runs.scattered:
+            return None
         return self._transport.memory.of(target)
 
     def _in_place(self, view: memoryview, nic: int) -> list[tuple[int, int, int]] | None:

@@ -8,10 +8,11 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import numpy as np
 
+from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.memory.runs import Runs
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.rdma.rails import Extent, Region, chunks, regions
@@ -25,10 +26,18 @@ _log = logging.getLogger(__name__)
 class Registration:
     """A slab's memory in verbs' terms: registered piece by piece, all of it for a source, as needed for a target."""
 
-    def __init__(self, nics: Sequence[Nic], extents: Sequence[Extent], keepalive: object, device: str) -> None:
+    def __init__(
+        self,
+        nics: Sequence[Nic],
+        extents: Sequence[Extent],
+        keepalive: object,
+        device: str,
+        owner: Device | None = None,
+    ) -> None:
+        """owner: the device whose memory it is, which the thread that registers it must have chosen."""
         self.extents = extents
         self._nics = nics
-        self._device = device
+        self._device, self._owner = device, owner
         self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
         self._chunks = chunks(extents)
         self._starts = [address for address, _ in self._chunks]
@@ -67,7 +76,8 @@ class Registration:
                 known = self._regions[index]
                 if known is None:
                     address, size_bytes = self._chunks[index]
-                    known = [nic.register(address, size_bytes, self._device) for nic in self._nics]
+                    with nullcontext() if self._owner is None else self._owner.calling():
+                        known = [nic.register(address, size_bytes, self._device) for nic in self._nics]
                     self._regions[index] = known
                     if self._device != "cpu":
                         log_once(logging.INFO, "rdma: device memory is served %s", known[0].how)
@@ -93,6 +103,8 @@ class Registry:
 
     def of(self, slab: Slab) -> Registration:
         """The registration of this slab's memory, made now where there is none. VerbsError."""
+        if slab.runs.scattered:
+            raise VerbsError("columns of a matrix lie in as many pieces as it has rows")
         with self._guard:
             found = self._known.get(slab.runs)
             if found is None:
@@ -101,7 +113,8 @@ class Registry:
                 # The storages, not the tensors: the memory must stay, the tensors are free to go and take this along.
                 storages = [tensor.untyped_storage() for tensor in tensors]
                 device = tensors[0].device.type if tensors else "cpu"
-                found = self._known[slab.runs] = Registration(self._nics, extents, storages, device)
+                owner = of(tensors[0]) if tensors else None
+                found = self._known[slab.runs] = Registration(self._nics, extents, storages, device, owner)
             return found
 
     def clear(self) -> None:

@@ -34,13 +34,13 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 
+from tensorhub_plugins.core.device import pci_address
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.security.leases import Gate
@@ -83,7 +83,7 @@ class RdmaTransport:
         self._gate = gate
         ports, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
-        chosen = choose_ports(ports, wanted, _current_cuda_device())
+        chosen = choose_ports(ports, wanted, _sysfs_of_device())
         try:
             self._nics = open_nics(chosen)
         except VerbsError as error:
@@ -203,13 +203,7 @@ def _configured_gid_index() -> int | None:
     return int(text)
 
 
-def _current_cuda_device() -> str:
-    """Where the current CUDA device is in sysfs; "" when CUDA is not in use: nothing is initialized for this."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return ""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    if -1 in (domain, bus, number):
-        return ""
-    return os.path.realpath(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0")
+def _sysfs_of_device() -> str:
+    """Where this thread's CUDA device is in sysfs; "" when CUDA is not in use: nothing is initialized for this."""
+    address = pci_address()
+    return os.path.realpath(f"/sys/bus/pci/devices/{address}") if address else ""

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
@@ -41,9 +41,11 @@ from tensorhub_plugins.core.types import ShardKey
 _Expected = TypeVar("_Expected", StreamOpened, StreamFinished)
 
 
-def greet(sock: socket.socket, peer: str, *, stall_s: float, deadline: float) -> Channel:
+def greet(
+    sock: socket.socket, peer: str, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
+) -> Channel:
     """Introduce ourselves on a connected socket, which is closed if that fails. SourceLost, ProtocolError."""
-    channel = Channel(sock, peer, stall_s=stall_s)
+    channel = make(sock, peer, stall_s=stall_s)
     try:
         with translated(peer, None, "connect", deadline):
             channel.send([HELLO.pack(MAGIC, PROTOCOL, 0, b"")], deadline)

@@ -59,6 +59,10 @@ class SourceBackend:
         """Prepare an accepted socket and name the peer; ProtocolError when it is not welcome."""
         raise NotImplementedError
 
+    def channel(self, sock: socket.socket, peer: str, stall_s: float) -> Channel:
+        """Of an accepted connection; waits for nothing."""
+        return Channel(sock, peer, stall_s=stall_s)
+
     def refusal(self, offer: Offer) -> str | None:
         """Why this transport cannot serve this offer; None: it can."""
         raise NotImplementedError
@@ -158,11 +162,11 @@ class StreamServer:
     def _begin(self, sock: socket.socket) -> None:
         try:
             peer = self._backend.accept_peer(sock)
+            channel = self._backend.channel(sock, peer, self._limits.send_stall_s)
         except (OSError, ProtocolError) as error:
             _log.warning("%s: refused a connection: %s", self._backend.name, error)
             sock.close()
             return
-        channel = Channel(sock, peer, stall_s=self._limits.send_stall_s)
         thread = threading.Thread(
             target=self._serve, args=(channel,), name=f"tensorhub-{self._backend.name}-{peer}", daemon=True
         )

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import time
+from collections.abc import Callable
 
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.transports.stream.channel import Channel
@@ -22,8 +23,10 @@ LOOPBACK = "127.0.0.1"
 SAME_HOST_CONGESTION = b"reno"
 
 
-def connect(endpoint: str, host: str, port: int, *, stall_s: float, deadline: float) -> Channel:
-    """A connection to a source that has introduced itself. SourceLost, ProtocolError."""
+def connect(
+    endpoint: str, host: str, port: int, *, stall_s: float, deadline: float, make: Callable[..., Channel] = Channel
+) -> Channel:
+    """A connection to a source that has introduced itself. make: of the connected socket. SourceLost, ProtocolError."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
@@ -35,7 +38,7 @@ def connect(endpoint: str, host: str, port: int, *, stall_s: float, deadline: fl
         if sock is not None:
             sock.close()
         raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
-    return greet(sock, endpoint, stall_s=stall_s, deadline=deadline)
+    return greet(sock, endpoint, stall_s=stall_s, deadline=deadline, make=make)
 
 
 def tune(sock: socket.socket) -> None:

@@ -1,0 +1,76 @@
+"""Copies that the hub asks this worker to hold for others, so that a version is in several failure domains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+
+log = logging.getLogger("tensorhub.client")
+
+READ_TIMEOUT_S = 600.0  # 70 GB at 1 Gbit/s; the lease ends before when nothing arrives
+AT_A_TIME_MAX = 4  # versions; the hub asks again
+
+
+def has_whole(keys: Iterable[ShardKey], version: int) -> bool:
+    """Whether these are all shards of the checkpoint layout of this version, in any cut."""
+    shards: dict[int, set[int]] = {}
+    for key in keys:
+        if (key.version, key.layout) == (version, CHECKPOINT):
+            shards.setdefault(key.shard_count, set()).add(key.shard)
+    return any(len(found) == count for count, found in shards.items())
+
+
+class Copies:
+    """read: reads the checkpoint layout of a version into memory of our own, and serves it."""
+
+    def __init__(self, serving: Serving, read: Callable[[int], None]) -> None:
+        self._serving, self._read = serving, read
+        self._lock, self._one_at_a_time = threading.Lock(), threading.Lock()
+        self._threads: dict[int, threading.Thread] = {}
+        self._closed = False
+
+    def hold(self, version: int) -> None:
+        """Read it, unless that has begun, and keep it until it is not needed any more. Does not block."""
+        with self._lock:
+            if self._closed or version in self._threads or len(self._threads) >= AT_A_TIME_MAX:
+                return
+            thread = threading.Thread(target=self._hold, args=(version,), name="tensorhub-copies", daemon=True)
+            self._threads[version] = thread
+            thread.start()
+
+    def room_bytes(self) -> int:
+        """For more: what the budget leaves, and no more than half of what the machine can give."""
+        return self._serving.room_bytes()
+
+    def _hold(self, version: int) -> None:
+        """What was read is given up at once: the hub says "keep it", and later when it may go, as of any last copy."""
+        try:
+            with self._one_at_a_time:
+                before = set(self._serving.keys())  # what its owner has put here is its owner's to give up
+                if self._closed or has_whole(before, version):
+                    return  # the hub did not know yet what had come
+                self._read(version)
+            came = set(self._serving.keys()) - before
+            self._serving.may_release(sorted(k for k in came if (k.version, k.layout) == (version, CHECKPOINT)))
+        except TensorHubError as error:
+            log.warning("%s: has no copy of version %d for others: %s", self._serving.worker, version, error)
+        finally:
+            with self._lock:
+                self._threads.pop(version, None)
+
+    def close(self) -> None:
+        """Take no more. What is being read ends with the connection to the hub."""
+        with self._lock:
+            self._closed = True
+
+    def join(self) -> None:
+        """Wait until nothing is read any more."""
+        with self._lock:
+            threads = list(self._threads.values())
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,217 @@
+"""Copies in several failure domains (rule 4): which are needed there, and who is asked to make one that lacks. PURE.
+
+Who asks for `retain(domains=2)` wants every retained version in so many hosts (racks, data centres). A copy counts
+there while its worker is neither preemptible nor leaving. Readers bring copies anyway, so the hub waits a little; then
+it asks one worker of another domain, which has room, to read the checkpoint layout and to hold it (`Alive.hold`). That
+worker reads it as any reader does, serves it, and gives it up at once: the hub says "keep it", as to everybody who has
+the last copy of a domain, and "you may release it" when it is not needed any more. A worker that leaves (`hand_over`)
+has its last copies made elsewhere in the same way, also with one domain.
+
+Only the checkpoint layout is copied: it is what every worker can read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tensorhub_plugins.core.hub.outbox import Outbox
+from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.state import History, Holding, Missing, Version, Worker
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import CHECKPOINT, domain, version_text
+
+LOOK_EVERY_S = 1.0
+PATIENCE_S = 3.0  # before a copy is asked for: engines that read the version anyway often bring it
+BEGIN_S = 10.0  # who was asked has begun to read by then, or another one is asked
+AGAIN_S = 60.0  # before a worker that did not is asked once more
+NAMED_MAX = 3  # workers that a line for people names
+
+Domain = tuple[str, ...]
+WORDS = {"host": "hosts", "rack": "racks", "data_center": "data centres"}
+
+
+def is_safe(worker: Worker) -> bool:
+    """Whether what it holds counts as held: it is not known to be about to go."""
+    return not (worker.hello.preemptible or worker.is_leaving)
+
+
+def needs_its_domain(holding: Holding) -> bool:
+    """Whether this copy is in one of the failure domains that are wanted, and no other safe one is there."""
+    worker, key = holding.worker, holding.key
+    history = worker.history
+    version = history.versions[key.version]
+    if worker.hello.preemptible or (key.layout != CHECKPOINT and version.copies.has_whole(CHECKPOINT)):
+        return False
+    across = history.retain_across
+    others = [o for o in version.holders(key).values() if o.worker is not worker and o.counted.stays]
+    safe = {domain(o.worker.hello.location, across) for o in others if is_safe(o.worker)}
+    return len(safe) < history.retain_domains and domain(worker.hello.location, across) not in safe
+
+
+@dataclass
+class Spread:
+    """Where the shards of one version are safe, in the cut of its checkpoint layout that is in the most domains."""
+
+    shard_count: int
+    size_bytes: int
+    domains: int  # in which every shard is
+    holders: list[Worker]
+    alone: set[bytes] = field(default_factory=set)  # of the holders, those without whom a shard has no source
+    short: int = 0  # shards that are in too few
+    present: Counter[Domain] = field(default_factory=Counter)  # how many of those are in this domain
+
+    def lacks(self, place: Domain) -> bool:
+        """Whether a copy there helps."""
+        return self.present[place] < self.short
+
+
+class FailureDomains:
+    """Sees to it that retained versions are in as many as are wanted."""
+
+    def __init__(self, registry: Registry, outbox: Outbox) -> None:
+        self._registry = registry
+        self._outbox = outbox
+
+    def look(self, history: History, now: float) -> None:
+        """What lacks a copy, and whom to ask. Called at every heartbeat, and done once a second."""
+        if now < history.looked_at + LOOK_EVERY_S or self._registry.recovering(now):
+            return
+        history.looked_at = now
+        found = {number: self._short(history, number) for number in sorted(history.retained())}
+        for number in [n for n in history.missing if found.get(n) is None]:
+            del history.missing[number]
+        for number, spread in found.items():
+            if spread is not None:
+                missing = history.missing.setdefault(number, Missing(now))
+                missing.why = self._ask(history, number, spread, missing, now)
+        self._say_once(history)
+
+    def _short(self, history: History, number: int) -> Spread | None:
+        """None: this version is where it is to be."""
+        version, wanted = history.versions[number], history.retain_domains
+        holders = (h for shards in version.holdings.values() for held in shards.values() for h in held.values())
+        if wanted == 1 and not any(h.worker.is_leaving for h in holders if h.counted.stays):
+            return None
+        spreads = [
+            _spread(history, version, count, wanted)
+            for layout, count in version.layouts()
+            if layout == CHECKPOINT and len(version.holdings[layout, count]) == count
+        ]
+        best = max(spreads, key=lambda spread: spread.domains, default=Spread(1, 0, 0, []))
+        return best if best.domains < wanted else None
+
+    def _ask(self, history: History, number: int, spread: Spread, missing: Missing, now: float) -> str:
+        """Ask somebody for a copy, unless one is on its way; else why nobody can be asked."""
+        workers, across = self._registry.workers, history.retain_across
+        coming = [
+            workers[s] for s, at in missing.asked.items() if s in workers and _is_coming(workers[s], number, at, now)
+        ]
+        for worker in coming:
+            if now > missing.asked[worker.session] and not _reads(worker, number):
+                self._outbox.send(worker.session, m.Alive(hold=number))  # the first word may have been lost
+        on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
+        is_urgent = any(worker.is_leaving for worker in spread.holders)
+        if spread.domains + len({d for d in on_the_way if spread.lacks(d)}) >= history.retain_domains:
+            return ""
+        if now < missing.since + PATIENCE_S and not is_urgent:
+            return ""
+        if not spread.holders:
+            return "nobody holds its checkpoint layout any more, and no other is copied"
+        near = {holder.hello.location.data_center for holder in spread.holders}
+        best: tuple[bool, int, Worker] | None = None
+        reasons: list[str] = []
+        for worker in history.workers.values():
+            place = domain(worker.hello.location, across)
+            if not spread.lacks(place) or place in on_the_way:
+                continue
+            room = worker.room_bytes - self._promised_bytes(history, worker, now)
+            reason = _refusal(worker, room, spread, missing, now)
+            if reason:
+                reasons.append(f"{worker.name} {reason}")
+                continue
+            rank = worker.hello.location.data_center in near, room
+            if best is None or rank > best[:2]:
+                best = *rank, worker
+        if best is not None:
+            worker = best[2]
+            missing.asked[worker.session] = now
+            self._outbox.send(worker.session, m.Alive(hold=number))
+            self._outbox.log(f"{history.name}: {worker.name} is asked to hold a copy of version {version_text(number)}")
+            return ""
+        return "" if coming else _nobody(history, spread, reasons)
+
+    def _promised_bytes(self, history: History, worker: Worker, now: float) -> int:
+        """What it was asked to hold, and will take of the room that it has said."""
+        asked = (n for n, each in history.missing.items() if worker.session in each.asked)
+        coming = (n for n in asked if _is_coming(worker, n, history.missing[n].asked[worker.session], now))
+        return sum(size for n in coming for size in _sizes(history.versions[n], None) if n in history.versions)
+
+    def _say_once(self, history: History) -> None:
+        """That nobody can hold what is short, until all of it was held again."""
+        why = next((missing.why for missing in history.missing.values() if missing.why), "")
+        was_said, history.is_short = history.is_short, bool(why) or (history.is_short and bool(history.missing))
+        if why and not was_said:
+            number = next(n for n, missing in history.missing.items() if missing.why)
+            self._outbox.warn(f"{history.name}: version {version_text(number)}: {why}")
+
+
+def _spread(history: History, version: Version, count: int, wanted: int) -> Spread:
+    holders: dict[bytes, Worker] = {}
+    places: list[set[Domain]] = []
+    alone: set[bytes] = set()
+    for held in version.holdings[CHECKPOINT, count].values():
+        staying = [h.worker for h in held.values() if h.counted.stays]
+        alone.update(worker.session for worker in staying if len(staying) == 1)
+        holders.update((worker.session, worker) for worker in staying)
+        places.append({domain(w.hello.location, history.retain_across) for w in staying if is_safe(w)})
+    short = [safe for safe in places if len(safe) < wanted]
+    return Spread(
+        shard_count=count,
+        size_bytes=sum(_sizes(version, count)),
+        domains=min(map(len, places)),
+        holders=list(holders.values()),
+        alone=alone,
+        short=len(short),
+        present=Counter(place for safe in short for place in safe),
+    )
+
+
+def _sizes(version: Version, count: int | None) -> list[int]:
+    """Of the shards of its checkpoint layout; None: in any cut."""
+    contents = version.contents.items()
+    return [size for (layout, of, _), (_, size) in contents if layout == CHECKPOINT and count in (None, of)]
+
+
+def _reads(worker: Worker, number: int) -> bool:
+    return any(key.version == number for key in worker.reading)
+
+
+def _is_coming(worker: Worker, number: int, asked_at: float, now: float) -> bool:
+    """Whether a copy that was asked for may still come."""
+    return now < asked_at + BEGIN_S or _reads(worker, number)
+
+
+def _refusal(worker: Worker, room_bytes: int, spread: Spread, missing: Missing, now: float) -> str:
+    """Why this worker is not asked; empty: it can be."""
+    if worker.hello.preemptible:
+        return "is preemptible"
+    if worker.is_leaving or worker.is_replaced or worker.is_zombie:
+        return "is leaving"
+    if worker.session in spread.alone:
+        return "alone has a shard of it"  # which it cannot read from anybody
+    if room_bytes < spread.size_bytes:
+        return f"has room for {max(0, room_bytes) / 1e6:.1f} MB"
+    if worker.suspect or now < missing.asked.get(worker.session, now - AGAIN_S) + AGAIN_S:
+        return "was asked, and has not read it"
+    return ""
+
+
+def _nobody(history: History, spread: Spread, reasons: list[str]) -> str:
+    words = WORDS[history.retain_across]
+    named = "; ".join(reasons[:NAMED_MAX]) + (f"; and {len(reasons) - NAMED_MAX} more" * (len(reasons) > NAMED_MAX))
+    held = ", ".join(worker.name for worker in spread.holders[:NAMED_MAX])
+    return (
+        f"is safe in {spread.domains} of {history.retain_domains} {words} (held by {held}), and nobody else can hold "
+        f"its {spread.size_bytes / 1e6:.1f} MB: {named or f'there is no worker in further {words}'}"
+    )

@@ -1,0 +1,150 @@
+"""Host memory that is pinned in the background, so that no transfer waits for it.
+
+Until it is registered it is ordinary memory, and usable. A block is registered by one call: CUDA refuses a copy that
+touches two registrations, or one and memory beside it ("invalid argument"), and others copy from our tensors. What
+takes its time is that pages are made; that is done before, in pieces, between which a block can be let go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from tensorhub_plugins.core.device import Device, here
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.block import Block
+
+logger = logging.getLogger(__name__)
+
+POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: so soon a block that is closed is let go
+MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
+
+
+class Pinned:
+    """Host memory that is registered with a device in the background; `release` it before it is unmapped. done: it is
+    registered, or it will not be; then `reason` says why not."""
+
+    piece_size_bytes = POPULATE_SIZE_BYTES
+
+    def __init__(self, memory: torch.Tensor, device: Device) -> None:
+        self.done = threading.Event()
+        self.reason = ""
+        self._memory, self._device, self._pid = memory, device, os.getpid()
+        self._lock = threading.Lock()
+        self._is_registered = self._is_released = False
+
+    def run(self) -> None:
+        """Make the pages, and register them. In the background, or at once."""
+        for start in range(0, self._memory.numel(), self.piece_size_bytes):
+            if self._is_released:
+                break
+            _populate(self._memory[start : start + self.piece_size_bytes])
+        with self._device.calling() as driver, self._lock:
+            if self._is_released:
+                self.reason = "it was released before"
+            else:
+                self.reason = driver.register(self._memory)
+                self._is_registered = not self.reason
+        self.done.set()
+
+    def release(self) -> None:
+        """Let go of it, in the background: it stays mapped until then. Twice is fine, and in a forked child nothing."""
+        if self._pid == os.getpid() and not self._is_released:
+            self._is_released = True
+            _in_background(self._unregister)
+
+    def _unregister(self) -> None:
+        with self._device.calling() as driver, self._lock:
+            if self._is_registered:
+                self._is_registered = False
+                driver.unregister(self._memory)
+        self._memory = self._memory[:0]
+
+
+def pin_block(block: Block, device: Device | None = None, *, required: bool = False) -> Pinned | None:
+    """Register a block with this device (None: the calling thread's), in the background; None: there is none.
+
+    required: at once, or UsageError; the block is closed then."""
+    device = here(begins=required) if device is None else device
+    if device is None and not required:
+        return None
+    try:
+        return _pin(block.memory, device, required=required)
+    except BaseException:
+        if block.fd >= 0:
+            os.close(block.fd)
+        raise
+
+
+def _pin(memory: torch.Tensor, device: Device | None, *, required: bool) -> Pinned:
+    if device is None:
+        raise UsageError("pin=True, but torch finds no CUDA device")
+    pinned = Pinned(memory, device)
+    if not required:
+        _in_background(lambda: _pin_quietly(pinned))
+        return pinned
+    pinned.run()
+    if pinned.reason:
+        raise UsageError(f"CUDA cannot pin {memory.numel()} bytes ({pinned.reason}): raise the locked-memory limit")
+    return pinned
+
+
+def _pin_quietly(pinned: Pinned) -> None:
+    size_bytes = pinned._memory.numel()
+    pinned.run()
+    if pinned.reason and not pinned._is_released:
+        _warn_once(
+            f"{pinned._device.name} cannot pin {size_bytes / 1e9:.2f} GB ({pinned.reason}): copies take about five "
+            "times as long (5 GB/s, not 25 or more). Raise the locked-memory limit, or free host memory"
+        )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _populate(memory: torch.Tensor) -> None:
+    """Make its pages now, without the GIL. What is written to them meanwhile stays. Nothing on older kernels."""
+    start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size_bytes = memory.data_ptr() + memory.numel() - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), MADV_POPULATE_WRITE)
+
+
+_background: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None  # of which process
+_starting = threading.Lock()
+
+
+def _in_background(call: Callable[[], None]) -> None:
+    """One thread does it all, in order. It is a daemon: an interpreter that exits does not wait for pages."""
+    global _background
+    with _starting:
+        if _background is None or _background[0] != os.getpid():
+            _background = os.getpid(), queue.SimpleQueue()
+            threading.Thread(target=_work, args=(_background[1],), name="tensorhub-pin", daemon=True).start()
+        _background[1].put(call)
+
+
+def wait_for_background(timeout_s: float) -> bool:
+    """Until everything that was asked for so far is pinned, or released; False: it is not, after so long."""
+    done = threading.Event()
+    _in_background(done.set)
+    return done.wait(timeout_s)
+
+
+def _work(calls: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        call = calls.get()
+        try:
+            call()
+        except Exception:
+            logger.exception("memory was not pinned, or not released")
+        del call  # or the last one's memory would stay until there is another

@@ -1,0 +1,150 @@
+"""The order in which a matrix is published for readers of which each takes a slice of it. PURE: no memory is touched.
+
+A worker of a tensor parallel engine needs one of `count` slices of nearly every matrix: rows of most, columns of those
+whose outputs the workers add up. It reads whole segments, as these are the unit of verification, and a segment of full
+rows has columns for everybody. So a matrix is published as its slices, each a part by itself, and the first slices of
+all matrices lie together in the stream, then all second ones, and so on: what a worker needs is one stretch of it.
+
+    000/model.layers.0.mlp.down_proj.weight       columns of the first worker
+    000/model.layers.0.mlp.gate_proj.weight       rows of it
+    ...
+    001/model.layers.0.mlp.down_proj.weight       columns of the second worker
+    ...
+    model.norm.weight                             what is not cut, behind them
+
+Which matrices are cut by columns is told by their names. A wrong guess costs what no guess would have: workers read all
+of that matrix. What lies where is said in the table, part by part, so the bytes are right in any case.
+
+What is not cut: small tensors, of which there may be tens of thousands, and those of which a
+trainer rank holds little. Experts stay in one piece, as workers of an expert parallel engine
+take them whole; only where slices of columns are as large as segments are they cut, and lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from tensorhub_plugins.core.manifest import SEGMENT_SIZE_BYTES, Part, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+SLICES_MAX = 999
+EXPERT = ".experts."
+# Matrices whose outputs are added up (vLLM's RowParallelLinear), by the last word before ".weight".
+CUT_BY_COLUMNS = frozenset(
+    (
+        *("o_proj", "out_proj", "wo", "dense", "c_proj", "o", "proj", "out_lin"),  # behind the attention
+        *("down_proj", "w2", "fc2", "dense_4h_to_h", "fc_out", "linear_2", "lin2"),  # behind the activation
+    )
+)
+
+
+class Least(NamedTuple):
+    """Sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of it),
+    of columns that a rank holds (their entry in the table is far smaller), of columns of an expert."""
+
+    matrix: int = 2 << 20
+    columns: int = 64 << 10
+    expert: int = SEGMENT_SIZE_BYTES
+
+
+LEAST = Least()
+
+
+class Slice(NamedTuple):
+    """spec: what is published, and where it lies in the larger tensor. The rest says where it is in what is held: the
+    box `box` of elements [start, stop) in the form `shape`; None for all, as they are."""
+
+    spec: TensorSpec
+    box: tuple[slice, ...] = ()
+    elements: tuple[int, int] | None = None
+    shape: tuple[int, ...] = ()
+
+    def of(self, held: torch.Tensor) -> torch.Tensor:
+        """A view of it in what is held."""
+        if self.elements is not None:
+            held = held[self.elements[0] : self.elements[1]].view(self.shape)
+        return held[self.box] if self.box else held
+
+
+def slices_of(held: TensorSpec, count: int, least: Least = LEAST) -> list[Slice]:
+    """How all or a part of a tensor is published for readers of which each takes one of `count` slices.
+
+    held: its name, dtype, and shape, and which part of the tensor it is. The slices cover it, each element once.
+    """
+    whole = held.part.global_shape if held.part is not None else held.shape
+    size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
+    if count < 2 or len(whole) != 2 or size_bytes < least.matrix or not held.size_bytes:
+        return [Slice(held)]
+    axis = 1 if held.name.removesuffix(".weight").rpartition(".")[2] in CUT_BY_COLUMNS else 0
+    if EXPERT in held.name and (axis == 0 or size_bytes < count * least.expert):
+        return [Slice(held)]
+    if axis == 1 and held.size_bytes < count * least.columns:
+        return [Slice(held)]
+    return list(_cut(held, whole, axis, count))
+
+
+def _cut(held: TensorSpec, whole: tuple[int, int], axis: int, count: int) -> Iterator[Slice]:
+    width = -(-whole[axis] // count)
+    ends = [(min(k * width, whole[axis]), min((k + 1) * width, whole[axis])) for k in range(count)]
+    if held.part is None or not held.part.is_run:
+        yield from _boxes(held, (0, prod(held.shape)), held.part.start if held.part else (0, 0), held.shape, axis, ends)
+        return
+    row, start = whole[1], held.part.start[0]
+    stop = start + held.shape[0]
+    if axis == 0:
+        for number, (low, high) in enumerate(ends):
+            first, last = max(start, low * row), min(stop, high * row)
+            if first < last:
+                yield _run(held, _name(held, number), first, last)
+        return
+    first, last = -(-start // row), stop // row
+    if first >= last:
+        yield Slice(held)
+        return
+    if start < first * row:  # the end of a row that begins elsewhere
+        yield _run(held, f"{held.name}/head", start, first * row)
+    elements = first * row - start, last * row - start
+    yield from _boxes(held, elements, (first, 0), (last - first, row), axis, ends)
+    if last * row < stop:
+        yield _run(held, f"{held.name}/tail", last * row, stop)
+
+
+def _boxes(
+    held: TensorSpec,
+    elements: tuple[int, int],
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    axis: int,
+    ends: list[tuple[int, int]],
+) -> Iterator[Slice]:
+    """Of the box of this shape at `start` in the tensor, which are these elements of what is held."""
+    for number, (low, high) in enumerate(ends):
+        first, last = max(start[axis], low), min(start[axis] + shape[axis], high)
+        if first >= last:
+            continue
+        place = (first, start[1]) if axis == 0 else (start[0], first)
+        size = (last - first, shape[1]) if axis == 0 else (shape[0], last - first)
+        index = tuple(slice(p - s, p - s + n) for p, s, n in zip(place, start, size, strict=True))
+        is_run = held.part is not None and held.part.is_run
+        yield Slice(_spec(held, _name(held, number), size, place), index, elements if is_run else None, shape)
+
+
+def _run(held: TensorSpec, name: str, first: int, last: int) -> Slice:
+    """These elements of the tensor, of a run of them."""
+    assert held.part is not None
+    start = held.part.start[0]
+    return Slice(_spec(held, name, (last - first,), (first,)), (slice(first - start, last - start),))
+
+
+def _spec(held: TensorSpec, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> TensorSpec:
+    element = held.size_bytes // prod(held.shape)
+    whole = held.part.global_shape if held.part is not None else held.shape
+    return TensorSpec(name, held.dtype, shape, element * prod(shape), None, Part(whole, start, held.name))
+
+
+def _name(held: TensorSpec, number: int) -> str:
+    return f"{held.name}/{number:03}" if EXPERT in held.name else f"{number:03}/{held.name}"

@@ -1,0 +1,69 @@
+"""TLS between workers, for links that others can listen on: whose certificates are believed, and when it must be used.
+
+Both ends show a certificate of one CA that belongs to the run alone: who has one is a worker of it. Names and addresses
+in certificates are not compared, because workers come and go; leases say what a reader may read (leases.py).
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+import msgspec
+
+from tensorhub_plugins.core.errors import UsageError
+
+CERT_VARIABLE = "TENSORHUB_TLS_CERT"
+KEY_VARIABLE = "TENSORHUB_TLS_KEY"
+CA_VARIABLE = "TENSORHUB_TLS_CA"
+MODE_VARIABLE = "TENSORHUB_TLS"
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Paths of PEM files: this worker's certificate (chain), its key, and the CA's certificate."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+def files_from_environment() -> TlsFiles | None:
+    """None: there is no TLS here. UsageError when only some of the three are named."""
+    must = is_required()
+    named = {
+        CERT_VARIABLE: os.environ.get(CERT_VARIABLE, ""),
+        KEY_VARIABLE: os.environ.get(KEY_VARIABLE, ""),
+        CA_VARIABLE: os.environ.get(CA_VARIABLE, ""),
+    }
+    lacking = [name for name, path in named.items() if not path]
+    if len(lacking) == len(named) and not must:
+        return None
+    if lacking:
+        raise UsageError(f"TLS needs three files, and {', '.join(lacking)} names none: set it, or none of them")
+    return TlsFiles(*named.values())
+
+
+def is_required() -> bool:
+    """Whether nothing is to be read from another data centre without TLS. UsageError for another word."""
+    said = os.environ.get(MODE_VARIABLE, "")
+    if said not in ("", "required"):
+        raise UsageError(f"{MODE_VARIABLE}={said!r:.80}: required, or nothing")
+    return said == "required"
+
+
+def context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:
+    """One end's, mutual and TLS 1.3. UsageError that names the file that cannot be used."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    made.check_hostname = False
+    made.verify_mode = ssl.CERT_REQUIRED
+    if server_side:
+        made.num_tickets = 0  # nobody resumes, and a reader would take a ticket for the first word of an answer
+    what = f"{files.cert} and {files.key}"
+    try:
+        made.load_cert_chain(files.cert, files.key)
+        what = files.ca
+        made.load_verify_locations(files.ca)
+    except OSError as error:  # an SSLError is one
+        raise UsageError(f"TLS cannot use {what}: {error}") from error
+    return made

@@ -1,0 +1,469 @@
+"""A simulated device, for `device.using`: the real copies and waits of device.py, on memory whose order is checked.
+
+    with Simulation(seed=1) as simulation:
+        weight = simulation.put(torch.ones(1000), "weight")     # its memory holds POISON to who reads it as the host's
+        with Slab.adopt({"weight": weight}) as slab: ...
+        assert simulation.content(weight) == ...
+        simulation.check()                                      # AssertionError with every fault that was seen
+
+Streams are queues. What is queued runs when the host waits for it, in a seeded random order that streams and events
+permit, together with some that nobody waits for yet; until then its destination holds POISON, or what was there before.
+Found are
+* two operations that touch the same bytes, one of them writing, while no event or wait says which comes first: both are
+  named. The host counts as one thread here, that waits and queues in the order in which its threads do;
+* calls to the device by another thread than the one that captures, or with another device than the call is for (each
+  device that a thread has touched is in `contexts`);
+* a copy that touches a registration and memory beside it, which CUDA refuses.
+`fail` makes calls fail. As in torch, no stream waits for the default one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import flat_bytes
+
+POISON = 0x5A
+EAGER = 0.3  # how often something runs that nobody has waited for
+
+Bytes = npt.NDArray[np.uint8]
+Clock = dict[str, int]  # how much of each stream is known to be done
+DEFAULT = "default"
+
+
+@dataclass
+class _Region:
+    """Device memory. true: its bytes, which are not those at its address unless it was adopted in place."""
+
+    device: int
+    name: str
+    start: int
+    stop: int
+    true: Bytes
+    visible: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Access:
+    start: int
+    stop: int
+    writes: bool
+    where: str  # for people
+
+
+@dataclass
+class _Event:
+    stream: _Stream
+    position: int
+    clock: Clock
+
+
+@dataclass
+class _Operation:
+    label: str
+    run: Callable[[], None]
+    accesses: list[_Access]
+    stream: str
+    tick: int
+
+
+@dataclass
+class _Stream:
+    name: str
+    device: int
+    queue: deque[_Operation | _Event] = field(default_factory=deque)  # an event: to be waited for
+    queued: int = 0
+    done: int = 0
+    clock: Clock = field(default_factory=dict)
+
+
+class Simulation:
+    """All devices of a process, `count` of them. Any thread may call."""
+
+    def __init__(self, seed: int, *, count: int = 1, piece_size_bytes: int = devices.PIECE_SIZE_BYTES) -> None:
+        self.random = random.Random(seed)
+        self.devices = [
+            devices.Device(f"simulated:{index}", Simulated(self, index), piece_size_bytes=piece_size_bytes)
+            for index in range(count)
+        ]
+        self.contexts: dict[int, set[str]] = {}  # device -> names of the threads that have touched it
+        self.calls: Counter[str] = Counter()
+        self.registered: dict[int, int] = {}  # address -> size
+        self.faults: list[str] = []
+        self._fails: Counter[str] = Counter()
+        self._lock = threading.RLock()
+        self._mine = threading.local()
+        self._regions: list[_Region] = []  # by address
+        self._starts: list[int] = []
+        self._streams: dict[tuple[int, str], _Stream] = {}
+        self._host: Clock = {}
+        self._recent: list[_Operation] = []  # what the host has not waited for
+        self._capturing: int | None = None
+        self._using: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> Simulation:
+        self._using = devices.using(self)
+        self._using.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._using is not None
+        self._using.__exit__(None, None, None)
+
+    # --- the platform ---
+
+    def of(self, tensor: torch.Tensor) -> devices.Device | None:
+        region = self._region(tensor.data_ptr())
+        return None if region is None else self.devices[region.device]
+
+    def here(self, *, begins: bool = False) -> devices.Device | None:
+        return self.devices[self.current]
+
+    # --- for tests ---
+
+    def put(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> torch.Tensor:
+        """A copy of a dense host tensor, of the same dtype, shape and strides, in this device's memory."""
+        source = flat_bytes(tensor)
+        visible = torch.full((source.numel(),), POISON, dtype=torch.uint8)
+        self._add(visible, device, name, source.numpy().copy())
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(visible.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+    def adopt_in_place(self, tensors: dict[str, torch.Tensor], *, device: int = 0) -> Slab:
+        """A slab of these host tensors, whose memory counts as the device's from now on, though tests read it."""
+        for name, tensor in tensors.items():
+            if tensor.numel() and self._region(tensor.data_ptr()) is None:
+                flat = flat_bytes(tensor)
+                self._add(flat, device, name, flat.numpy())
+        return Slab.adopt(tensors)
+
+    def content(self, tensor: torch.Tensor) -> bytes:
+        """What is in it, as far as operations have run."""
+        return _bytes_at(self, flat_bytes(tensor)).tobytes()
+
+    def kernel(self, tensor: torch.Tensor, value: int, stream: str = "compute", *, device: int = 0) -> None:
+        """Queue a kernel that sets each byte to a value."""
+        flat = flat_bytes(tensor)
+        self._queue(f"kernel sets {value}", device, stream, [], [flat], lambda: _bytes_at(self, flat).fill(value))
+
+    def reading_kernel(self, tensor: torch.Tensor, stream: str = "compute", *, device: int = 0) -> list[bytes]:
+        """Queue a kernel that reads a tensor. The list gets what it has read, when it has run."""
+        found: list[bytes] = []
+        flat = flat_bytes(tensor)
+        self._queue("kernel", device, stream, [flat], [], lambda: found.append(self.content(tensor)))
+        return found
+
+    def touch(self, memory: torch.Tensor, what: str, *, writes: bool = False) -> None:
+        """The host reads or writes this host memory now, which a copy must not be doing."""
+        self._compare(what, self._host, [self._access(memory, writes)])
+
+    def fail(self, call: str, times: int = 1) -> None:
+        """Let the next calls of this name fail for want of memory: "register", "copy", "scratch", "buffer"."""
+        self._fails[call] += times
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """The calling thread's own stream."""
+        before, self._mine.stream = getattr(self._mine, "stream", DEFAULT), name
+        try:
+            yield
+        finally:
+            self._mine.stream = before
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """The calling thread captures a graph."""
+        self._capturing = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._capturing = None
+
+    def check(self) -> None:
+        """AssertionError that names what was found, and device memory that was written as if it were the host's."""
+        written = [
+            f"the host has written into {region.name} as if it were its own memory"
+            for region in self._regions
+            if region.true.ctypes.data != region.start and not bool((region.visible == POISON).all())
+        ]
+        if self.faults or written:
+            raise AssertionError("\n".join([*self.faults, *written]))
+
+    @property
+    def current(self) -> int:
+        """The calling thread's device; 0 until it has chosen one."""
+        return getattr(self._mine, "device", 0)
+
+    # --- for the driver ---
+
+    @contextmanager
+    def choosing(self, device: int) -> Iterator[None]:
+        """`device` is the calling thread's."""
+        before, self._mine.device = self.current, device
+        try:
+            yield
+        finally:
+            self._mine.device = before
+
+    def called(self, call: str) -> None:
+        """A thread makes this call. torch.OutOfMemoryError if it is to fail."""
+        with self._lock:
+            self.calls[call] += 1
+            thread = threading.current_thread().name
+            self.contexts.setdefault(self.current, set()).add(thread)
+            if self._capturing not in (None, threading.get_ident()):
+                self.faults.append(f"{call} by thread {thread} while graphs are captured")
+                raise RuntimeError("operation not permitted when stream is capturing")
+            if self._fails[call]:
+                self._fails[call] -= 1
+                raise torch.OutOfMemoryError(f"simulated, at {call}")
+
+    def stream_of(self, device: int, name: str | None) -> _Stream:
+        """None: the calling thread's own."""
+        name = getattr(self._mine, "stream", DEFAULT) if name is None else name
+        return self._streams.setdefault((device, name), _Stream(f"{device}/{name}", device))
+
+    def copy(self, device: int, source: torch.Tensor, target: torch.Tensor, stream: str | None) -> None:
+        """Queue one copy."""
+        for side in (source, target):
+            if self._region(side.data_ptr()) is None:
+                self._check_registration(side.data_ptr(), side.data_ptr() + side.numel())
+
+        def run() -> None:
+            _bytes_at(self, target)[:] = _bytes_at(self, source)
+
+        self._queue("copy", device, stream, [source], [target], run)
+
+    def move(
+        self, device: int, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], stream: str | None
+    ) -> None:
+        """Queue one kernel that copies device memory, cut in different ways."""
+
+        def run() -> None:
+            whole = np.concatenate([_bytes_at(self, source) for source in sources])
+            at = 0
+            for target in targets:
+                _bytes_at(self, target)[:] = whole[at : at + target.numel()]
+                at += target.numel()
+
+        self._queue("gather" if len(targets) == 1 else "scatter", device, stream, sources, targets, run)
+
+    def scratch(self, device: int, size_bytes: int) -> torch.Tensor:
+        """Device memory with nothing in it."""
+        visible = torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        self._add(visible, device, "scratch", np.full(size_bytes, POISON, np.uint8))
+        return visible
+
+    def record(self, device: int, stream: str | None) -> _Event:
+        """An event behind what is queued."""
+        with self._lock:
+            of = self.stream_of(device, stream)
+            return _Event(of, of.queued, dict(of.clock))
+
+    def order(self, device: int, stream: str, event: _Event) -> None:
+        """The stream waits."""
+        with self._lock:
+            of = self.stream_of(device, stream)
+            of.queue.append(event)
+            of.queued += 1
+            _join(of.clock, event.clock)
+
+    def wait(self, events: Sequence[_Event]) -> None:
+        """The host waits."""
+        with self._lock:
+            for event in events:
+                self._run_to(event)
+                _join(self._host, event.clock)
+            self._recent = [each for each in self._recent if self._host.get(each.stream, 0) < each.tick]
+
+    def wait_for_all(self, device: int) -> None:
+        """The host waits for every stream of a device."""
+        with self._lock:
+            of = [stream for stream in self._streams.values() if stream.device == device]
+            self.wait([_Event(stream, stream.queued, stream.clock) for stream in of])
+
+    # --- inside ---
+
+    def _add(self, visible: torch.Tensor, device: int, name: str, true: Bytes) -> None:
+        start = visible.data_ptr()
+        with self._lock:
+            at = bisect_right(self._starts, start)
+            self._starts.insert(at, start)
+            self._regions.insert(at, _Region(device, name, start, start + visible.numel(), true, visible))
+
+    def _region(self, address: int) -> _Region | None:
+        with self._lock:
+            at = bisect_right(self._starts, address) - 1
+            return self._regions[at] if at >= 0 and address < self._regions[at].stop else None
+
+    def _access(self, flat: torch.Tensor, writes: bool) -> _Access:
+        start, region = flat.data_ptr(), self._region(flat.data_ptr())
+        where = f"host memory {start:#x}" if region is None else f"{region.name}[{start - region.start}:]"
+        return _Access(start, start + flat.numel(), writes, where)
+
+    def _check_registration(self, start: int, stop: int) -> None:
+        for first, size_bytes in self.registered.items():
+            if first < stop and start < first + size_bytes and not first <= start <= stop <= first + size_bytes:
+                self.faults.append(f"a copy of [{start:#x}, {stop:#x}) touches a registration and memory beside it")
+                raise RuntimeError("CUDA error: invalid argument")
+
+    def _queue(
+        self,
+        what: str,
+        device: int,
+        stream: str | None,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        run: Callable[[], None],
+    ) -> None:
+        with self._lock:
+            of = self.stream_of(device, stream)
+            _join(of.clock, self._host)
+            of.queued += 1
+            of.clock[of.name] = of.queued
+            accesses = [*(self._access(flat, False) for flat in reads), *(self._access(flat, True) for flat in writes)]
+            label = f"{what} #{of.queued} of stream {of.name}"
+            self._compare(label, of.clock, accesses)
+            for flat, access in zip(writes, accesses[len(reads) :], strict=True):
+                if not any(_overlap(access, other) for each in self._recent for other in each.accesses):
+                    _bytes_at(self, flat).fill(POISON)  # nobody may rely on it any more
+            operation = _Operation(label, run, accesses, of.name, of.queued)
+            of.queue.append(operation)
+            self._recent.append(operation)
+            if self.random.random() < EAGER:
+                self._run_any()
+
+    def _compare(self, label: str, clock: Clock, accesses: Sequence[_Access]) -> None:
+        with self._lock:
+            for each in self._recent:
+                if clock.get(each.stream, 0) >= each.tick:
+                    continue
+                for one in each.accesses:
+                    for other in accesses:
+                        if (one.writes or other.writes) and _overlap(one, other):
+                            verbs = ["writes" if access.writes else "reads" for access in (one, other)]
+                            self.faults.append(
+                                f"unordered: {each.label} {verbs[0]} {one.where}, {label} {verbs[1]} {other.where}"
+                            )
+
+    def _runnable(self, stream: _Stream) -> bool:
+        head = stream.queue[0] if stream.queue else None
+        return head is not None and (isinstance(head, _Operation) or head.stream.done >= head.position)
+
+    def _step(self, stream: _Stream) -> None:
+        head = stream.queue.popleft()
+        stream.done += 1
+        if isinstance(head, _Operation):
+            head.run()
+
+    def _run_any(self) -> None:
+        runnable = [stream for stream in self._streams.values() if self._runnable(stream)]
+        if runnable:
+            self._step(self.random.choice(runnable))
+
+    def _run_to(self, event: _Event) -> None:
+        while event.stream.done < event.position:
+            needed, at = [event.stream], 0
+            while at < len(needed):  # whatever a needed stream waits for is needed
+                heads = [item.stream for item in needed[at].queue if isinstance(item, _Event)]
+                needed += [stream for stream in heads if stream not in needed]
+                at += 1
+            runnable = [stream for stream in needed if self._runnable(stream)]
+            assert runnable, "the streams wait for each other"
+            self._step(self.random.choice(runnable))
+            if self.random.random() < EAGER:
+                self._run_any()
+
+
+class Simulated:
+    """The driver of one of them."""
+
+    def __init__(self, simulation: Simulation, index: int) -> None:
+        self._simulation, self._index = simulation, index
+        self._streams = 0
+
+    def current(self) -> AbstractContextManager[object]:
+        return self._simulation.choosing(self._index)
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        self._simulation.called("buffer")
+        return torch.full((size_bytes,), POISON, dtype=torch.uint8)
+
+    def make_stream(self) -> str:
+        self._simulation.called("make_stream")
+        self._streams += 1
+        return f"copies {self._streams}"
+
+    def scratch(self, size_bytes: int, stream: str) -> torch.Tensor:
+        self._simulation.called("scratch")
+        return self._simulation.scratch(self._index, size_bytes)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: str | None) -> None:
+        self._simulation.called("copy")
+        self._simulation.copy(self._index, source, target, stream)
+
+    def gather(self, sources: Sequence[torch.Tensor], target: torch.Tensor, stream: str) -> None:
+        self._simulation.called("gather")
+        self._simulation.move(self._index, sources, [target], stream)
+
+    def scatter(self, source: torch.Tensor, targets: Sequence[torch.Tensor], stream: str) -> None:
+        self._simulation.called("scatter")
+        self._simulation.move(self._index, [source], targets, stream)
+
+    def record(self, stream: str | None) -> _Event:
+        self._simulation.called("record")
+        return self._simulation.record(self._index, stream)
+
+    def order(self, stream: str, event: _Event) -> None:
+        self._simulation.called("order")
+        self._simulation.order(self._index, stream, event)
+
+    def wait(self, event: _Event) -> None:
+        self._simulation.called("wait")
+        self._simulation.wait([event])
+
+    def synchronize(self) -> None:
+        self._simulation.called("synchronize")
+        self._simulation.wait_for_all(self._index)
+
+    def register(self, memory: torch.Tensor) -> str:
+        try:
+            self._simulation.called("register")
+        except torch.OutOfMemoryError as error:
+            return str(error)
+        self._simulation.registered[memory.data_ptr()] = memory.numel()
+        return ""
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        self._simulation.called("unregister")
+        del self._simulation.registered[memory.data_ptr()]
+
+
+def _bytes_at(simulation: Simulation, flat: torch.Tensor) -> Bytes:
+    region = simulation._region(flat.data_ptr())
+    if region is None:
+        found: Bytes = flat.numpy()
+        return found
+    start = flat.data_ptr() - region.start
+    return region.true[start : start + flat.numel()]
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for name, tick in other.items():
+        clock[name] = max(tick, clock.get(name, 0))
+
+
+def _overlap(one: _Access, other: _Access) -> bool:
+    return one.start < other.stop and other.start < one.stop
