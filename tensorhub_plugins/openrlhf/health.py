@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutEr
 from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, record, steps_behind
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
+from tensorhub_plugins.vllm.ray import figures
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Lost, Seen
 
 logger = get_logger(__name__)
@@ -166,16 +167,11 @@ class Engines:
         with self.lock:
             live = [member for member in self.members if member.gets_prompts]
             newest = max((member.version for member in live), default=0)
-            sources = [member.last_update.get("sources") or {} for member in live]
-            total = sum(sum(each.values()) for each in sources)
-            own = sum(size for each in sources for name, size in each.items() if name.startswith(f"{config.TRAINER}/"))
             return {
                 "tensorhub/replicas/ready": float(len(live)),
                 "tensorhub/replicas/lost": float(sum(member.was_lost for member in self.members)),
                 "tensorhub/version_lag/max": float(max((steps_behind(m.version, newest) for m in live), default=0)),
-                "tensorhub/pull/seconds_max": max((m.last_update.get("pull_s", 0.0) for m in live), default=0.0),
-                "tensorhub/pause/seconds_max": max((m.last_update.get("pause_s", 0.0) for m in live), default=0.0),
-                "tensorhub/pull/share_from_peers": 1.0 - own / total if total else 0.0,
+                **figures.of_updates((member.last_update for member in live), config.TRAINER),
             }
 
     # --- the fleet ----------------------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class EngineLauncher:
         return [{"GPU": 1, "CPU": 1} for _ in range(int(self.arguments["tensor_parallel_size"]))]
 
     def slots(self, avoid: Collection[str]) -> int:
-        return len(self.vacant) + room.slots(self.bundles, avoid=avoid, same_node=False)
+        vacant = 0 if avoid else len(self.vacant)  # where they are is not known, see `_place`
+        return vacant + room.slots(self.bundles, avoid=avoid, same_node=False)
 
     async def start(self, name: str, rank: int, avoid: Collection[str]) -> Any:
         self.places[name] = strategy, indices = await self._place(name, avoid)  # first: it is counted on

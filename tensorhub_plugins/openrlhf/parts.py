@@ -37,19 +37,16 @@ def why_gathered(model: torch.nn.Module, steps: Iterable[Step], ranks: int) -> s
 def held_by_rank(model: torch.nn.Module, steps: Iterable[Step]) -> Iterator[Held]:
     """This rank's parts, under the names of a checkpoint. `why_gathered` has nothing against it."""
     own = model.state_dict(keep_vars=True)
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    turns = Turns(rank, ranks)
+    turns = Turns(distributed.get_rank(), distributed.get_world_size())
     for step in steps:
         (name,), tensor = step.targets, own[step.sources[0]]
         if not hasattr(tensor, "ds_tensor"):  # a buffer, which every rank has
-            whole = contiguous_spec(name, tensor.dtype, tensor.shape)
-            mine = turns.is_mine(rank, ranks, whole.size_bytes)
-            yield Held(whole, tensor.detach() if mine else None)
+            yield turns.one_of_all(name, tensor)
             continue
         piece = tensor.ds_tensor.detach().view(-1)
         whole = contiguous_spec(name, piece.dtype, tensor.ds_shape)
         elements: int = prod(whole.shape)
-        start = min(rank * piece.numel(), elements)
+        start = min(turns.rank * piece.numel(), elements)
         yield held_run(whole, piece[: elements - start], start)
 
 

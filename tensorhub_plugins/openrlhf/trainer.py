@@ -19,7 +19,7 @@ import torch
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor
 
-from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, version_of
+from tensorhub_plugins.core import Publisher, TensorSpec, contiguous_spec, release_cached_memory, version_of
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config, parts
 from tensorhub_plugins.openrlhf.routing import SamplesGenerator
@@ -62,10 +62,12 @@ class PolicyModelActor(_Policy):
         self._is_sharded = strategy.args.ds.zero_stage == 3
         module = self.actor.model.module
         self._steps = checkpoint_names.steps(module, parts.shape_of)
-        why = parts.why_gathered(module, self._steps, ranks) if options.parts else "parts=false"
-        self._by_parts = self._is_sharded and not why
-        if self._is_sharded and why and rank == 0:
-            log.info("whole tensors are gathered to every trainer rank: %s", why)
+        self._by_parts = False
+        if self._is_sharded:
+            why = parts.why_gathered(module, self._steps, ranks) if options.parts else "parts=false"
+            self._by_parts = not why
+            if why and rank == 0:
+                log.info("whole tensors are gathered to every trainer rank: %s", why)
         self._publisher = Publisher(
             client,
             rank=rank,
@@ -75,6 +77,7 @@ class PolicyModelActor(_Policy):
             timeout_s=options.timeout_s,
             # Of a model that is gathered, the ranks' shares are known before the first version.
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
+            slices=max(1, int(strategy.args.vllm.tensor_parallel_size)),
             begins=True,
         )
 
@@ -86,7 +89,7 @@ class PolicyModelActor(_Policy):
     def tensorhub_publish(self, step: int) -> dict[str, float]:
         """Called on every rank. Returns metrics as soon as the hub knows, and the attempt; no rank waits for an
         engine."""
-        torch.cuda.empty_cache()
+        release_cached_memory()
         if self._by_parts:
             metrics = self._publisher.publish_parts(step, parts.held_by_rank(self.actor.model.module, self._steps))
         else:

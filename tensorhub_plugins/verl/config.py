@@ -43,6 +43,7 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
 
     dtype: str | None = None  # what matrices are published as, see parts.keeps_dtype; None: what the rollouts run
     parts: bool = True  # each trainer rank publishes what it holds, see parts.py; False: it gathers all
+    slices: int | None = None  # tensor parallel size of the engines that pull, see Publisher; None: the rollouts'
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py
@@ -52,7 +53,10 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
 def parse(given: Mapping[str, Any] | None) -> Options:
     """Options from verl's configuration (a mapping, also omegaconf's), or UsageError naming the option."""
     parsed = options.convert(_plain(given or {}), Options, where=WHERE)
-    options.check_training(parsed, where=WHERE, limits={"replica_timeout_s": (1, 3600)})
+    limits: dict[str, tuple[float, float]] = {"replica_timeout_s": (1, 3600)}
+    if parsed.slices is not None:
+        limits["slices"] = (1, 999)
+    options.check_training(parsed, where=WHERE, limits=limits)
     if parsed.dtype is not None and parsed.dtype not in DTYPES:
         raise UsageError(f"{WHERE}.dtype is {parsed.dtype!r}: choose one of {', '.join(DTYPES)}, or leave it out")
     return parsed

@@ -52,6 +52,7 @@ def refuse_or_tell(root: Any) -> None:
 def check(root: Any) -> list[str]:
     """All that can be known here: configuration, versions, whether the hub answers. Raises UsageError."""
     settle_dtype(root)
+    settle_slices(root)
     options, said = checks.check(root)
     config.check_verl(options)
     config.check_vllm(options)
@@ -74,3 +75,13 @@ def settle_dtype(root: Any) -> None:
     given = rollout.checkpoint_engine.get("engine_kwargs") or {}
     if (given.get(config.BACKEND) or {}).get("dtype") is None and rollout.get("dtype") in config.DTYPES:
         OmegaConf.update(root, f"{config.WHERE}.dtype", rollout.dtype, force_add=True)
+
+
+def settle_slices(root: Any) -> None:
+    """Where it is not said otherwise, publish for workers that each take a slice: those of tensor parallel replicas
+    that pull. In drop-in mode every worker reads everything."""
+    rollout = root.actor_rollout_ref.rollout
+    given = rollout.checkpoint_engine.get("engine_kwargs") or {}
+    if (given.get(config.BACKEND) or {}).get("slices") is None and rollout.get("name") == config.ROLLOUT:
+        size = int(rollout.get("tensor_model_parallel_size") or 1)
+        OmegaConf.update(root, f"{config.WHERE}.slices", size, force_add=True)

@@ -25,7 +25,7 @@ from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.health import Load, Watch
 from tensorhub_plugins.verl.versions import Span, cuts
-from tensorhub_plugins.vllm.ray import fleet
+from tensorhub_plugins.vllm.ray import figures, fleet
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
 
@@ -150,17 +150,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         """For the trainer's log."""
         self._start()
         serving = [a for name, a in self._answers.items() if self._watch.in_rotation(name)]
-        total = sum(sum(answer.get("sources", {}).values()) for answer in serving)
-        trainers = [
-            size for a in serving for source, size in a.get("sources", {}).items() if source.startswith(f"{TRAINER}/")
-        ]
         return {
             "tensorhub/replicas/ready": float(len(serving)),
             "tensorhub/replicas/lost": float(sum(r.lost for r in self._watch.replicas.values())),
             "tensorhub/version_lag/max": float(max(self._watch.lags(), default=0)),
-            "tensorhub/pull/seconds_max": max((answer.get("pull_s", 0.0) for answer in serving), default=0.0),
-            "tensorhub/pause/seconds_max": max((answer.get("pause_s", 0.0) for answer in serving), default=0.0),
-            "tensorhub/pull/share_from_peers": 1.0 - sum(trainers) / total if total else 0.0,
+            **figures.of_updates(serving, TRAINER),
         }
 
     # The rest of verl's protocol, on the actor's one thread.

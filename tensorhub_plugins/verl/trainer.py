@@ -172,6 +172,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             timeout_s=self.options.timeout_s,
             dtype=None if dtype is None else getattr(torch, dtype),
             keeps_dtype=parts.keeps_dtype,
+            slices=self.options.slices or 1,
             begins=True,
         )
 

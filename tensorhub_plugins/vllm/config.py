@@ -23,6 +23,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     model: str
     replica: str  # one name per engine; live engines of a run must have different ones
     advertise_host: str | None = None
+    preemptible: bool | None = None  # this node may be taken away; None: the environment's TENSORHUB_PREEMPTIBLE
     job: str | None = None  # what its next life has, too, see Client; None: the environment's TENSORHUB_JOB
     connect_timeout_s: float = 10.0
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
@@ -40,6 +41,7 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
             "digest": self.digest,
             "advertise_host": self.advertise_host,
             "job": self.job,
+            "preemptible": self.preemptible,
             "connect_timeout_s": self.connect_timeout_s,
         }
         return Client(self.hub, run=self.run, model=self.model, replica=replica or self.replica, **{**own, **given})

@@ -35,6 +35,7 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionInfo,
     VersionRefused,
+    gate,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
@@ -98,6 +99,9 @@ class TensorHubModelLoader(BaseModelLoader):
                 on_disk = True
             if on_disk:
                 _serve_what_was_on_disk(start, joining, updater)
+            # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
+            # (extension.py) nothing is served from the device.
+            gate.close()
         logger.info(
             "weights from %s: model made in %.2f s, then %.2f s",
             "disk" if on_disk else "the store",
@@ -122,15 +126,21 @@ def _check_made(model: torch.nn.Module) -> None:
 def _fill_with_zeros(model: torch.nn.Module) -> None:
     """So that what kernels make of the weights before there are any is defined, and the same everywhere.
 
-    By several threads: what takes its time is that the memory is touched for the first time.
+    The host's by several threads: what takes its time is that the memory is touched for the first time. A device's by
+    this thread, on whose stream the next kernels follow.
     """
 
     def fill(parameter: torch.nn.Parameter) -> None:
         with torch.no_grad():
             parameter.zero_()
 
+    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    on_device: list[torch.Tensor] = [parameter for parameter in parameters if parameter.device.type != "cpu"]
+    if on_device:
+        with torch.no_grad():
+            torch._foreach_zero_(on_device)
     with ThreadPoolExecutor(min(FILL_THREADS_MAX, len(os.sched_getaffinity(0)))) as threads:
-        list(threads.map(fill, (parameter for parameter in model.parameters() if not parameter.is_meta)))
+        list(threads.map(fill, (parameter for parameter in parameters if parameter.device.type == "cpu")))
 
 
 def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline: Deadline) -> bool:

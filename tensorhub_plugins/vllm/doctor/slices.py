@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import TensorTable, segment_size_for
+from tensorhub_plugins.core import TensorTable, segment_size_for, slices_of
 from tensorhub_plugins.vllm.doctor.ranks import Rank, made
 from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, spec_of, whole_region
@@ -25,12 +25,14 @@ from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_
 @dataclass(frozen=True)
 class Share:
     """Of one rank, in bytes. needed: what the plan names. read: the segments that hold a byte of it, as of a trainer
-    that publishes everything in one shard. process: layers that plain copies cannot fill."""
+    that publishes everything in one shard, slice by slice (`Publisher(slices=)`, the size of the group). read_of_whole:
+    the same of one that publishes whole matrices. process: layers that plain copies cannot fill."""
 
     rank: Rank
     checkpoint: int
     needed: int
     read: int
+    read_of_whole: int
     process: tuple[str, ...]
 
 
@@ -43,7 +45,8 @@ def shares(folder: Path, shapes: Shapes, ranks: Iterable[Rank], **options: Any) 
     for rank in ranks:
         with made(folder, rank, **options) as (model, vllm_config):
             plan = planned(model, vllm_config, shapes)
-        yield Share(rank, plan.checkpoint_bytes, plan.needed_bytes, read_bytes(plan), tuple(sorted(plan.process)))
+        read, of_whole = (read_bytes(plan, slices) for slices in (rank.tp_size, 1))
+        yield Share(rank, plan.checkpoint_bytes, plan.needed_bytes, read, of_whole, tuple(sorted(plan.process)))
 
 
 def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
@@ -53,20 +56,24 @@ def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
     return plan
 
 
-def read_bytes(plan: Plan) -> int:
+def read_bytes(plan: Plan, slices: int) -> int:
     """Of all segments that hold a byte of what is needed."""
-    wholes = {name: whole_region(shape) for name, (_, shape) in plan.shapes.items()}
-    table = TensorTable.of(spec_of(name, *plan.shapes[name], region) for name, region in wholes.items())
+    wholes = (spec_of(name, dtype, shape, whole_region(shape)) for name, (dtype, shape) in plan.shapes.items())
+    table = TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices))
     size = segment_size_for(table.size_bytes)
     read: set[int] = set()
-    for name, region in plan.needed.items():
-        start = table.offsets[table.positions[name]]
-        for first, last in _stretches(region, *plan.shapes[name], gap_bytes=size):
-            read.update(range((start + first) // size, (start + last - 1) // size + 1))
+    for spec, start in zip(table, table.offsets, strict=True):
+        region, here = plan.needed.get(spec.tensor), Region(spec.part.start if spec.part else (), spec.shape)
+        common = region if region is None or spec.part is None else region.within(here)
+        if common is not None and spec.size_bytes:
+            for first, last in _stretches(common, plan.shapes[spec.tensor][0], spec.shape, gap_bytes=size):
+                read.update(range((start + first) // size, (start + last - 1) // size + 1))
     return sum(min(size, table.size_bytes - segment * size) for segment in read)
 
 
-def _stretches(region: Region, dtype: torch.dtype, whole: torch.Size, *, gap_bytes: int) -> Iterator[tuple[int, int]]:
+def _stretches(
+    region: Region, dtype: torch.dtype, whole: tuple[int, ...], *, gap_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Byte ranges of the whole that hold the region; gaps that are shorter than a segment do not count."""
     element, steps = dtype.itemsize, contiguous_strides(whole)
     corner = sum(start * step for start, step in zip(region.start, steps, strict=True))

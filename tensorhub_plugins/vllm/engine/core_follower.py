@@ -152,6 +152,7 @@ class CoreFollower(Follower):
         super().__init__(core, self._ask_hub, worker=joining.replica, timeout_s=TIMEOUT_S)
         self._core, self._joining, self._when, self._patience_s = core, joining, when, patience_s
         self._client: Client | None = None
+        self._began_at = time.monotonic()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
 
@@ -167,8 +168,13 @@ class CoreFollower(Follower):
             "follow": self._when,
             "version": self._core.spans.version,
             "broken": self.is_broken,
-            "hub_silent_s": 0.0 if self._client is None else self._client.hub_silent_s,
+            "hub_silent_s": self._hub_silent_s,
         }
+
+    @property
+    def _hub_silent_s(self) -> float:
+        """The workers have heard it before this began; a follower that never does is cut off as well."""
+        return time.monotonic() - self._began_at if self._client is None else self._client.hub_silent_s
 
     def starts(self, request: str) -> list[Start] | None:
         """Call in the core's loop. Where the versions of this request's tokens start, see spans.py."""

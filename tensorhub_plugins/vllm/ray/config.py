@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import ray
 
-from tensorhub_plugins.core import Client, Location, here
+from tensorhub_plugins.core import PREEMPTIBLE_VARIABLE, Client, Location, UsageError, here
 from tensorhub_plugins.core.options import StoreOptions, TrainingOptions
 from tensorhub_plugins.vllm.ray import secret
 
 LABEL_PREFIX = "tensorhub.io/"  # ray start --labels tensorhub.io/data-center=eu,tensorhub.io/rack=r7
+MARKET_LABEL = "ray.io/market-type"  # likewise: "spot" or "on-demand"
 ZONE_LABELS = ("ray.io/availability-region", "ray.io/availability-zone")  # KubeRay and Ray's autoscaler set them
 
 
@@ -30,6 +32,23 @@ def location_of(given: TrainingOptions) -> Location:
         missing = {part: value for part, value in says.items() if value and not getattr(found, part)}
         found = msgspec.structs.replace(found, **missing)
     return found
+
+
+def preemptible_by(labels: Mapping[str, str]) -> bool | None:
+    """Whether a node with these labels may be taken away at short notice: `tensorhub.io/preemptible`, true or false,
+    else the market that it was bought on. None: they do not say. UsageError for another value of ours."""
+    name = f"{LABEL_PREFIX}preemptible"
+    ours = labels.get(name)
+    if ours is not None and ours not in ("true", "false"):
+        raise UsageError(f"the node's label {name}={ours}: true, or false")
+    if ours is not None:
+        return ours == "true"
+    return labels[MARKET_LABEL] == "spot" if MARKET_LABEL in labels else None
+
+
+def is_preemptible() -> bool | None:
+    """Of this node, by its labels; None: what its environment says counts, or nobody says anything."""
+    return None if PREEMPTIBLE_VARIABLE in os.environ else preemptible_by(node_labels())
 
 
 def node_labels() -> dict[str, str]:
@@ -55,6 +74,7 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         digest=given.digest,
         advertise_host=node_address(),
         job=job(),
+        preemptible=is_preemptible(),
     )
 
 
@@ -66,6 +86,7 @@ def worker_config(given: TrainingOptions, *, replica: str) -> dict[str, Any]:
         "location": {"data_center": location.data_center, "rack": location.rack, "host": location.host},
         "advertise_host": node_address(),
         "job": job(),
+        "preemptible": is_preemptible(),
     }
     return {**{name: getattr(given, name) for name in StoreOptions.__struct_fields__}, **own}
 

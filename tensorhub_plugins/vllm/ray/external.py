@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import aiohttp
 import msgspec
@@ -46,6 +46,10 @@ STARTS_TIMEOUT_S = 30.0  # for the versions of an answer: its engine may be in t
 JOIN_TIMEOUT_S = 60.0  # for a server that is there to hold a version of this run
 LINE_SIZE_BYTES_MAX = 1 << 20  # of one line of a stream: a few tokens, with log-probabilities
 ROUTE = "tensorhub"
+ANSWER_ERRORS = (ValueError, LookupError, TypeError, msgspec.ValidationError)  # of one that is read as what it is not
+REFUSED_S = 30.0  # no requests after one was refused for no fault of its own, or prompts would be lost there in a row
+REDIRECTS = range(300, 400)
+REFUSALS = (400, 422)  # of this request, by whomever; others, like 401, 404 and 429, are of this server or its proxy
 CALLS_MAX = 100_000  # of one actor at a time: requests wait in vLLM, and heartbeats must not wait behind them
 
 
@@ -73,7 +77,51 @@ class Answer(msgspec.Struct, frozen=True):
     spans: tuple[tuple[int, int], ...]
 
 
-def refusal(url: str, expected: Expected, status: Mapping[str, Any]) -> str | None:
+class Following(TypedDict):
+    """Of `Status`, see core_follower.py."""
+
+    run: str
+    model: str
+    replica: str
+    version: int
+    broken: bool
+    hub_silent_s: float
+
+
+class Status(TypedDict):
+    """What a server says of itself, see routes.py. following: None: it does not."""
+
+    following: Following | None
+    facts: dict[str, Any]
+    max_model_len: int
+    logprobs_mode: str
+    engines: int
+    by_hand: bool
+
+
+class Starts(TypedDict):
+    """Where the versions of an answer start; None: it cannot be told."""
+
+    starts: Annotated[list[tuple[int, int]], msgspec.Meta(min_length=1)] | None
+
+
+class _OtherAnswerError(ValueError):
+    """Somebody answers, and it is no server of ours."""
+
+
+def _raise_for_status(reply: aiohttp.ClientResponse) -> None:
+    """Also for one that sends elsewhere."""
+    reply.raise_for_status()
+    if reply.status in REDIRECTS:
+        raise aiohttp.ClientResponseError(
+            reply.request_info,
+            reply.history,
+            status=reply.status,
+            message=reply.headers.get("Location", "nowhere"),
+        )
+
+
+def refusal(url: str, expected: Expected, status: Status) -> str | None:
     """PURE: why a server that says this of itself cannot join, and what to do about it; None: it can."""
     following = status["following"]
     if following is None:
@@ -156,6 +204,7 @@ class External:
         self.why_not = "it has not been asked yet"  # it gets no requests; "": it does
         self._store = store
         self._heard_at = time.monotonic()
+        self._refused_until = 0.0
         self._streams: dict[str, tuple[asyncio.Task[None], _Received]] = {}
         self._aborted: set[str] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -188,6 +237,7 @@ class External:
             if why_not is not None:
                 raise UsageError(why_not)
             following = status["following"]
+            assert following is not None  # or it is refused
             if following["version"] > 0 and await asyncio.to_thread(self._holds_something, following["replica"]):
                 break
             if time.monotonic() > deadline:
@@ -204,14 +254,18 @@ class External:
         held = [workers for info in self._store.versions() for workers in info.layouts.values()]
         return any(worker.startswith(f"{replica}/") for workers in held for worker in workers)
 
-    async def _first_status(self) -> dict[str, Any]:
+    async def _first_status(self) -> Status:
         try:
-            return await self._get(ROUTE)
-        except aiohttp.ClientResponseError as error:
-            if error.status == 404:
+            return await self._status()
+        except (aiohttp.ClientResponseError, _OtherAnswerError) as error:
+            if isinstance(error, _OtherAnswerError) or error.status == 404:
                 raise UsageError(
                     f"{self.url} is no `vllm serve --load-format tensorhub` with this package and a vLLM that it was "
                     "tested with (0.29 or 0.32): start it as one"
+                ) from error
+            if error.status in REDIRECTS:
+                raise UsageError(
+                    f"{self.url} sends elsewhere ({error.message}): give the address of the server"
                 ) from error
             raise UsageError(f"{self.url} answers {error.status} {error.message}: look into its log") from error
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
@@ -225,7 +279,7 @@ class External:
         while True:
             await asyncio.sleep(PROBE_INTERVAL_S)
             try:
-                self._heard(await self._get(ROUTE))
+                self._heard(await self._status())
             except asyncio.TimeoutError:
                 with suppress(aiohttp.ClientError, asyncio.TimeoutError, ValueError):
                     await self._get("health", parse=False)
@@ -235,10 +289,18 @@ class External:
             if self.silent_s > self.timeout_s:
                 self._end_streams()
 
-    def _heard(self, status: Mapping[str, Any]) -> None:
+    async def _status(self) -> Status:
+        try:
+            return msgspec.convert(await self._get(ROUTE), Status)
+        except msgspec.ValidationError as error:
+            raise _OtherAnswerError(f"{self.url} answers as something else: {error}") from error
+
+    def _heard(self, status: Status) -> None:
         self._heard_at = time.monotonic()
         why_not = refusal(self.url, self.expected, status) or ""  # it may have been started again as something else
-        following = status["following"] or {"version": 0, "broken": False, "hub_silent_s": 0.0}
+        following = status["following"] or Following(
+            run="", model="", replica="", version=0, broken=False, hub_silent_s=0.0
+        )
         limit_s, silent_s = self.expected.staleness_s, following["hub_silent_s"]
         if not why_not and following["broken"]:
             why_not = f"{self.url} waits for whole weights"
@@ -248,11 +310,14 @@ class External:
             why_not = f"{self.url} has not heard of the hub for longer than staleness_s, {limit_s:g} s"
         if why_not and why_not != self.why_not:
             logger.warning("no requests for a while: %s", why_not)
-        self.version, self.why_not = following["version"], why_not
+        self.version = following["version"]
+        if why_not or self._heard_at >= self._refused_until:
+            self.why_not = why_not
 
     async def _get(self, route: str, *, parse: bool = True, timeout_s: float | None = None) -> Any:
         timeout = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S if timeout_s is None else timeout_s)
-        async with self._http.get(f"{self.url}/{route}", timeout=timeout, raise_for_status=True) as reply:
+        async with self._http.get(f"{self.url}/{route}", timeout=timeout, allow_redirects=False) as reply:
+            _raise_for_status(reply)
             return await reply.json() if parse else await reply.read()
 
     # --- generation ---------------------------------------------------------------------------------------------------
@@ -269,10 +334,14 @@ class External:
                 raise ServerLost(f"{self.url} has not answered for {self.silent_s:.0f} s", peer=self.url)
             if not stream.cancelled():
                 stream.result()
-            starts = (await self._get(f"{ROUTE}/starts/{name}", timeout_s=STARTS_TIMEOUT_S))["starts"]
+            told = await self._get(f"{ROUTE}/starts/{name}", timeout_s=STARTS_TIMEOUT_S)
+            starts = msgspec.convert(told, Starts)["starts"]
         except UsageError:
             raise
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+        except (*ANSWER_ERRORS, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            if isinstance(error, aiohttp.ClientResponseError):
+                self._refused_until = time.monotonic() + REFUSED_S
+                self.why_not = f"{self.url} has refused a request with {error.status} {error.message}"
             raise ServerLost(f"{self.url}: {error or type(error).__name__}", peer=self.url) from error
         finally:
             stream.cancel()
@@ -280,7 +349,7 @@ class External:
             self._aborted.discard(name)
         if starts is None:
             if not got.token_ids:  # aborted before its engine had heard of it
-                starts = [[self.version, 0]]
+                starts = [(self.version, 0)]
             else:
                 raise ServerLost(f"{self.url} cannot tell the version of an answer", peer=self.url)
         return Answer(got.token_ids, got.log_probs, got.finish_reason, spans_of(starts, len(got.token_ids)))
@@ -297,10 +366,11 @@ class External:
 
     async def _stream(self, name: str, prompt_ids: Sequence[int], params: Mapping[str, Any], got: _Received) -> None:
         body = {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": dict(params), "stream": True}
-        async with self._http.post(f"{self.url}/inference/v1/generate", json=body) as reply:
-            if 400 <= reply.status < 500:
+        # A redirected POST becomes a GET.
+        async with self._http.post(f"{self.url}/inference/v1/generate", json=body, allow_redirects=False) as reply:
+            if reply.status in REFUSALS:
                 raise UsageError(f"{self.url} refuses a request: {(await reply.text())[:500]}")
-            reply.raise_for_status()
+            _raise_for_status(reply)
             async for line in reply.content:
                 if not line.startswith(b"data: "):
                     continue

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -50,8 +53,8 @@ STOP_TIMEOUT_S = 120.0  # an engine that is asked politely takes seconds; what i
 STARTER_TIMEOUT_S = 60.0  # for Ray to start that actor again, which may import a whole framework
 SLOTS_TIMEOUT_S = 10.0
 POLICY_TIMEOUT_S = 60.0
+DEFAULT_PORTS = {"http": 80, "https": 443}
 EXTERNAL_TIMEOUT_S, EXTERNAL_POLL_S = 3.0, 0.05  # what is wrong with an address mostly shows at once
-URL = re.compile(r"https?://[^/\s]+(:\d+)?/?")
 
 
 class FleetActor:
@@ -90,10 +93,12 @@ class FleetActor:
 
     async def add_external(self, url: str) -> tuple[str, bool]:
         """A server that was started by hand."""
-        if not URL.fullmatch(url):
-            return f"{url!r} is no address: give one like http://10.0.0.7:8000", True
-        text, is_refused = await self._command(AddExternal(url.rstrip("/")))
-        joining = [one for one in self._state.members.values() if one.url == url.rstrip("/")]
+        try:
+            url = address_of(url)
+        except UsageError as error:
+            return error.message, True
+        text, is_refused = await self._command(AddExternal(url))
+        joining = [one for one in self._state.members.values() if one.url == url]
         deadline = Deadline.after(0.0 if is_refused else EXTERNAL_TIMEOUT_S)
         while joining[0].is_launching and deadline.remaining() > 0:
             await asyncio.sleep(EXTERNAL_POLL_S)
@@ -118,7 +123,7 @@ class FleetActor:
         nodes = await asyncio.to_thread(live_nodes)
         there = [one for one in nodes if node in _names_of(one)]
         self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
-        hosts = {node.strip("[]").lower()} | {name.lower() for one in there for name in _names_of(one)}
+        hosts = {plain_host(node)} | {plain_host(name) for one in there for name in _names_of(one)}
         ids = frozenset(one["NodeID"] for one in there)
         return await self._command(DrainNodes(ids, timeout_s, why, frozenset(hosts)))
 
@@ -248,17 +253,22 @@ class FleetActor:
             logger.info("fleet: what there is room for is not known now: %s", sentence(error))
 
     async def _ask_policy(self) -> None:
+        """In a thread of its own, one question at a time: one that blocks takes no other's."""
         policy, complaint = policies.load(self._state.policy), ""
+        thread, asked = ThreadPoolExecutor(1, "fleet-policy"), None
         while True:
-            if self._state.by_policy and self._state.is_known:
+            if asked is None and self._state.by_policy and self._state.is_known:
                 view = self._state.view(time.monotonic())
-                try:
-                    said = await asyncio.wait_for(asyncio.to_thread(policy, view), POLICY_TIMEOUT_S)
-                    self._handle(PolicySaid(policies.checked(said)))
-                except Exception as error:
-                    if complaint != str(error):  # once
-                        complaint = str(error)
-                        logger.warning("fleet: policy %s is ignored: %s", self._state.policy, sentence(error))
+                asked = asyncio.get_running_loop().run_in_executor(thread, policies.ask, policy, view)
+            if asked is not None:
+                await asyncio.wait({asked}, timeout=POLICY_TIMEOUT_S)
+                said = asked.result() if asked.done() else f"it does not answer within {POLICY_TIMEOUT_S:g} s"
+                asked = None if asked.done() else asked
+                if isinstance(said, int):
+                    self._handle(PolicySaid(said))
+                elif complaint != said:  # once
+                    complaint = said
+                    logger.warning("fleet: policy %s is ignored: %s", self._state.policy, said)
             await asyncio.sleep(policies.POLICY_INTERVAL_S)
 
 
@@ -270,6 +280,34 @@ def _names_of(node: dict[str, Any]) -> set[str]:
     """What people call it: its address, its host's name, the name that Ray was given, Ray's id."""
     names = (node["NodeManagerAddress"], node.get("NodeManagerHostname"), node.get("NodeName"), node["NodeID"])
     return {name for name in names if name}
+
+
+def address_of(url: str) -> str:
+    """A server's address as two of them are compared: http://host:port, without what goes without saying. UsageError
+    for one that is none."""
+    try:
+        parts = urlsplit(url)
+        host, port = plain_host(parts.hostname or ""), parts.port
+    except (ValueError, AttributeError):  # brackets, a port that is none, or no text
+        host, port = "", None
+    if (
+        not host
+        or port == 0
+        or parts.scheme not in DEFAULT_PORTS
+        or re.search(r"[\s@?#]", url)
+        or parts.path.strip("/")
+    ):
+        raise UsageError(f"{url!r} is no address: give one like http://10.0.0.7:8000")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{parts.scheme}://{shown}" + (f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else "")
+
+
+def plain_host(host: str) -> str:
+    """A host as two of them are compared: IPv6 without brackets, in the one way to write it."""
+    try:
+        return str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        return host.lower()
 
 
 def sentence(error: BaseException) -> str:

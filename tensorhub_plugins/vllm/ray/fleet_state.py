@@ -61,6 +61,7 @@ START_DELAY_S, START_DELAY_MAX_S = 5.0, 300.0  # after a failed start, doubled b
 STOP_DELAY_S, STOP_DELAY_MAX_S = 5.0, 60.0  # the same for what could not be given back
 ABORT_TIMEOUT_S = 10.0  # until partial answers have gone elsewhere
 MISSING_TIMEOUT_S = 10.0  # a member that the dispatcher has not named for this long is not in use
+DRAIN_TIMEOUT_MAX_S = 86_400.0
 GONE_MAX = 1000  # names that are remembered, so that a late report does not bring them back
 GONE_SHOWN = 10
 
@@ -402,8 +403,8 @@ class FleetState:
     # --- commands -----------------------------------------------------------------------------------------------------
 
     def _add(self, count: int) -> None:
-        if count < 1:
-            raise UsageError(f"add {count}: give the number of replicas to add, 1 or more")
+        if not _is_whole(count) or count < 1:
+            raise UsageError(f"add {count!r}: give the number of replicas to add, 1 or more")
         if self.wanted + count > self.maximum:
             raise UsageError(f"the target is {self.wanted}, and {count} more are above fleet_max, {self.maximum}")
         self._set_target(self.wanted + count)
@@ -415,6 +416,8 @@ class FleetState:
             self.by_policy = True
             self._effects.append(Say(f"the target is set by {self.policy}"))
             return
+        if not _is_whole(target):
+            raise UsageError(f"target {target!r}: give a whole number of replicas")
         if not self.minimum <= target <= self.maximum:
             raise UsageError(f"target {target}: fleet_min and fleet_max allow {self.minimum} to {self.maximum}")
         if self.by_policy:
@@ -448,6 +451,7 @@ class FleetState:
             raise UsageError(f"no member is called {name!r}: there are {', '.join(self.members) or 'none'}")
         if member.state == "stopping":
             raise UsageError(f"{name} has left already: {member.why}")
+        _check_timeout(timeout_s)
         is_replaced = member.kind != "external" and member.state != "draining" and self.wanted == self.minimum
         if member.kind != "external" and member.state != "draining":
             self._aim(max(self.minimum, self.wanted - 1), "people")
@@ -465,6 +469,7 @@ class FleetState:
         if not there and not event.nodes:
             known = sorted({*self.nodes.values(), *(host_of(one.url) for one in self.members.values() if one.url)})
             raise UsageError(f"there is no node {', '.join(event.hosts)!r}: there are {', '.join(known)}")
+        _check_timeout(event.timeout_s)
         self.avoided |= event.nodes & self.nodes.keys()
         for member in there:
             self._drain(member, event.timeout_s, event.why, now)
@@ -517,6 +522,18 @@ def host_of(url: str) -> str:
     """The host in an address like http://host:8000; of IPv6 without the brackets."""
     found = re.match(r"https?://(?:\[([^\]]+)\]|([^/:]+))", url)
     return (found[1] or found[2]).lower() if found else ""
+
+
+def _is_whole(count: Any) -> bool:
+    return isinstance(count, int) and not isinstance(count, bool)
+
+
+def _check_timeout(timeout_s: Any) -> None:
+    """A deadline that never comes would keep a member for ever."""
+    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 <= timeout_s <= DRAIN_TIMEOUT_MAX_S:
+        limits = f"0 to {DRAIN_TIMEOUT_MAX_S:.0f}"
+        raise UsageError(f"a timeout of {timeout_s!r}: give the seconds that requests may take, {limits}")
 
 
 def _goes_first(member: _Member) -> tuple[bool, bool, int]:

@@ -10,8 +10,10 @@ returns is kept within fleet_min and fleet_max. One that raises, or returns no w
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -40,6 +42,8 @@ class QueueLength:
     """
 
     def __init__(self, per_replica: float = 16, patience_s: float = 600) -> None:
+        if per_replica <= 0:
+            raise ValueError(f"{per_replica:g} requests for each replica: give a number above 0")
         self.per_replica, self.patience_s = per_replica, patience_s
         self._busy_at = -math.inf  # when the members were needed last
 
@@ -64,12 +68,21 @@ def load(text: str) -> Policy:
     name, _, numbers = text.partition(":")
     arguments = [float(number) for number in numbers.split(",")] if numbers else []
     made = SHIPPED[name] if name in SHIPPED else _found(name)
-    if isinstance(made, type):
-        try:
-            return made(*arguments)
-        except TypeError as error:
-            raise UsageError(f"option fleet_policy {text!r}: {error}") from error
-    return lambda view: made(view, *arguments) if arguments else made(view)
+    try:
+        policy = made(*arguments) if isinstance(made, type) else lambda view: made(view, *arguments)
+        _check_takes(policy, ()) if isinstance(made, type) else _check_takes(made, arguments)
+    except Exception as error:  # a class of somebody's may raise anything
+        raise UsageError(f"option fleet_policy {text!r}: {error}") from error
+    return policy
+
+
+def _check_takes(policy: Callable[..., Any], arguments: Sequence[float]) -> None:
+    """TypeError for what cannot be called with a View and these."""
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # some that are written in C do not tell
+        return
+    signature.bind(None, *arguments)
 
 
 def _found(name: str) -> Callable[..., Any]:
@@ -79,15 +92,23 @@ def _found(name: str) -> Callable[..., Any]:
         raise UsageError(f"option fleet_policy: there is no policy {name!r}: {ways_out}")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # its module may raise anything
         raise UsageError(f"option fleet_policy: {name!r} cannot be imported ({error}): {ways_out}") from error
     if not callable(found):
         raise UsageError(f"option fleet_policy: {name!r} is no function: {ways_out}")
     return found
 
 
+def ask(policy: Policy, view: View) -> int | str:
+    """What it says, or in words why that does not count. It raises nothing: SystemExit would end the fleet's actor."""
+    try:
+        return checked(policy(view))
+    except BaseException as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def checked(answer: Any) -> int:
     """What a policy returned. ValueError unless it is a whole number."""
-    if isinstance(answer, bool) or not isinstance(answer, (int, float)) or answer != answer or answer % 1:
+    if isinstance(answer, bool) or not isinstance(answer, (numbers.Integral, float)) or answer != answer or answer % 1:
         raise ValueError(f"it returned {answer!r}, which is no whole number")
     return int(answer)

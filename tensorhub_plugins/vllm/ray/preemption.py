@@ -18,6 +18,7 @@ import ray
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.ray import fleet
 from tensorhub_plugins.vllm.ray.fleet_actor import sentence
+from tensorhub_plugins.vllm.ray.fleet_state import DRAIN_TIMEOUT_MAX_S
 
 logger = get_logger(__name__)
 
@@ -63,6 +64,7 @@ def notice(path: Path) -> float | None:
     except OSError:
         text = ""
     try:
-        return max(0.0, float(text.split()[0]))
+        seconds = float(text.split()[0])
     except (IndexError, ValueError):
         return NOTICE_S
+    return max(0.0, seconds) if seconds <= DRAIN_TIMEOUT_MAX_S else NOTICE_S  # maybe an instant, or nan

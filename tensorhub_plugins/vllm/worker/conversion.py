@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from tensorhub_plugins.core import UsageError, without_aliases
+from tensorhub_plugins.core import UsageError, copy_all, without_aliases
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import shapes_of, some
@@ -195,13 +195,8 @@ class Conversion:
 
     def _copy(self, checkpoint: Weights, regions: Mapping[str, Region] | None = None) -> None:
         copies = self._copies(regions or {})
-        devices = set()
         with torch.no_grad():
-            for name, tensor in checkpoint:
-                for target, source in copies(name, tensor):
-                    target.copy_(source, non_blocking=True)
-                    devices.add(target.device)
-        weights.wait_for_devices(devices)
+            copy_all(pair for name, tensor in checkpoint for pair in copies(name, tensor))
         weights.refresh_scalars(self._model)
 
     def _copies(self, regions: Mapping[str, Region]) -> Copies:

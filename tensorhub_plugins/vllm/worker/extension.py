@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, keys_from_environment
+from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, gate, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig
@@ -194,6 +194,7 @@ def hook(worker_class: type) -> None:
         return
     worker_class.tensorhub_hooked = True  # type: ignore[attr-defined]
     wrappers: dict[str, Callable[..., Any]] = {
+        "compile_or_warm_up_model": _warm_up,
         "execute_model": _execute_model,
         "shutdown": _shutdown,
         "sleep": _sleep,
@@ -218,6 +219,15 @@ def _around(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callab
 def _load_model(worker: Any, *args: Any, **kwargs: Any) -> Any:
     with cpu.live_layers():
         return type(worker).load_model(worker, *args, **kwargs)
+
+
+def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """It captures CUDA graphs, which any other thread's call to the device would make invalid."""
+    gate.close()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        gate.open()
 
 
 def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:

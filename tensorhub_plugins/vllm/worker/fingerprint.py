@@ -34,10 +34,10 @@ def fingerprint(model: torch.nn.Module, vllm_config: Any, *, ranks: Mapping[str,
         for key, value in model_config.hf_config.to_dict().items()
         if not key.startswith("_") and key != "transformers_version"  # where it came from, not what it is
     }
-    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    chip = _cpu_isa() if current_platform.is_cpu() else str(current_platform.get_device_capability())
     description = {
         "vllm": vllm.__version__,
-        "platform": [current_platform.device_type, platform.machine(), str(capability), _cpu_isa()],
+        "platform": [current_platform.device_type, platform.machine(), chip],
         "model": hf_config,
         "class": type(model).__qualname__,
         "dtype": str(model_config.dtype),

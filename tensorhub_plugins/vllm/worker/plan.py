@@ -36,6 +36,15 @@ class Region(NamedTuple):
             a >= b for a, b in zip(mine, theirs, strict=True)
         )
 
+    def within(self, other: Region) -> Region | None:
+        """What both have in common, as a region of the other; None: nothing."""
+        low = [max(pair) for pair in zip(self.start, other.start, strict=True)]
+        high = [min(pair) for pair in zip(self.ends, other.ends, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        start = tuple(a - b for a, b in zip(low, other.start, strict=True))
+        return Region(start, tuple(b - a for a, b in zip(low, high, strict=True)))
+
     @property
     def ends(self) -> tuple[int, ...]:
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
@@ -111,7 +120,7 @@ def given_by(fetched: Fetched) -> Given:
     tensors = fetched.tensors()
     if fetched.wanted is None:
         return Given(tensors, {name: (t.dtype, t.shape) for name, t in tensors.items()})
-    published = {spec.name: spec for manifest in fetched.manifests.values() for spec in manifest.tensors}
+    published = {spec.tensor: spec for manifest in fetched.manifests.values() for spec in manifest.tensors}
     shapes = {
         name: (getattr(torch, spec.dtype), torch.Size(spec.part.global_shape if spec.part else spec.shape))
         for name, spec in published.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tensorhub_plugins.core import synchronize
 from tensorhub_plugins.vllm.worker import cpu, weights
 from tensorhub_plugins.vllm.worker.contract import preserved
 from tensorhub_plugins.vllm.worker.references import rebound_references
@@ -41,7 +42,7 @@ def reload_checkpoint(
             load_weights(checkpoint)
             finalize_layerwise_reload(model, vllm_config.model_config)
         cpu.refresh_convolutions(model)
-    weights.wait_for_devices(p.device for p in model.parameters())
+    synchronize(model.parameters())
 
 
 @contextmanager

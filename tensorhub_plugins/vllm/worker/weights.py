@@ -14,13 +14,13 @@ What a runtime copy must cover (`tensors`)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
 
-from tensorhub_plugins.core import UsageError, flat_bytes, in_memory_order, without_aliases
+from tensorhub_plugins.core import UsageError, copy_all, flat_bytes, in_memory_order, on_host, without_aliases
 
 # Tensors that layers keep as plain attributes: the matrices MLA absorbs (names differ by version and back
 # end), and the unpacked convolution weight of the CPU build. Everything else a model computes with is a
@@ -79,9 +79,7 @@ def copy_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Te
     """
     check_same_tensors(live, source)
     with torch.no_grad():
-        for name, tensor in live.items():
-            flat_bytes(tensor).copy_(flat_bytes(source[name]), non_blocking=True)
-    wait_for_devices(tensor.device for tensor in live.values())
+        copy_all((flat_bytes(tensor), flat_bytes(source[name])) for name, tensor in live.items())
 
 
 def check_same_tensors(live: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
@@ -109,15 +107,9 @@ def is_refreshed(name: str) -> bool:
     return name.rpartition(".")[2] in REFRESHED_SCALARS
 
 
-def wait_for_devices(devices: Iterable[torch.device]) -> None:
-    """Until what was queued on them is done."""
-    for device in {device for device in devices if device.type == "cuda"}:
-        torch.cuda.synchronize(device)
-
-
 def digest(tensor: torch.Tensor) -> str:
     """Hex digest of a contiguous tensor's bytes: equal to what a slab says of the same range of its stream."""
-    return xxhash.xxh3_128_hexdigest(flat_bytes(tensor).cpu().numpy().data)
+    return xxhash.xxh3_128_hexdigest(on_host(flat_bytes(tensor)).numpy().data)
 
 
 def checkpoint_view(model: torch.nn.Module, vllm_config: Any) -> dict[str, torch.Tensor] | None:
