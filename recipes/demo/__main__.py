@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from recipes.demo import report as reports
+from recipes.sweep import kill_group
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLICAS = 2
@@ -167,15 +168,17 @@ def end_cleanly_when_told() -> None:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End the process group that we started, and only that; Ray's daemons leave when their driver does."""
+    """End the process group that we started, and only that; Ray's daemons leave when their driver does, and who of the
+    group does not is killed."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
-            return
+            break
         os.killpg(process.pid, number)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             continue
+    kill_group(process.pid)
 
 
 def show(run: Path, arguments: argparse.Namespace) -> int:

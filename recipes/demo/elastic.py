@@ -195,7 +195,7 @@ def tell(run: Run) -> None:
     run.act("tensorhub fleet target 4", 4, lambda: run.fleet("target", "4"))
     run.act("tensorhub fleet target 2", 2, lambda: run.fleet("target", "2"))
     victim = _joined(run)[0]
-    run.act(f"SIGKILL of the engine of {victim}", 2, lambda: _kill_engine(run, victim), leaves=victim)
+    run.act(f"SIGKILL of the engine of {victim}", 2, lambda: kill_engine(run, victim), leaves=victim)
     run.act("tensorhub fleet target 3", 3, lambda: run.fleet("target", "3"))
     run.fleet("list")
     victim, raylet, node = _on_another_node(run)
@@ -215,7 +215,7 @@ def _joined(run: Run) -> list[str]:
     return [name for name, event in _members(run).items() if event["kind"] == "joined"]
 
 
-def _kill_engine(run: Run, name: str) -> None:
+def kill_engine(run: Run, name: str) -> None:
     os.kill(run.pid("install", name), signal.SIGKILL)
 
 

@@ -1,10 +1,12 @@
-"""A real verl GRPO run at two sites, joined by one thin link with a delay, in network namespaces of this machine.
+"""A real GRPO run at two sites, joined by one thin link with a delay, in network namespaces of this machine.
 
-    python -m recipes.verl_grpo_two_sites [--size tiny|small] [--out FOLDER]     # needs root, `ip`, `tc`, `cc`
+    python -m recipes.verl_grpo_two_sites [--framework verl|openrlhf] [--size tiny|small] [--out FOLDER]
+
+It needs root, `ip`, `tc` and `cc`.
 
 The trainer and one replica are in the east. A Ray node of the west joins, labelled with its site, and two replicas
-start on it. Then the link is cut and comes back. Ends with what was claimed, checked; leaves report.json and the logs
-in FOLDER. Returns 0 if every claim holds.
+start on it. Then the link is cut and comes back, and the engine that reads from the east is killed. Ends with what was
+claimed, checked; leaves report.json and the logs in FOLDER. Returns 0 if every claim holds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from recipes.bench import network
 from recipes.demo import elastic
-from recipes.demo.__main__ import end_cleanly_when_told
+from recipes.demo.__main__ import ROOT, end_cleanly_when_told
 from recipes.demo.report import Claim, read_events
 from recipes.verl_grpo_two_sites import report as reports
 
@@ -32,18 +34,20 @@ VERSIONS = 3  # that are watched on their way, and so many after the cut
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.verl_grpo_two_sites", description=__doc__.splitlines()[0])
+    parser.add_argument("--framework", choices=("verl", "openrlhf"), default="verl")
     parser.add_argument("--size", choices=("tiny", "small"), default="tiny", help="of the model")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", elastic.ROOT / "out")) / "two-sites")
+    parser.add_argument("--out", type=Path, help="default: out/two-sites, or two-sites-openrlhf")
     parser.add_argument("--report-only", action="store_true", help="of the run that FOLDER already holds")
     arguments = parser.parse_args()
-    folder = arguments.out.resolve()
+    name = "two-sites" + ("" if arguments.framework == "verl" else f"-{arguments.framework}")
+    folder = (arguments.out or Path(os.environ.get("OUT", ROOT / "out")) / name).resolve()
     if not arguments.report_only:
         end_cleanly_when_told()
         network.require()
         if reason := network.cannot_delay():
             sys.exit(f"not run: {reason}")
         try:
-            play(folder, arguments.size)
+            play(folder, arguments.size, arguments.framework)
         except elastic.Failed as error:
             print(f"two sites: {error}", file=sys.stderr)
             return 1
@@ -51,7 +55,7 @@ def main() -> int:
     return show(folder, claims)
 
 
-def play(folder: Path, size: str) -> None:
+def play(folder: Path, size: str, framework: str) -> None:
     with network.Network() as wires:
         for site in ("east", "west"):
             wires.site(site)
@@ -61,10 +65,11 @@ def play(folder: Path, size: str) -> None:
         environment = {
             "SITES": " ".join(f"{site}:{host.name}:{host.address}" for site, host in hosts.items()),
             "STALENESS_S": f"{STALENESS_S:g}",
+            "HUB": f"tensorhub:?verify=1&staleness_s={STALENESS_S:g}",  # OpenRLHF's
             "GLOO_SOCKET_IFNAME": "eth0",
         }
-        recipe = "verl_grpo_two_sites"
-        run = elastic.Run(folder, size, recipe=recipe, nodes=f"2 {WEST}", inside=inside, **environment)
+        recipe = f"{framework}_grpo_two_sites"
+        run = elastic.Run(folder, size, framework, recipe=recipe, nodes=f"2 {WEST}", inside=inside, **environment)
         try:
             tell(run, wires)
         finally:
@@ -93,15 +98,23 @@ def tell(run: elastic.Run, wires: network.Network) -> None:
     watched = newest(run) + VERSIONS
     run.until(f"version {watched} everywhere", lambda: elastic.everywhere(run, watched))
     run.fleet("list")
+    seed = reports.seed_of(run.events())
+    mark(run, "kill", f"{seed}/0")
+    run.act(
+        f"SIGKILL of the engine of {seed}, the seed", everybody, lambda: elastic.kill_engine(run, seed), leaves=seed
+    )
+    watched = newest(run) + VERSIONS
+    run.until(f"version {watched} everywhere", lambda: elastic.everywhere(run, watched))
+    run.fleet("list")
 
 
 def newest(run: elastic.Run) -> int:
     return max(e["version"] for e in run.events() if e["event"] == "publish")
 
 
-def mark(run: elastic.Run, what: str) -> None:
+def mark(run: elastic.Run, what: str, worker: str = "") -> None:
     with open(run.folder / "events" / "story.jsonl", "a") as story:
-        story.write(json.dumps({"t": time.time(), "event": what, "worker": ""}) + "\n")
+        story.write(json.dumps({"t": time.time(), "event": what, "worker": worker}) + "\n")
 
 
 def show(folder: Path, claims: Sequence[Claim]) -> int:

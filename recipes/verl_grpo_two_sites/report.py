@@ -1,7 +1,7 @@
 """What two sites did, and whether it is what we claim. PURE: events in, claims out.
 
-Events are those of core/run_log.py; `cut` and `mend` are written by __main__.py. Who joins the run is in the west, who
-was there from the start in the east. A claim about something that the log does not show fails.
+Events are those of core/run_log.py; `cut`, `mend` and `kill` are written by __main__.py. Who joins the run is in the
+west, who was there from the start in the east. A claim about something that the log does not show fails.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ BESIDE = "replicas stand still for a part of what a version takes to arrive"
 STOPS = "a site that is cut off takes no more work after its staleness, and says so"
 BACK = "with the link back it takes work again, and skips the versions that nobody needs"
 ON = "the trainer goes on during the cut"
+SEED = "a seed that is killed is replaced: the others go on with new versions, and it comes back"
 PAUSE_MAX = 0.5  # of the time that the fetch took
 
 
@@ -36,7 +37,22 @@ def claims_of(events: Sequence[Event], *, staleness_s: float) -> list[Claim]:
         _stops(events, joined, cut, mend, staleness_s),
         _on(events, cut, mend),
         _back(events, joined, mend),
+        _seed_dies(events, joined),
     ]
+
+
+def seed_of(events: Sequence[Event]) -> str:
+    """Who of the west has read from the east last; "": nobody."""
+    west = {replica_of(e["worker"]) for e in events if e["event"] == "member" and e["kind"] == "joined"}
+    return next((replica_of(e["worker"]) for e in reversed(events) if _is_from_afar(e, west)), "")
+
+
+def _is_from_afar(event: Event, west: set[str]) -> bool:
+    return (
+        event["event"] == "fetch"
+        and replica_of(event["worker"]) in west
+        and any(n for who, n in event["sources"].items() if replica_of(who) not in west)
+    )
 
 
 def _ready_at(events: Sequence[Event], joined: set[str]) -> float:
@@ -49,17 +65,15 @@ def _ready_at(events: Sequence[Event], joined: set[str]) -> float:
 
 def _one_seed(events: Sequence[Event], west: set[str], since: float, until: float | None) -> Claim:
     """In quiet times: from when all serve to the cut."""
-    fetched: dict[int, dict[str, Mapping[str, int]]] = defaultdict(dict)
+    fetched: dict[int, dict[str, Event]] = defaultdict(dict)
     for event in events:
         name = replica_of(event["worker"])
         if event["event"] == "fetch" and name in west and since < event["t"] < (until or float("inf")):
-            fetched[event["version"]][name] = event["sources"]
+            fetched[event["version"]][name] = event
     whole = {version: by for version, by in fetched.items() if set(by) == west}
     wrong = []
     for version, by in sorted(whole.items()):
-        afar = [
-            name for name, sources in by.items() if any(n for who, n in sources.items() if replica_of(who) not in west)
-        ]
+        afar = [name for name, event in by.items() if _is_from_afar(event, west)]
         wrong += [f"version {version}: {', '.join(sorted(afar)) or 'nobody'}"] if len(afar) != 1 else []
     detail = "; ".join(wrong) or f"{len(whole)} versions, {len(west)} replicas"
     return Claim(ONE_SEED, bool(whole) and len(west) > 1 and not wrong, detail)
@@ -81,8 +95,8 @@ def _beside(events: Sequence[Event], west: set[str]) -> Claim:
 
 
 def _stops(events: Sequence[Event], west: set[str], cut: float, mend: float, staleness_s: float) -> Claim:
-    said = {replica_of(e["worker"]): e for e in events if e["event"] == "cut_off" and e["t"] >= cut}
-    late = [name for name in west if name in said and said[name]["t"] < mend and said[name]["seconds"] >= staleness_s]
+    said = {replica_of(e["worker"]): e for e in events if e["event"] == "cut_off" and cut <= e["t"] < mend}
+    late = [name for name in west if name in said and said[name]["seconds"] >= staleness_s]
     detail = ", ".join(f"{name} after {said[name]['t'] - cut:.1f} s" for name in sorted(late)) or "nobody said so"
     others = set(said) - west
     return Claim(STOPS, bool(west) and set(late) == west and not others, detail + f"; east: {len(others)}")
@@ -109,3 +123,24 @@ def _back(events: Sequence[Event], west: set[str], mend: float) -> Claim:
         f"{name}: version {e['version']} {e['t'] - mend:.1f} s later" for name, e in sorted(first.items())
     )
     return Claim(BACK, bool(west) and not wrong, "; ".join(wrong) or detail)
+
+
+def _seed_dies(events: Sequence[Event], west: set[str]) -> Claim:
+    killed = next((e for e in events if e["event"] == "kill"), None)
+    if killed is None:
+        return Claim(SEED, False, "nobody was killed")
+    victim = replica_of(killed["worker"])
+    newest = max((e["version"] for e in events if e["event"] == "publish" and e["t"] <= killed["t"]), default=0)
+    first: dict[str, Event] = {}
+    for event in events:
+        if event["event"] == "resume" and event["t"] > killed["t"] and event["version"] > newest:
+            first.setdefault(replica_of(event["worker"]), event)
+    was_seed = any(
+        _is_from_afar(e, west) and replica_of(e["worker"]) == victim for e in events if e["t"] <= killed["t"]
+    )
+    wrong = [] if was_seed else [f"{victim} was no seed"]
+    wrong += [f"{name} took no new version" for name in sorted(west - first.keys())]
+    detail = ", ".join(
+        f"{name}: version {e['version']} {e['t'] - killed['t']:.1f} s later" for name, e in sorted(first.items())
+    )
+    return Claim(SEED, victim in west and not wrong, "; ".join(wrong) or f"{victim} killed; {detail}")

@@ -4,7 +4,8 @@
 
 vLLM's own classes and loaders on the meta device (tensorhub_plugins/vllm/doctor/slices.py). `needed`: what a worker's
 plan names, and what it keeps in host memory while a version arrives. `read`: the segments that hold a byte of it, which
-is what it fetches. Both of the first rank, as parts of the checkpoint; from the second version on.
+is what it fetches, from a trainer that publishes matrices slice by slice (`Publisher(slices=TP)`); `of whole matrices`:
+from one that does not. All of the first rank, as parts of the checkpoint; from the second version on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> None:
     arguments.add_argument("--tp", default="1,2,4,8", help="sizes of the tensor parallel group (default: %(default)s)")
     sizes = [int(size) for size in arguments.parse_args().tp.split(",")]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    print("| model | TP | checkpoint, GB | needed, GB | read, GB | read |\n| --- | --- | --- | --- | --- | --- |")
+    print("| model | TP | checkpoint, GB | needed, GB | needed | read, GB | read | of whole matrices |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, (family, figures) in MODELS.items():
         settings = dict(zip(FIGURES, figures, strict=True))
         heads = settings["num_attention_heads"]
@@ -51,9 +53,10 @@ def table(name: str, family: str, settings: dict[str, int], sizes: list[int]) ->
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         for share in shares(Path(folder), shapes_of_config(config), [Rank(size, 0) for size in sizes]):
-            figures = [f"{size / 1e9:.1f}" for size in (share.checkpoint, share.needed, share.read)]
-            part = f"{share.read / share.checkpoint:.1%}"
-            print("|", " | ".join([name, str(share.rank.tp_size), *figures, part]), "|", flush=True)
+            sizes_bytes = (share.needed, share.read, share.read_of_whole)
+            needed, read, of_whole = ([f"{size / 1e9:.1f}", f"{size / share.checkpoint:.1%}"] for size in sizes_bytes)
+            figures = [str(share.rank.tp_size), f"{share.checkpoint / 1e9:.1f}", *needed, *read, of_whole[1]]
+            print("|", " | ".join([name, *figures]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -137,6 +137,11 @@ def weights_s(play: Play) -> float:
     return float(play["join"]["weights_s"])
 
 
+def everyones_stall_s(play: Play) -> float:
+    """What the paper counts: the newcomer without weights, and the others while they stand still for it."""
+    return weights_s(play) + stall_s()(play)
+
+
 def whole_start_s(play: Play) -> float:
     return first_token_s(play) + float(play["join"]["imports_s"])
 
@@ -177,6 +182,7 @@ MEASURES: dict[str, tuple[Measure, ...]] = {
     "elastic": (
         Measure("from asking for an engine to its first token", first_token_s, counts=True),
         Measure("the others' stall while it joins", stall_s(), counts=True),
+        Measure("everybody's stall, until its weights are there", everyones_stall_s, counts=True),
         Measure("of the first: its model and weights", weights_s),
         Measure("the trainer waits", trainer_s),
         Measure("the same first token with Python's imports", whole_start_s),

@@ -139,7 +139,7 @@ def sleep_until(moment: float) -> None:
 def _limits(trainer: Host, engine: Host) -> dict[str, float]:
     """Before anything generates: a copy of the weights in memory, and one bare connection to the last engine's host."""
     size_bytes = trainer.call("size_bytes")
-    receiver = Host(engine.name, engine.address, engine.port)
+    receiver = Host(engine.name, engine.address, engine.port, engine.mbit)
     receiver.start(partial(Receiver, size_bytes))
     try:
         stream_s = bare_stream(trainer, receiver)
