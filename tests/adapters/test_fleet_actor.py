@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from tensorhub_plugins.core import version_of  # noqa: E402
+from tensorhub_plugins.core import UsageError, version_of  # noqa: E402
 from tensorhub_plugins.core.options import TrainingOptions  # noqa: E402
 from tensorhub_plugins.vllm.ray import fleet_actor, fleet_cli, policy, preemption  # noqa: E402
-from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor  # noqa: E402
+from tensorhub_plugins.vllm.ray.fleet_actor import FleetActor, address_of  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_starter import Starter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Member, Seen, View  # noqa: E402
 from tensorhub_plugins.vllm.ray.handles import opened, sealed  # noqa: E402
@@ -197,13 +198,35 @@ def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch
         assert ("external", "external-0", url) in stage.launcher.did
         assert await stage.actor.add_external(url) == (f"{url} is in this fleet already, as external-0", True)
         beside = "http://ONE:8000"  # on a node of Ray's
-        assert await stage.actor.add_external(beside) == (f"{beside} joins as external-1", False)
+        assert await stage.actor.add_external(beside) == ("http://one:8000 joins as external-1", False)
+        for other in ("http://one:8000", "HTTP://One:8000/"):
+            said = await stage.actor.add_external(other)
+            assert said == ("http://one:8000 is in this fleet already, as external-1", True)
         assert "external-0 is stopped" in (await stage.actor.drain_node("10.0.0.9"))[0]
         assert "external-1 is stopped" in (await stage.actor.drain_node("10.0.0.1"))[0]
         stage.launcher.error = "nobody answers there"
         assert await stage.actor.add_external("http://10.0.0.8:8000") == ("nobody answers there", True)
 
     play(story, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("url", "is_kept_as"),
+    [
+        ("http://H:8000/", "http://h:8000"),
+        ("HTTPS://h:443", "https://h"),
+        ("http://h:443", "http://h:443"),
+        ("http://[FD00:0::1]:80", "http://[fd00::1]"),
+        *((none, None) for none in ("h:1", "http://", "http://:1", "http://h:0", "http://h:65536", "http://h:x")),
+        *((none, None) for none in ("http://[::1", "http://u:p@h:1", "http://h:1/v1", "http://h:1?a", "http://a b", 7)),
+    ],
+)
+def test_one_server_has_one_address(url: Any, is_kept_as: str | None) -> None:
+    if is_kept_as is not None:
+        assert address_of(url) == is_kept_as
+        return
+    with pytest.raises(UsageError, match="is no address: give one like http://10.0.0.7:8000"):
+        address_of(url)
 
 
 def test_the_list_is_a_table() -> None:
@@ -262,7 +285,57 @@ def test_a_policy_that_fails_is_said_once_and_ignored(
     ]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("20", 20.0), ("0\n", 0.0), ("-3", 0.0), ("", 25.0), ("soon", 25.0)])
+def test_a_policy_that_blocks_is_said_and_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All threads of the actor were waiting for it after a while: no deadline was kept, and nothing was started."""
+    may_answer, calls = threading.Event(), []
+
+    def blocks(view: View) -> int:
+        calls.append(view)
+        may_answer.wait(30)
+        return 2
+
+    monkeypatch.setitem(policy.SHIPPED, "blocks", blocks)
+    monkeypatch.setattr(fleet_actor, "POLICY_TIMEOUT_S", 0.01)
+
+    async def story(stage: Stage) -> None:
+        try:
+            await stage.report("rollout-0")
+            await stage.until(lambda: "within 0.01 s" in caplog.text)
+            assert len(calls) == 1
+            stage.launcher.room = 5
+            await stage.until(lambda: stage.actor._state.slots == 5)  # it goes on looking
+        finally:
+            may_answer.set()
+        await stage.until(lambda: "rollout-1" in stage.actor._state.members)  # late is better than never
+
+    with caplog.at_level(logging.WARNING):
+        play(story, monkeypatch, fleet_policy="blocks")
+
+
+def leaves(view: View) -> int:
+    CALLS.append(view)
+    raise SystemExit("enough")
+
+
+def test_a_policy_cannot_end_the_fleet(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(policy.SHIPPED, "leaves", leaves)
+    CALLS.clear()
+
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        await stage.until(lambda: len(CALLS) > 2)
+        assert "policy leaves is ignored: enough" in caplog.text
+
+    with caplog.at_level(logging.WARNING):
+        play(story, monkeypatch, fleet_policy="leaves")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("20", 20.0), ("0\n", 0.0), ("-3", 0.0), ("", 25.0), ("soon", 25.0), ("nan", 25.0), ("1763900000", 25.0)],
+)
 def test_a_notice_may_say_how_long_there_is(tmp_path: Path, text: str, seconds: float) -> None:
     assert preemption.notice(tmp_path / "notice") is None
     (tmp_path / "notice").write_text(text)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tensorhub_plugins.core import UsageError
@@ -57,15 +59,23 @@ def test_one_of_your_own() -> None:
         ("math.nothing", "'math.nothing' cannot be imported"),
         ("math.pi", "'math.pi' is no function"),
         ("queue_length:1,2,3", "option fleet_policy 'queue_length:1,2,3'"),
+        ("queue_length:0", "0 requests for each replica: give a number above 0"),
+        ("constant", "option fleet_policy 'constant': missing a required argument: 'target'"),
+        ("constant:1,2", "option fleet_policy 'constant:1,2': too many positional arguments"),
+        ("free_resources:3", "option fleet_policy 'free_resources:3': too many positional arguments"),
+        ("threading.Event", "option fleet_policy 'threading.Event'"),
+        ("this_module_raises.policy", "'this_module_raises.policy' cannot be imported .no GPU here."),
     ],
 )
-def test_what_is_no_policy_is_refused(text: str, says: str) -> None:
+def test_what_is_no_policy_is_refused(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this_module_raises.py").write_text("raise RuntimeError('no GPU here')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match=says):
         load(text)
 
 
 def test_only_whole_numbers_count() -> None:
-    assert checked(3) == 3 and checked(4.0) == 4
+    assert checked(3) == 3 and checked(4.0) == 4 and checked(np.int64(5)) == 5
     for nonsense in (None, "3", 2.5, True, math.nan, math.inf):
         with pytest.raises(ValueError, match="no whole number"):
             checked(nonsense)

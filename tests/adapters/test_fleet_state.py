@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -304,6 +305,17 @@ def test_the_last_places_are_filled_again() -> None:
         ((), SetTarget(0), "target 0: fleet_min and fleet_max allow 1 to 8"),
         ((), SetTarget(9), "target 9: fleet_min and fleet_max allow 1 to 8"),
         ((), SetTarget(None), "this run has no policy"),
+        # As from an API, after a division: every later event would fail on half a replica.
+        ((), SetTarget(2.5), "target 2.5: give a whole number of replicas"),  # type: ignore[arg-type]
+        ((), SetTarget(True), "target True: give a whole number"),
+        ((), Add(1.5), "add 1.5: give the number of replicas"),  # type: ignore[arg-type]
+        ((), Add("2"), "add '2': give the number of replicas"),  # type: ignore[arg-type]
+        # A deadline that never comes, and one that has passed.
+        ((), Drain("rollout-1", math.nan), "a timeout of nan: give the seconds that requests may take, 0 to 86400"),
+        ((), Drain("rollout-1", math.inf), "a timeout of inf"),
+        ((), Drain("rollout-1", -1.0), "a timeout of -1.0"),
+        ((), Drain("rollout-1", "30"), "a timeout of '30'"),  # type: ignore[arg-type]
+        ((), DrainNodes(frozenset({"a"}), math.nan), "a timeout of nan"),
         ((), Drain("rollout-7"), "no member is called 'rollout-7': there are rollout-0, rollout-1"),
         ((AddExternal("http://h:1"),), AddExternal("http://h:1"), "http://h:1 is in this fleet already, as external-0"),
         ((Add(1), Drain("rollout-2")), Drain("rollout-2"), "rollout-2 has left already: drained by name"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import tempfile
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -17,6 +15,7 @@ import pytest
 
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 import ray  # noqa: E402
+from fleet_commands import address_below  # noqa: E402
 from openrlhf_run import RUN_TIMEOUT_S, Run  # noqa: E402
 
 from recipes.demo.openrlhf import DIFFERENCE_MAX  # noqa: E402
@@ -51,18 +50,7 @@ def ray_folder() -> Iterator[Path]:
 
 def fleet_of(run: Run, ray_folder: Path) -> Fleet:
     run.wait_for(lambda: run.events("prompt"))  # engines and fleet are there
-    return find(address=address_of(ray_folder))
-
-
-def address_of(ray_folder: Path) -> str:
-    """Of the cluster whose files are there: its raylet was told."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile
-            line = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            given = [argument for argument in line if argument.startswith("--gcs-address=")]
-            if given and any(str(ray_folder) in argument for argument in line):
-                return given[0].partition("=")[2]
-    raise AssertionError(f"no raylet has its files in {ray_folder}")
+    return find(address=address_below(ray_folder))
 
 
 def states(fleet: Fleet) -> dict[str, str]:
@@ -154,19 +142,10 @@ def pid_of(run: Run, replica: str) -> int:
 
 def check(run: Run) -> None:
     """Digests are equal at every version, every prompt of every batch is answered once, trainer and engines agree."""
-    digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
-    for event in run.events("digests"):
-        for key, value in event["digests"].items():
-            digests[event["version"], event["layout"], key][event["worker"]] = value
-    for where, workers in digests.items():
-        assert len(set(workers.values())) == 1, f"{where}: {workers}"
-    compared = {v for (v, _, _), workers in digests.items() if len(set(map(replica_of, workers))) > 1}
+    compared = run.check_digests()
     installed = {event["version"] for event in run.events("resume")}
     assert installed <= compared, f"versions {installed - compared} were compared with nobody"
     assert not run.events("update_failed")
-    answered = Counter(event["number"] for event in run.events("prompt"))
-    assert set(answered.values()) == {1} and {event["samples"] for event in run.events("prompt")} == {SAMPLES}
-    batches = max(answered) // PROMPTS_A_STEP  # the last one may have been broken off with the run
-    assert set(range(PROMPTS_A_STEP * batches)) <= set(answered), "a prompt is lost"
+    run.check_answered_once(PROMPTS_A_STEP, SAMPLES)
     rows = run.rows()
     assert rows and all(row["vllm_kl"] < KL_MAX for row in rows), [row["vllm_kl"] for row in rows]

@@ -148,6 +148,16 @@ def test_the_place_of_a_first_engine_is_taken_by_the_next(ray: FakeRay) -> None:
     assert one.slots(()) == 3
 
 
+def test_a_place_that_may_be_on_a_drained_node_is_no_room(ray: FakeRay) -> None:
+    """It was counted: starts failed one after another, and those for which there was room later were put off."""
+    one, ray.free = make(), 0
+    asyncio.run(one.stop("rollout-0", Engine({}, {})))
+    assert one.slots(()) == 1
+    assert one.slots({"a"}) == 0
+    with pytest.raises(UsageError, match="there is no room"):
+        asyncio.run(one.start("rollout-1", 1, {"a"}))
+
+
 @pytest.mark.parametrize("closes", [ActorDiedError(), "never"])
 def test_an_engine_that_is_dead_or_hangs_is_ended_all_the_same(ray: FakeRay, closes: Any) -> None:
     one, engine = make(), Engine({}, {}, closes)

@@ -38,17 +38,7 @@ def check_versions(run: Run, *, engines: int, trainers: int = 1, steps: int = ST
         published[event["version"]].add(event["worker"])
     ranks = {f"trainer/{rank}" for rank in range(trainers)}
     assert dict(published) == {version: ranks for version in range(1, steps + 1)}
-    digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
-    for event in run.events("digests"):
-        for key, value in event["digests"].items():
-            digests[event["version"], event["layout"], key][event["worker"]] = value
-    for key, workers in digests.items():
-        assert len(set(workers.values())) == 1, f"{key}: {workers}"
-    compared = {
-        version
-        for (version, _, _), workers in digests.items()
-        if len({replica_of(worker) for worker in workers}) > 1 and any(w.startswith("trainer/") for w in workers)
-    }
+    compared = run.check_digests()
     installed = defaultdict(set)
     for event in run.events("resume"):
         installed[replica_of(event["worker"])].add(event["version"])

@@ -10,9 +10,11 @@ pytest.importorskip("ray")
 
 import ray
 
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.ray import config
-from tensorhub_plugins.vllm.ray.config import location_of
+from tensorhub_plugins.vllm.ray.config import location_of, preemptible_by
 
 ZONE = {"ray.io/availability-region": "eu-west", "ray.io/availability-zone": "eu-west-1a"}
 OWN = {"tensorhub.io/data-center": "paris", "tensorhub.io/rack": "r7"}
@@ -39,6 +41,46 @@ def test_what_is_nearer_to_the_node_comes_first(where: Callable[..., tuple[str, 
     assert where(GIVEN, ZONE) == ("lyon", "r1")
     assert where(GIVEN, {**ZONE, **OWN}) == ("paris", "r7")
     assert where(GIVEN, {**ZONE, **OWN}, TENSORHUB_DATA_CENTER="here") == ("here", "r7")
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ({}, None),
+        (OWN, None),
+        ({"ray.io/market-type": "spot"}, True),
+        ({"ray.io/market-type": "on-demand"}, False),
+        ({"tensorhub.io/preemptible": "true", "ray.io/market-type": "on-demand"}, True),
+        ({"tensorhub.io/preemptible": "false", "ray.io/market-type": "spot"}, False),
+    ],
+)
+def test_a_nodes_labels_say_whether_it_may_be_taken_away(labels: dict[str, str], says: bool | None) -> None:
+    assert preemptible_by(labels) is says
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(UsageError, match="tensorhub.io/preemptible=yes: true, or false"):
+        preemptible_by({"tensorhub.io/preemptible": "yes"})
+
+
+def test_clients_and_workers_say_what_the_node_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment comes before the labels; the control is a node that says nothing."""
+    monkeypatch.setattr(config, "node_address", lambda: "127.0.0.1")
+    given = TrainingOptions(hub="tcp://127.0.0.1:1", run="r", model="m")
+    for labels, environment, expected in (
+        ({"ray.io/market-type": "spot"}, None, True),
+        ({"ray.io/market-type": "spot"}, "0", None),
+        ({}, None, None),
+    ):
+        monkeypatch.setattr(config, "node_labels", lambda labels=labels: labels)
+        monkeypatch.delenv("TENSORHUB_PREEMPTIBLE", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("TENSORHUB_PREEMPTIBLE", environment)
+        said: list[object] = []
+        monkeypatch.setattr(config, "Client", lambda *_, said=said, **options: said.append(options["preemptible"]))
+        config.connect(given, replica="trainer")
+        assert said == [expected]
+        assert WorkerConfig.parse(config.worker_config(given, replica="rollout-0")).preemptible is expected
 
 
 @pytest.mark.heavy  # Ray

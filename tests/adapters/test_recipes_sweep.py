@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes import sweep
+from recipes.demo.__main__ import end_group
 
 
 @pytest.fixture
@@ -83,6 +84,39 @@ def test_a_demo_that_is_ended_ends_its_run(is_told: bool) -> None:
     if goes_on:
         os.kill(run, signal.SIGKILL)
     assert goes_on != is_told
+
+
+def test_who_of_a_run_does_not_hear_is_ended_with_it() -> None:
+    """The run itself ends when it is told; a node of its cluster does not."""
+    deaf = "echo $$; while sleep 1; do :; done"
+    command = ["bash", "-c", f"trap '' TERM; bash -c '{deaf}' & trap 'exit 0' TERM; echo heard; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        said = {run.stdout.readline().strip() for _ in range(2)}
+        (node,) = said - {"heard"}
+        assert "sleep" in sweep.read(Path(f"/proc/{node}/cmdline"))
+        end_group(run)
+    assert run.returncode == 0 and not sweep.read(Path(f"/proc/{node}/cmdline"))
+
+
+def test_a_cluster_that_is_told_twice_ends_its_nodes_all_the_same() -> None:
+    script = (
+        "import signal, time\n"
+        "from recipes import cluster\n"
+        "signal.signal(signal.SIGTERM, cluster._end)\n"
+        "try:\n"
+        "    print('up', flush=True); time.sleep(1000)\n"
+        "finally:\n"
+        "    print('ends', flush=True); input(); print('ended', flush=True)\n"
+    )
+    root = Path(sweep.__file__).parents[1]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    told = subprocess.Popen([sys.executable, "-c", script], text=True, cwd=root, **pipes)  # type: ignore[call-overload]
+    assert told.stdout.readline() == "up\n"
+    told.terminate()
+    assert told.stdout.readline() == "ends\n"
+    told.terminate()
+    assert told.communicate("\n", timeout=30)[0] == "ended\n"  # which closes both pipes
 
 
 def test_it_waits_for_the_processes_of_the_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def digests(t, worker, number):
 
 
 def good_run():
-    """A cut from 20 to 50; versions 5 and 6 come and go meanwhile."""
+    """A cut from 20 to 50; versions 5 and 6 come and go meanwhile. Then the seed is killed, and comes back."""
     kinds = {"rollout-0": "first", "rollout-1": "joined", "rollout-2": "joined"}
     events = [event(1, "member", f"{name}/0", state="ready", kind=kind, version=1) for name, kind in kinds.items()]
     events += [*version(2, 1), *version(4, 2), *version(6, 3), event(20, "cut")]
@@ -40,7 +40,8 @@ def good_run():
     for name in ("rollout-1/0", "rollout-2/0"):
         events += [event(29, "cut_off", name, seconds=9.0), event(52, "cut_off_over", name)]
     events += [event(50, "mend"), *(e for e in version(51, 6) if e["worker"] in ("rollout-1/0", "rollout-2/0"))]
-    return sorted([*events, *version(60, 7)], key=lambda e: e["t"])
+    events += [*version(60, 7), event(70, "kill", "rollout-1/0"), *version(80, 8)]
+    return sorted(events, key=lambda e: e["t"])
 
 
 def claims_of(events):
@@ -68,6 +69,11 @@ def test_a_good_run_keeps_every_claim():
     assert claims[reports.BACK].detail == "rollout-1: version 6 1.3 s later, rollout-2: version 6 1.4 s later"
 
 
+def test_a_replica_that_says_so_again_later_has_said_it_during_the_cut():
+    """One that starts on a busy machine may not hear of the hub for a while."""
+    assert broken([*good_run(), event(75, "cut_off", "rollout-1/0", seconds=8.5)]) == []
+
+
 @pytest.mark.parametrize(
     ("spoil", "claim"),
     [
@@ -90,6 +96,10 @@ def test_a_good_run_keeps_every_claim():
         (without(lambda e: e["event"] == "cut_off_over"), "BACK"),
         (without(lambda e: e["event"] == "resume" and e["t"] > 50 and e["worker"] == "rollout-1/0"), "BACK"),
         (without(lambda e: e["event"] == "cut"), "STOPS"),
+        (without(lambda e: e["event"] == "kill"), "SEED"),
+        (changed(lambda e: e["event"] == "kill", worker="rollout-2/0"), "SEED"),
+        (without(lambda e: e["event"] == "resume" and e["t"] > 70 and e["worker"] == "rollout-1/0"), "SEED"),
+        (without(lambda e: e["event"] == "resume" and e["t"] > 70 and e["worker"] == "rollout-2/0"), "SEED"),
     ],
 )
 def test_what_breaks_a_claim_is_told(spoil, claim):

@@ -168,6 +168,8 @@ def test_a_join_counts_the_newcomer_and_what_the_others_lose():
     assert stall.values == pytest.approx(
         {"store": 0.0, "star": 0.0, "stock": 3.0, "restart": 56.0}
     )  # the newcomer's own is none
+    everybody = line(report, "everybody's stall")
+    assert everybody.values == pytest.approx({"store": 0.5, "star": 0.75, "stock": 8.0, "restart": 63.5})
     assert math.isinf(stall.ratio("stock")) and stall.ratio("star") == 1.0
     assert report.worst_ratio == pytest.approx(10) and report.reached
     assert "none here" in reports.table(report)

@@ -13,8 +13,9 @@ pytest.importorskip("verl", reason="this is about verl")
 pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
 ray = pytest.importorskip("ray")
 
+from fleet_commands import address_below  # noqa: E402
 from ray._raylet import Config  # noqa: E402
-from verl_run import START_S, STORE, Run, address_below  # noqa: E402
+from verl_run import START_S, STORE, Run  # noqa: E402
 
 from tensorhub_plugins.vllm.ray import fleet  # noqa: E402
 

@@ -5,10 +5,7 @@ By the command line, as its owner would: the job is not told of it before, and t
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,14 +17,14 @@ pytest.importorskip("verl", reason="this is about verl")
 pytest.importorskip("vllm", reason="the rollouts are vLLM engines")
 pytest.importorskip("requests")
 
-from verl_run import START_S, STORE, Run, address_below  # noqa: E402
+from fleet_commands import Fleet  # noqa: E402
+from verl_run import START_S, STORE, Run  # noqa: E402
 from vllm_servers import serving  # noqa: E402
 
 from tensorhub_plugins.core import start_server  # noqa: E402
 
 NAME = "external-0"
 PROMPT = [10, 11, 12]
-COMMAND_TIMEOUT_S = 300
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(2 * START_S)]
 
@@ -46,29 +43,13 @@ def job(tmp_path: Path) -> Iterator[Run]:
             "trainer.total_training_steps=4000",  # longer than this test takes
         ]
         run = Run(tmp_path / "job", overrides, SIZE="tiny", TMPDIR=str(short))
-        run.hub, run.ray_folder = hub.address, short
+        run.hub = hub.address
+        run.fleet = Fleet(short, RAY_AUTH_MODE="token")  # Ray uses its token at an address only when asked to
         try:
             yield run
         finally:
             run.close()
             shutil.rmtree(short, ignore_errors=True)
-
-
-def fleet(run: Run, *arguments: str) -> tuple[int, str]:
-    """`tensorhub fleet ...` against this job."""
-    call = [sys.executable, "-m", "tensorhub_plugins.core.cli", "fleet", *arguments]
-    call += ["--address", address_below(run.ray_folder)]
-    environment = {**os.environ, "RAY_AUTH_MODE": "token"}  # Ray uses its token at an address only when asked to
-    done = subprocess.run(call, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, env=environment)
-    return done.returncode, done.stdout + done.stderr
-
-
-def member(run: Run, name: str) -> list[str]:
-    """Its row of `tensorhub fleet list`, in words; of who has left, none that says so."""
-    status, said = fleet(run, "list")
-    assert status == 0, said
-    rows = [line.split() for line in said.splitlines()]
-    return next((row for row in rows if row[:1] == [name] and row[2] != "gone"), [])
 
 
 def answers(run: Run, since: float) -> list[dict]:
@@ -82,16 +63,15 @@ def test_a_server_joins_takes_part_and_leaves(job: Run, tmp_path: Path, monkeypa
     options = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     model = job.folder / "out" / "models" / "tiny"
     with serving(model, tmp_path, told, *options) as server:
-        assert member(job, "rollout-0") and not member(job, NAME)
+        assert job.fleet.row("rollout-0") and not job.fleet.row(NAME)
         began = time.time()
-        status, said = fleet(job, "add", "--url", server.url)
-        assert status == 0 and f"{server.url} joins as {NAME}" in said, said
-        job.until("it in rotation", lambda: member(job, NAME)[1:3] == ["external", "ready"], every_s=0.5)
+        assert f"{server.url} joins as {NAME}" in job.fleet("add", "--url", server.url)
+        job.until("it in rotation", lambda: job.fleet.row(NAME)[1:3] == ["external", "ready"], every_s=0.5)
         newest = job.version()
         # It takes part: whole answers, of versions that came after it had joined, and its versions go on.
         job.until("new answers", lambda: [a for a in answers(job, began) if a["versions"][0] > newest])
-        assert "drains" in fleet(job, "drain", NAME, "--timeout", "60")[1]
-        job.until("its end", lambda: not member(job, NAME), every_s=0.5)
+        assert "drains" in job.fleet("drain", NAME, "--timeout", "60")
+        job.until("its end", lambda: not job.fleet.row(NAME), every_s=0.5)
         left = time.time()
         newest = job.version()
         job.until("versions without it", lambda: job.version() > newest + 1)

@@ -16,6 +16,7 @@ import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.engine import core_follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -120,6 +121,18 @@ def _rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal
 def _fill(model: Toy, named: Any) -> None:
     with torch.no_grad():
         model.weight.copy_(dict(named)["weight"])
+
+
+def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link broke between the first weights and its first question: it passed for one that hears the hub."""
+    config = WorkerConfig.parse({"hub": "tcp://127.0.0.1:9", "run": "r", "model": "m", "replica": "engine"})
+    core: Any = SimpleNamespace(spans=SimpleNamespace(version=3))
+    now = time.monotonic()
+    monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
+    follower = CoreFollower(core, config, when="now", patience_s=1.0)
+    assert follower.status()["hub_silent_s"] == 0.0
+    now += 60.0
+    assert follower.status()["hub_silent_s"] == 60.0
 
 
 def publish(hub: Server, *versions: int) -> None:

@@ -181,6 +181,65 @@ def test_a_server_that_breaks_off_is_lost_and_so_is_one_that_falls_silent(
     play(story, timeout_s=0.5)
 
 
+@pytest.mark.parametrize("code", [301, 302, 307, 308])
+def test_an_address_that_sends_elsewhere_is_refused(play: Any, code: int) -> None:
+    """A status is had through it, and a request is not: its POST arrives as a GET."""
+
+    async def story(fake: Fake, other: External) -> None:
+        there, other.url = other.url, f"{other.url}/old"
+        fake.redirect = code
+        with pytest.raises(UsageError, match=rf"/old sends elsewhere \({there}/tensorhub\): give the address of"):
+            await other.join()
+        other.url = there
+        await other.join()  # the control
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(400, UsageError), (422, UsageError)] + [(code, ServerLost) for code in (302, 401, 403, 404, 429, 502)],
+)
+def test_only_a_request_that_is_wrong_everywhere_fails(
+    play: Any, code: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a server or a proxy of it has against anybody's requests is no reason to end a run."""
+
+    monkeypatch.setattr(external, "REFUSED_S", 0.2)
+
+    async def story(fake: Fake, other: External) -> None:
+        await other.join()
+        fake.refuses = code
+        with pytest.raises(kind, match=other.url):
+            await answer(other)
+        assert (other.why_not == "") == (kind is UsageError)
+        fake.refuses = None
+        await _until(lambda: other.why_not == "")
+        assert (await answer(other)).token_ids == [0, 1, 2, 3]
+
+    play(story)
+
+
+def test_one_that_answers_as_something_else_is_watched_all_the_same(play: Any) -> None:
+    """The watch ended with a KeyError, and the server stayed out for good."""
+
+    async def story(fake: Fake, other: External) -> None:
+        fake.status = {"hello": "world"}
+        with pytest.raises(UsageError, match="is no `vllm serve --load-format tensorhub`"):
+            await other.join()
+        fake.status = status()
+        await other.join()
+        fake.status = {"hello": "world"}
+        await _until(lambda: other.silent_s > 0.2)
+        fake.status = status(version=5)
+        await _until(lambda: other.version == 5)
+        fake.starts = {"no": "list"}
+        with pytest.raises(ServerLost):
+            await answer(other)
+
+    play(story)
+
+
 def test_one_that_is_started_again_as_something_else_gets_no_requests(play: Any) -> None:
     async def story(fake: Fake, other: External) -> None:
         await other.join()

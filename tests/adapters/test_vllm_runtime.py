@@ -141,6 +141,20 @@ def test_engines_that_differ_in_what_does_not_matter_do() -> None:
     assert described(path="/b", weight=torch.ones(2, 4)) == described()
 
 
+def test_the_processor_packs_weights_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    def of_processor(isa: str) -> bytes:
+        monkeypatch.setattr(fingerprint, "_cpu_isa", lambda: isa)
+        return described()
+
+    assert of_processor("AVX2") != of_processor("AVX512")
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: (9, 0))
+    assert of_processor("AVX2") == of_processor("AVX512"), "equal GPUs in different hosts trade raw bytes"
+
+
 def test_a_replica_has_one_layout_that_depends_on_all_its_workers() -> None:
     a, b, c = described(tp=0), described(tp=1), described(tp=1, hidden=9)
     layouts = [fingerprint.replica_layout(prints) for prints in ([a, b], [b, a], [a, c], [a])]

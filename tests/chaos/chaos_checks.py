@@ -3,7 +3,9 @@
 wrong bytes   what a call handed over is, byte for byte, what a trainer published under that version
 late          a call returned by its deadline and `MARGIN_S`; times in which the process could not run do not count
 hangs         a call had not returned by then when its process was killed, or at the end
-backwards     one process was given an older version than before
+backwards     one process was given an older version than before, by (attempt, step), and that one was not superseded
+superseded    a process was given what a later attempt has superseded, of which it had heard
+zombie        a trainer of a former attempt has published
 untyped       a call ended with an error that is not one of the store's
 wedged        once the faults had stopped, a worker did not come to the last version
 stranger      somebody without a right got something
@@ -15,7 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from tensorhub_plugins.core.protocol.lineage import Attempt, Lineage, is_superseded, merged
+from tensorhub_plugins.core.types import attempt_of, step_of
+
 MARGIN_S = 0.5
+GRACE_S = 15.0  # after a hub's death a former attempt may publish, until the new hub has heard of the later one
 HANG_S = 3.0  # how long its process was starved is not known of a call that did not come back
 TYPED = (
     "NotPublished",
@@ -41,7 +47,8 @@ class Call:
     error: str = ""  # the class
     text: str = ""
     version: int = 0  # 0: none
-    step: int = 0  # of a publish
+    asked: int = 0  # of a publish: the version; of a begin: the step
+    attempt: int = 0  # the newest that its process had heard of
     digest: str = ""  # of all that was handed over
 
 
@@ -59,13 +66,15 @@ class Evidence:
     tracebacks: list[str] = field(default_factory=list)
 
 
-def violations(evidence: Evidence, truth: Callable[[int, int], str], step_of: Callable[[int], int]) -> list[str]:
+def violations(evidence: Evidence, truth: Callable[[int, int], str]) -> list[str]:
     """One line each; empty: all held. truth(life, step): digest of what that life of the trainer publishes there."""
     return [
-        *_wrong_bytes(evidence.calls, truth, step_of),
+        *_wrong_bytes(evidence.calls, truth),
         *_late(evidence),
         *_backwards(evidence.calls),
-        *(f"untyped: {_name(c)}: {c.error}: {c.text}" for c in evidence.calls if c.error and c.error not in TYPED),
+        *_superseded(evidence.calls),
+        *_zombies(evidence),
+        *_untyped(evidence.calls),
         *_wedged(evidence),
         *(f"stranger: {text}" for text in evidence.intrusions),
         *(f"traceback: {text}" for text in evidence.tracebacks),
@@ -76,20 +85,20 @@ def _name(call: Call) -> str:
     return f"{call.who} (life {call.life}) {call.call}"
 
 
-def _wrong_bytes(calls: Iterable[Call], truth: Callable[[int, int], str], step_of: Callable[[int], int]) -> list[str]:
+def _wrong_bytes(calls: Iterable[Call], truth: Callable[[int, int], str]) -> list[str]:
     calls = list(calls)
     lives: dict[int, set[int]] = {}  # version -> the trainers' lives that have published it for certain
-    begun: dict[int, set[int]] = {}  # step -> those that have tried to
+    begun: dict[int, set[int]] = {}  # version -> those that have tried to
     for call in calls:
         if call.call == "publish":
-            begun.setdefault(call.step, set()).add(call.life)
+            begun.setdefault(call.asked, set()).add(call.life)
             if call.version:
                 lives.setdefault(call.version, set()).add(call.life)
     found, seen = [], {}
     for call in calls:
         if not call.digest or call.call == "publish":
             continue
-        candidates = lives.get(call.version) or begun.get(step_of(call.version), set())
+        candidates = lives.get(call.version) or begun.get(call.version, set())
         if call.digest not in {truth(life, step_of(call.version)) for life in candidates}:
             found.append(
                 f"wrong bytes: {_name(call)}: version {call.version}, which lives {sorted(candidates)} published"
@@ -115,15 +124,64 @@ def _late(evidence: Evidence) -> list[str]:
 
 
 def _backwards(calls: Iterable[Call]) -> list[str]:
+    calls = list(calls)
     found = []
     newest: dict[tuple[str, int], int] = {}
     for call in calls:
-        if call.call == "publish" or not call.version:
+        if call.call in ("publish", "begin") or not call.version:
             continue
-        if call.version < newest.setdefault((call.who, call.life), call.version):
-            found.append(f"backwards: {_name(call)}: {call.version} after {newest[call.who, call.life]}")
-        newest[call.who, call.life] = max(newest[call.who, call.life], call.version)
+        before = newest.get((call.who, call.life), 0)
+        if call.version < before and not is_superseded(before, _begun(calls, call.ended or call.began)):
+            found.append(f"backwards: {_name(call)}: {call.version} after {before}")
+        newest[call.who, call.life] = call.version
     return found
+
+
+def _superseded(calls: Iterable[Call]) -> list[str]:
+    calls = list(calls)
+    lineage = _begun(calls, float("inf"))
+    found = []
+    for call in calls:
+        heard_of = tuple(attempt for attempt in lineage if attempt.number <= call.attempt)
+        if call.call not in ("publish", "begin") and call.version and is_superseded(call.version, heard_of):
+            found.append(f"superseded: {_name(call)}: version {call.version}, and it knew of attempt {call.attempt}")
+    return found
+
+
+def _zombies(evidence: Evidence) -> list[str]:
+    """What a former life has published after a later one had begun, and every hub since then had heard of that."""
+    deaths = [at for (who, _), at in evidence.killed.items() if who == "hub"]
+    begins = [c for c in evidence.calls if c.call == "begin" and c.version and c.ended is not None]
+    found = []
+    for call in evidence.calls:
+        if call.call != "publish" or not call.version or any(at < call.began < at + GRACE_S for at in deaths):
+            continue
+        later = [c for c in begins if c.life > call.life and c.ended is not None and c.ended < call.began]
+        if any(attempt_of(c.version) > attempt_of(call.version) for c in later):
+            found.append(f"zombie: {_name(call)}: version {call.version}, after life {later[-1].life} had begun")
+    return found
+
+
+def _untyped(calls: Iterable[Call]) -> list[str]:
+    """Superseded is for a trainer of which a later life is there. One that begins is refused while its former life
+    seems to live: a hub that was stopped hears the dead."""
+    calls = list(calls)
+    last = max((c.life for c in calls if c.who.startswith("trainer")), default=0)
+    return [
+        f"untyped: {_name(call)}: {call.error}: {call.text}"
+        for call in calls
+        if call.error
+        and call.error not in TYPED
+        and not (call.error == "Superseded" and call.who.startswith("trainer") and call.life < last)
+        and not (call.error == "UsageError" and call.call == "begin" and "still sends heartbeats" in call.text)
+    ]
+
+
+def _begun(calls: Iterable[Call], by: float) -> Lineage:
+    """The attempts that may have begun by then: of one whose answer nobody has heard the number is not known."""
+    return merged(
+        Attempt(attempt_of(c.version), c.asked, b"") for c in calls if c.call == "begin" and c.version and c.began <= by
+    )
 
 
 def _wedged(evidence: Evidence) -> list[str]:
@@ -142,5 +200,7 @@ def summary(evidence: Evidence) -> Mapping[str, int]:
         "read": sum(1 for c in good if c.digest and c.call != "publish"),
         "failed": sum(1 for c in evidence.calls if c.error),
         "killed": len(evidence.killed),
+        "attempts": len({attempt_of(c.version) for c in good if c.call == "begin"}),
+        "zombies refused": sum(1 for c in evidence.calls if c.error == "Superseded"),
         "stopped": sum(len(times) for times in evidence.stopped.values()),
     }

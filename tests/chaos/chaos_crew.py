@@ -28,7 +28,7 @@ import xxhash
 from chaos_checks import Call
 
 from recipes.bench import network
-from tensorhub_plugins.core import Client, Location, Part, TensorHubError, start_server
+from tensorhub_plugins.core import Client, Location, Part, TensorHubError, start_server, step_of, version_of
 from tensorhub_plugins.core.security.keys import Keys
 
 RUN = {"run": "chaos", "model": "actor"}
@@ -37,7 +37,7 @@ LAYERS = 6  # of one rank
 LAYER_SIZE_BYTES = 1 << 20
 ROWS, COLUMNS = 1024, 1024  # of the tensor that the ranks hold in parts
 KEPT = 2  # versions of every worker
-PUBLISH_S, WAIT_S, READ_S, UNPUBLISH_S, ASK_S, CONNECT_S = 20.0, 3.0, 12.0, 4.0, 3.0, 10.0
+PUBLISH_S, WAIT_S, READ_S, UNPUBLISH_S, ASK_S, CONNECT_S, BEGIN_S = 20.0, 3.0, 12.0, 4.0, 3.0, 10.0, 15.0
 LATE_S = 1.5
 
 
@@ -114,13 +114,17 @@ class Diary:
         timeout_s: float,
         do: Callable[[], Any],
         *,
-        step: int = 0,
+        asked: int = 0,
+        attempt: int = 0,
         read: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """What `do` returns; None after one of the store's own errors. read: (version, digest) of what it returned."""
+        """What `do` returns; None after one of the store's own errors. read: (version, digest) of what it returned.
+
+        asked: the version that is to be published or begun. attempt: the newest that this process has heard of."""
         self._calls += 1
         number, waits = self._calls, waits_ns()
-        call = Call(self._post.who, self._post.life, name, time.monotonic(), timeout_s, step=step)
+        post = self._post
+        call = Call(post.who, post.life, name, time.monotonic(), timeout_s, asked=asked, attempt=attempt)
         self._write(number, asdict(call))
         answer, error = None, None
         self._late_at = call.began + timeout_s + LATE_S
@@ -216,29 +220,53 @@ class Rank:
         self._rank = int(post.who.partition("/")[2])
         self._published: deque[tuple[int, dict[str, torch.Tensor], bool]] = deque()
         self._client: Client | None = None
+        self._newest = 0
 
-    def publish(self, step: int) -> int:
+    def begin(self, step: int, word: str) -> int:
+        """The attempt that both ranks begin, with this word; -1: it could not be begun."""
+        client = self._connected()
+        if client is None:
+            return -1
+        attempt = self._diary.call(
+            "begin",
+            BEGIN_S,
+            lambda: client.begin(step, word=word, timeout_s=BEGIN_S),
+            asked=step,
+            read=lambda attempt: (version_of(attempt, step), ""),
+        )
+        return -1 if attempt is None else int(attempt)
+
+    def publish(self, version: int) -> int:
         """The version that it is called; 0: it could not be published."""
-        self._client = self._client or _client(self._diary, self._post)
-        if (client := self._client) is None:
+        self._newest = version
+        client = self._connected()
+        if client is None:
             return 0
         if len(self._published) == 0:
             self._diary.call("retain", ASK_S, lambda: client.retain(KEPT, timeout_s=ASK_S))
         while len(self._published) >= KEPT:
             self._take_back(client)
-        mine, parts = part_of(self._rank, weights_of(self._post.life, step))
+        mine, parts = part_of(self._rank, weights_of(self._post.life, step_of(version)))
         adopts = self._rng.random() < 0.5
         report = self._diary.call(
             "publish",
             PUBLISH_S,
-            lambda: client.publish(step, mine, copy=not adopts, parts=parts, timeout_s=PUBLISH_S),
-            step=step,
+            lambda: client.publish(version, mine, copy=not adopts, parts=parts, timeout_s=PUBLISH_S),
+            asked=version,
             read=lambda report: (report.version, digest_of(mine)),
         )
         if report is None:
             return 0
         self._published.append((report.version, mine, adopts))
         return int(report.version)
+
+    def go_on(self) -> int:
+        """Publish the next step, as one that does not know that another life has begun."""
+        return self.publish(self._newest + 1) if self._newest else 0  # it had begun nothing
+
+    def _connected(self) -> Client | None:
+        self._client = self._client or _client(self._diary, self._post)
+        return self._client
 
     def flip(self) -> None:
         """A bit of the newest version's memory, where it is ours."""
@@ -285,6 +313,7 @@ class Rollout:
             "wait",
             WAIT_S,
             lambda: client.wait(newer_than=known, timeout_s=WAIT_S),
+            attempt=client.attempt,
             read=lambda version: (version, ""),
         )
         if found is None:
@@ -304,6 +333,7 @@ class Rollout:
             "replicate",
             READ_S,
             lambda: client.replicate(buffer, timeout_s=READ_S),
+            attempt=client.attempt,
             read=lambda report: (report.version, digest_of(buffer)),
         )
         if report is None:
@@ -316,6 +346,7 @@ class Rollout:
             "fetch",
             READ_S,
             lambda: client.fetch(serve=True, timeout_s=READ_S),
+            attempt=client.attempt,
             read=lambda fetched: (fetched.version, digest_of(fetched.tensors())),
         )
         if fetched is not None:

@@ -16,6 +16,7 @@ FAULTS: dict[str, tuple[int, float, float]] = {
     "kill hub": (2, 0.2, 4.0),
     "stop rollout": (3, 0.3, 9.0),
     "stop trainer": (1, 0.3, 6.0),
+    "haunt trainer": (1, 0.0, 0.0),  # a rank stops, the trainer starts again without it, and then it goes on
     "stop hub": (1, 0.3, 5.0),
     "cut host": (2, 0.5, 7.0),
     "cut site": (1, 0.5, 7.0),

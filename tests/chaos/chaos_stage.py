@@ -11,6 +11,7 @@ import contextlib
 import heapq
 import multiprocessing
 import os
+import random
 import re
 import signal
 import threading
@@ -18,8 +19,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import count, repeat
+from dataclasses import dataclass, field, replace
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ from chaos_plan import FAULTS, Fault, plan
 from chaos_strangers import Liar, Stranger
 
 from recipes.bench import network
-from tensorhub_plugins.core import Location
+from tensorhub_plugins.core import Location, version_of
 
 LAN_MBIT, WAN_MBIT = 400, 100
 HUB_PORT = 7070
+HAUNTS = 2  # versions that a zombie wants to publish
+RANK_NAMES = tuple(f"trainer/{rank}" for rank in range(RANKS))
 ROLLOUTS = ("rollout-0", "rollout-1", "rollout-2", "rollout-3", "rollout-4", "rollout-5")
 HOMES = {  # worker -> (site, host)
     "hub": ("east", "hub"),
@@ -71,6 +74,7 @@ class Actor:
     pipe: Connection | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # one question at a time
     frozen_at: float | None = None
+    is_left: bool = False  # a zombie now: nobody waits for it, and another process will have its name
 
 
 class Chaos:
@@ -90,7 +94,7 @@ class Chaos:
         self.betrayed = betrayed  # the stranger has been told the secret
         targets = {
             "rollout": ROLLOUTS,
-            "trainer": [f"trainer/{rank}" for rank in range(RANKS)],
+            "trainer": RANK_NAMES,
             "hub": ["hub"],
             "host": ["trainers", "e0", "e1", "w0", "w1"],
             "site": ["west"],
@@ -100,6 +104,9 @@ class Chaos:
         self.evidence = Evidence(expected=ROLLOUTS)
         self._actors = {who: Actor(who) for who in HOMES}
         self._hosts: dict[str, network.Host] = {}
+        self._rng = random.Random(seed)  # of the trainer's loop
+        self._ghosts: list[Actor] = []  # stopped ranks of former lives of the trainer
+        self._haunting: list[threading.Thread] = []
         self._lives = count(1)  # of the trainer: each life publishes other bytes
         self._calm, self._calm_at = threading.Event(), float("inf")
 
@@ -114,6 +121,8 @@ class Chaos:
                 self._calm_at = time.monotonic()
                 self._calm.set()
                 trainer.join()
+                for ghost in self._haunting:
+                    ghost.join()
                 self._settle()
             finally:
                 self._calm.set()
@@ -143,6 +152,7 @@ class Chaos:
         for who in names:
             actor = self._actors[who]
             actor.life, (actor.pipe, theirs) = life, _processes.Pipe()
+            actor.is_left = False
             kind = KINDS[re.split("[-/]", who)[0]]
             arguments = (theirs, kind, self._post(who, life))
             actor.process = _processes.Process(target=serve, args=arguments, daemon=True)
@@ -165,31 +175,74 @@ class Chaos:
                 return None
 
     def _answer(self, actor: Actor) -> Any:
-        assert actor.pipe is not None
-        if not actor.pipe.poll(ANSWER_S):
-            raise TimeoutError(f"{actor.who} does not answer")
-        return actor.pipe.recv()
+        pipe = actor.pipe
+        assert pipe is not None
+        deadline = time.monotonic() + ANSWER_S
+        while not pipe.poll(0.2):
+            if actor.is_left:
+                raise EOFError
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{actor.who} does not answer")
+        return pipe.recv()
 
     # --- the job ---
 
     def _train(self) -> None:
-        """Both ranks publish each step; when one is lost both start again, as under torchrun. At last the final one."""
-        ranks = [f"trainer/{rank}" for rank in range(RANKS)]
-        step = 0
+        """Both ranks begin an attempt and publish each step of it; when one is lost both start again, as under
+        torchrun, from a step that is at most three back. At last the final version."""
+        step, attempt = 0, -1
         while True:
-            step, last = step + 1, self._calm.is_set()
-            with ThreadPoolExecutor(RANKS) as asking:
-                answers = dict(zip(ranks, asking.map(self._ask, ranks, repeat("publish"), repeat(step)), strict=True))
-            if any(answers[who] is None for who in ranks):
-                for who in ranks:
-                    self._kill(who)
-                self._start(*ranks)
-            elif all(answers.values()) and last:
-                self.evidence.final_version = max(answers.values())
-                return
+            last = self._calm.is_set()
+            if attempt < 0:
+                step = max(0, step - self._rng.randrange(4))
+                begun = self._ask_ranks("begin", step, f"life {self._actors[RANK_NAMES[0]].life}")
+                if None not in begun and min(begun) >= 0:
+                    attempt = begun[0]
+            else:
+                step += 1
+                versions = self._ask_ranks("publish", version_of(attempt, step))
+                if None in versions:
+                    attempt = -1
+                elif all(versions):
+                    self._wake_ghosts()
+                    if last:
+                        self.evidence.final_version = versions[0]
+                        return
             if last and time.monotonic() > self._calm_at + ARRIVE_S:
                 return
             self._calm.wait(STEP_S)
+
+    def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Of each rank; when one of them is lost, all are, and start again."""
+        with ThreadPoolExecutor(RANKS) as asking:
+            answers = list(asking.map(lambda who: self._ask(who, method, *arguments), RANK_NAMES))
+        if None in answers:
+            for who in RANK_NAMES:
+                self._kill(who)
+            self._start(*RANK_NAMES)
+        return answers
+
+    def _wake_ghosts(self) -> None:
+        """A later life has published: those of the former ones go on now, as if they were the trainer."""
+        while self._ghosts:
+            thread = threading.Thread(target=self._haunt, args=(self._ghosts.pop(),), daemon=True)
+            self._haunting.append(thread)
+            thread.start()
+
+    def _haunt(self, ghost: Actor) -> None:
+        assert ghost.frozen_at is not None and ghost.pipe is not None
+        os.kill(ghost.process.pid, signal.SIGCONT)
+        self.evidence.stopped.setdefault((ghost.who, ghost.life), []).append((ghost.frozen_at, time.monotonic()))
+        with contextlib.suppress(EOFError, OSError):
+            for _ in range(HAUNTS):
+                ghost.pipe.send(("go_on", ()))
+            for _ in range(1 + HAUNTS):  # and what it was asked before it was stopped
+                if not ghost.pipe.poll(ANSWER_S / 3):
+                    break
+                ghost.pipe.recv()
+        os.kill(ghost.process.pid, signal.SIGKILL)
+        self.evidence.killed[ghost.who, ghost.life] = time.monotonic()
+        ghost.process.join()
 
     # --- the faults ---
 
@@ -219,6 +272,8 @@ class Chaos:
             case "stop", _:
                 self._freeze(who)
                 self._after(fault.lasts_s, lambda: self._thaw(who))
+            case "haunt", _:
+                self._leave(who)
             case "cut", "site":
                 self._wires.cut(who)
                 self._after(fault.lasts_s, lambda: self._wires.mend(who))
@@ -234,8 +289,18 @@ class Chaos:
             case _:
                 raise AssertionError(fault)
 
+    def _leave(self, who: str) -> None:
+        """It stops, and the trainer's loop starts both ranks again, under the same names."""
+        actor = self._actors[who]
+        self._freeze(who)
+        if actor.frozen_at is not None:
+            self._ghosts.append(replace(actor, lock=threading.Lock()))
+            actor.is_left, actor.frozen_at = True, None
+
     def _kill(self, who: str) -> None:
         actor = self._actors[who]
+        if actor.is_left:
+            return
         if actor.process.is_alive():
             with contextlib.suppress(ProcessLookupError):  # the trainer's loop has just done it
                 os.kill(actor.process.pid, signal.SIGKILL)
@@ -289,6 +354,9 @@ class Chaos:
         self.hub_memory_bytes = self._ask("hub", "memory_bytes")
 
     def _end(self) -> None:
+        for ghost in self._ghosts:
+            ghost.process.kill()
+            ghost.process.join()
         for who, actor in self._actors.items():
             if actor.process is not None:
                 self._kill(who)

@@ -12,6 +12,7 @@ from chaos_plan import CALM_S, FAULTS, plan
 from chaos_stage import Chaos
 
 from recipes.bench import network
+from tensorhub_plugins.core import version_of
 
 TARGETS = {"rollout": ("a", "b"), "trainer": ("t",), "hub": ("h",), "host": ("x",), "site": ("s",), "stranger": ("o",)}
 real = pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "")
@@ -19,10 +20,6 @@ real = pytest.mark.skipif(bool(network.missing()), reason=network.missing() or "
 
 def truth(life: int, step: int) -> str:
     return digest_of(weights_of(life, step))
-
-
-def step_of(version: int) -> int:
-    return version % 1_000_000_000
 
 
 # --- the plan and the judge ---
@@ -39,14 +36,31 @@ def evidence(*calls: Call) -> Evidence:
     return Evidence(list(calls), {}, {}, 7, {"rollout-0": 7}, ("rollout-0",))
 
 
-PUBLISH = Call("trainer/0", 3, "publish", 0.0, 5.0, 1.0, version=7, step=7)
+PUBLISH = Call("trainer/0", 3, "publish", 0.0, 5.0, 1.0, version=7, asked=7)
 READ = Call("rollout-0", 4, "replicate", 1.0, 5.0, 2.0, version=7, digest=truth(3, 7))
+WAIT = replace(READ, call="wait", digest="")
+SIX = replace(PUBLISH, version=6, asked=6)
+READ_SIX = replace(READ, version=6, digest=truth(3, 6))
+BEGIN = Call("trainer/0", 4, "begin", 1.2, 5.0, 1.4, version=version_of(1, 6), asked=6)
+BEGIN_AT_7 = replace(BEGIN, version=version_of(1, 7), asked=7)
+
+
+def test_the_judge_is_content_with_attempts() -> None:
+    """What a process has not heard of it may be given; what is superseded is forgotten; a zombie is refused; after a
+    hub's death it may not be."""
+    first = replace(PUBLISH, life=4, version=version_of(1, 7), asked=version_of(1, 7), began=1.5, ended=1.6)
+    new = replace(READ, version=version_of(1, 7), digest=truth(4, 7), attempt=1)
+    refused = replace(PUBLISH, version=0, asked=8, began=3.0, ended=4.0, error="Superseded")
+    assert violations(evidence(PUBLISH, SIX, BEGIN, READ, READ_SIX, first, new, refused), truth) == []
+    after = evidence(BEGIN, replace(PUBLISH, began=3.0, ended=4.0))
+    after.killed["hub", 1] = 2.0
+    assert violations(after, truth) == []
 
 
 def test_the_judge_is_content_with_a_good_run() -> None:
-    killed = replace(PUBLISH, ended=None, version=0, step=8)
+    killed = replace(PUBLISH, ended=None, version=0, asked=8)
     read_of_it = replace(READ, version=8, digest=truth(3, 8))
-    assert violations(evidence(PUBLISH, READ, killed, read_of_it), truth, step_of) == []
+    assert violations(evidence(PUBLISH, READ, killed, read_of_it), truth) == []
     assert summary(evidence(PUBLISH, READ))["read"] == 1
 
 
@@ -61,34 +75,41 @@ def test_the_judge_is_content_with_a_good_run() -> None:
         ("late", (PUBLISH, replace(READ, ended=8.6, starved_s=2.0))),
         (
             "backwards",
-            (PUBLISH, replace(PUBLISH, version=6, step=6), READ, replace(READ, version=6, digest=truth(3, 6))),
+            (PUBLISH, replace(PUBLISH, version=6, asked=6), READ, replace(READ, version=6, digest=truth(3, 6))),
         ),
         ("untyped", (PUBLISH, replace(READ, error="KeyError"))),
+        ("untyped", (PUBLISH, replace(READ, error="Superseded"))),
+        ("untyped", (replace(PUBLISH, version=0, error="Superseded"),)),
+        ("untyped", (replace(BEGIN, version=0, error="UsageError", text="the step is no number"),)),
+        ("superseded", (PUBLISH, BEGIN, replace(READ, attempt=1))),
+        ("superseded", (PUBLISH, BEGIN, replace(WAIT, attempt=1))),
+        ("zombie", (BEGIN, replace(PUBLISH, began=3.0, ended=4.0))),
+        ("backwards", (PUBLISH, SIX, BEGIN_AT_7, READ, READ_SIX)),
     ],
 )
 def test_the_judge_sees(rule: str, calls: tuple[Call, ...]) -> None:
-    found = violations(evidence(*calls), truth, step_of)
+    found = violations(evidence(*calls), truth)
     assert [line.split(":")[0] for line in found] == [rule], found
 
 
 def test_the_judge_sees_what_is_not_in_the_calls() -> None:
     hangs = evidence(PUBLISH, replace(READ, ended=None))
     hangs.killed["rollout-0", 4] = 9.5
-    assert violations(hangs, truth, step_of)[0].startswith("hangs")
+    assert violations(hangs, truth)[0].startswith("hangs")
     wedged = evidence(PUBLISH, READ)
     wedged.arrived["rollout-0"] = 6
-    assert violations(wedged, truth, step_of)[0].startswith("wedged")
+    assert violations(wedged, truth)[0].startswith("wedged")
     let_in = evidence(PUBLISH, READ)
     let_in.intrusions.append("was let in")
     let_in.tracebacks.append("hub: KeyError")
-    assert [line.split(":")[0] for line in violations(let_in, truth, step_of)] == ["stranger", "traceback"]
+    assert [line.split(":")[0] for line in violations(let_in, truth)] == ["stranger", "traceback"]
 
 
 def test_a_stopped_process_is_not_late() -> None:
     stopped = evidence(PUBLISH, replace(READ, ended=9.0))
-    assert violations(stopped, truth, step_of)
+    assert violations(stopped, truth)
     stopped.stopped["rollout-0", 4] = [(2.0, 5.0)]
-    assert violations(stopped, truth, step_of) == []
+    assert violations(stopped, truth) == []
 
 
 # --- the run ---
@@ -104,7 +125,7 @@ def test_nothing_breaks_what_must_hold(tmp_path: Path, request: pytest.FixtureRe
     left = chaos.run()
     done = summary(left)
     print(f"chaos: {done}, {len(chaos.plan)} faults, hub {chaos.hub_memory_bytes >> 20} MiB", flush=True)
-    found = violations(left, truth, step_of)
+    found = violations(left, truth)
     assert not found, "\n".join([f"seed {seed}:", *found])
     assert done["read"] > seconds / 2 and done["published"] > seconds / 10, done
 
@@ -116,5 +137,5 @@ def test_the_run_can_fail(tmp_path: Path) -> None:
     """Negative control: readers that do not verify take what the liar and flipped bits make of a version, and a
     stranger who has been told the secret comes in."""
     chaos = Chaos(3, 30.0, tmp_path, verify=False, kinds=("flip rollout", "flip trainer"), betrayed=True)
-    found = violations(chaos.run(), truth, step_of)
+    found = violations(chaos.run(), truth)
     assert {"wrong bytes", "stranger"} <= {line.split(":")[0] for line in found}, found

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 LAYERS = [
     {"errors", "log"},
     {"digests"},
-    {"types", "options", "run_log", "deadline", "process"},
+    {"types", "options", "run_log", "deadline", "process", "device"},
     {"manifest"},
     {"protocol", "memory"},
     {"security"},
@@ -40,6 +40,7 @@ PURE = {
     "hub.beginning",
     "hub.candidates",
     "hub.copies",
+    "hub.domains",
     "hub.following",
     "hub.hub",
     "hub.limits",
@@ -56,6 +57,7 @@ PURE = {
     "hub.state",
     "hub.waiters",
     "memory.moves",
+    "memory.slices",
     "transfer.events",
     "transfer.limits",
     "transfer.replication",
@@ -172,6 +174,40 @@ def inner(found: Iterable[Import]) -> list[str]:
     ]
 
 
+# How torch and CUDA are asked to touch a device, by the names that stand for it in code.
+OF_A_DEVICE = re.compile(
+    r"torch\.(cuda|accelerator|Stream|Event)\b|torch\._C\._cuda|\.(cuda|cpu|pin_memory|is_pinned)\(|cudart|cudaHost"
+    r"|\b(current_|wait_|default_)stream\b|\brecord_stream\b|\bset_device\b"
+)
+TO_A_DEVICE = re.compile(r"(^|\.)device$|^f?['\"](cpu|cuda)")
+DEVICE = "core.device"
+
+
+def touching(package: Path) -> list[str]:
+    """What touches a device, or pins memory, or knows a stream, outside of the module for it."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        module, tree = module_of(file, package), ast.parse(file.read_text())
+        found += [f"{module}: {what}" for what in _touches(tree) if module != DEVICE]
+    return found
+
+
+def _touches(tree: ast.AST) -> Iterable[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            yield from (f"{base}{a.name}" for a in node.names if OF_A_DEVICE.search(f"{base}{a.name}"))
+        elif isinstance(node, ast.Attribute) and OF_A_DEVICE.search(ast.unparse(node)):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+            targets = [*node.args, *keywords.values()] if getattr(node.func, "attr", "") == "to" else []
+            is_to_device = any(TO_A_DEVICE.search(ast.unparse(target)) for target in targets)
+            function = ast.unparse(node.func) + "("
+            if is_to_device or keywords.keys() & {"non_blocking", "pin_memory"} or OF_A_DEVICE.search(function):
+                yield ast.unparse(node)
+
+
 RULES: list[Rule] = [upward, impure, forbidden, inner]
 
 
@@ -234,6 +270,46 @@ def test_a_file_that_breaks_a_rule_is_found(rule: Rule, file: str, line: str, tm
     path.write_text("import typing\nif typing.TYPE_CHECKING:\n    " + line.replace("\n", "\n    "))
     if "newroom" not in file:
         assert rule(imports(tmp_path)) == []
+
+
+def test_only_one_module_touches_a_device() -> None:
+    assert touching(PACKAGE) == []
+    tree = ast.parse((PACKAGE / "core" / "device.py").read_text())
+    assert {"torch.cuda"} <= set(_touches(tree))  # it would be found there
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.cuda.synchronize()",
+        "from torch import cuda",
+        "import torch.cuda",
+        "from torch.cuda import Stream",
+        "one.copy_(other, non_blocking=True)",
+        "torch.empty(3, pin_memory=True)",
+        "one.pin_memory()",
+        "one.cuda()",
+        "one.cpu()",
+        "one.to('cpu', dtype)",
+        "one.to(other.device)",
+        "one.to(device=device)",
+        "one.record_stream(stream)",
+        "torch.cuda.current_stream().wait_stream(other)",
+        "library.cudaHostRegister(address, size, 0)",
+        "torch.Stream()",
+        "torch.accelerator.synchronize()",
+    ],
+)
+def test_who_touches_a_device_is_found(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "core" / "memory" / "slab.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(f"def f():\n    {line}")
+    assert touching(tmp_path)
+    path.rename(tmp_path / "core" / "device.py")
+    assert touching(tmp_path) == []
+    (tmp_path / "core" / "device.py").write_text("one.to(torch.float32)\nthreading.Event()\nasyncio.StreamReader()")
+    (tmp_path / "core" / "device.py").rename(path)
+    assert touching(tmp_path) == []
 
 
 def test_no_module_imports_itself_on_a_round_way(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ TOUR = [
     ("core/memory/block.py", "Block"),
     ("core/memory/block.py", "_tensor_at"),
     ("core/memory/block.py", "_sealed_memfd"),
-    ("core/manifest.py", "TensorSpec"),
+    ("core/manifest.py", "TensorSpec (fields)"),
     ("core/manifest.py", "TensorTable.of"),
     ("core/manifest.py", "TensorTable.offsets"),
     ("core/manifest.py", "TensorTable.block_offsets"),

@@ -14,6 +14,7 @@ knowing exactly what is true. In both, these are checked whenever they could bre
     pinned      "latest" is the pinned version as long as the hub has been told of a pin
     atomic      a version is visible only if one replica really held all of it
     retained    no unpublish drops the last copy of a retained version
+    domains     in the calm, a retained version is on as many hosts as are wanted, as far as there are safe ones
     served      what an offer that stands has to give are the published bytes
     lease       no byte is read without a lease at the hub, and no unpublish is confirmed while somebody it does not
                 name is reading
@@ -46,6 +47,7 @@ from tensorhub_plugins.core.protocol.lineage import Attempt, is_superseded, merg
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     ShardKey,
+    domain,
 )
 
 if TYPE_CHECKING:
@@ -290,6 +292,31 @@ def check_no_ghosts(world: World) -> None:
             raise Violation("ghost", world, f"{known.name} waits, says the hub: {list(known.pending.values())}")
     if len(world.hub.registry.workers) != len(world.workers):
         raise Violation("ghost", world, "the hub has forgotten a worker that lives")
+
+
+def missing_domains(world: World) -> list[tuple[int, int, int]]:
+    """Retained versions that are on too few hosts: the version, on how many it is safe, and on how many it can be."""
+    assert world.hub is not None
+    history = world.hub.registry.histories["run", "actor"]
+    across, safe = history.retain_across, [w for w in world.workers.values() if not w.group.preemptible]
+    possible = min(history.retain_domains, len({domain(worker.group.location, across) for worker in safe}))
+    found = []
+    for version in sorted(history.retained()) if possible > 1 else ():
+        hosts: dict[ShardKey, set[tuple[str, ...]]] = {}
+        for worker in world.workers.values():
+            for key, offer in worker.offers.items():
+                if (key.version, key.layout) == (version, CHECKPOINT) and offer.complete:
+                    place = domain(worker.group.location, across)
+                    hosts.setdefault(key, set()).update([place] if worker in safe else [])
+        whole = len(hosts) == world.trainers.shard_count
+        if whole and min(map(len, hosts.values())) < possible:
+            found.append((version, min(map(len, hosts.values())), possible))
+    return found
+
+
+def check_domains(world: World) -> None:
+    for version, hosts, possible in missing_domains(world):
+        raise Violation("domains", world, f"version {version} is safe on {hosts} hosts, and {possible} could hold it")
 
 
 def check_nothing_forgotten(world: World) -> None:

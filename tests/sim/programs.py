@@ -19,15 +19,16 @@ RUNTIME = "runtime:5eed"
 
 def trainer(worker: Worker) -> Program:
     world, group = worker.world, worker.group
+    rounds_before = group.rounds_before  # a former life still asks when the group has started again
     # A group that starts again resumes from one of its last steps, or from none.
     first = world.rng.choice([0, *range(max(0, world.newest_step - 4), world.newest_step + 1)])
     resumed = world.resumed.setdefault(group.life, first)
     attempt = yield from begin(worker, resumed)
-    yield Request(lambda number: m.Retain(number, world.retain_newest), 30.0)
+    yield Request(lambda number: m.Retain(number, world.retain_newest, world.retain_domains), 30.0)
     while True:
         yield Sleep(world.rng.uniform(0.2, 4.0))
         met = yield Meet()
-        version = version_of(attempt, resumed + met.round - group.rounds_before)
+        version = version_of(attempt, resumed + met.round - rounds_before)
         if worker.haunts is None:
             world.newest_step = step_of(version)
         held = [key for key in worker.offers if key.version < version]
@@ -75,7 +76,7 @@ def zombie(worker: Worker) -> Program:
         reply = yield Publish(key, checkpoint_content(last + 1, worker.shard))
         world.counts["zombie_heard" if isinstance(reply, m.Done) else "zombie_refused"] += reply is not None
         yield from unpublish(worker, [key for key in worker.offers if world.rng.random() < 0.5])
-        yield Request(lambda number: m.Retain(number, world.retain_newest), 5.0)
+        yield Request(lambda number: m.Retain(number, world.retain_newest, world.retain_domains), 5.0)
     worker.die()
 
 
@@ -182,7 +183,8 @@ def cluster(seed: int, **broken: Any) -> World:
         location = Location(rng.choice(["dc", "dc", "far"]), f"r{i % 2}", f"h{i}")
         shards = 1 if kind == "follower" else rng.choice([1, 1, 2])
         program = follower if kind == "follower" else rollout
-        world.groups.append(Group(world, f"rollout-{i}", shards, location, kind, program))
+        spot = rng.random() < 0.3
+        world.groups.append(Group(world, f"rollout-{i}", shards, location, kind, program, preemptible=spot))
     if rng.random() < 0.5:
         world.groups.append(Group(world, "operator", 1, Location("dc", "r0", "h0"), "operator", operator))
     return world

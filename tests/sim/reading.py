@@ -51,6 +51,7 @@ class Replicate:
     layouts: tuple[str, ...]
     claim: bool
     timeout_s: float
+    for_others: bool = False
 
 
 @dataclass
@@ -231,6 +232,7 @@ class Transfer:
             asked.timeout_s,
             verify=self.world.verify,
             serve=True,
+            for_others=asked.for_others,
             limits=SMALL,
         )
         self.created_after = worker.machine.last_request_id + 1
@@ -321,7 +323,8 @@ class Transfer:
             worker.whole(offer.key)
         worker.carry_out(worker.shelf.complete(self.read))
         self.world.counts["replications"] += 1
-        worker.see(machine.version)
+        if not machine.for_others:
+            worker.see(machine.version)
         self._end(Got(machine.version, machine.layout, shards))
 
     def _end(self, outcome: Got | type[TensorHubError]) -> None:
@@ -335,7 +338,7 @@ class Transfer:
             self._close_links()
         else:
             self._drop(restarts=False)
-            self.world.counts[f"gave_up_{outcome.__name__}"] += 1
+            self.world.counts[f"{'held_no_copy' if self.machine.for_others else 'gave_up'}_{outcome.__name__}"] += 1
         self.worker.later(0.0, lambda: self.then(outcome))
 
     def _close_links(self) -> None:

@@ -43,7 +43,7 @@ def outcome(seed: int) -> Counter[str] | str:
         return f"{type(error).__name__}: {error} (seed {seed})"
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(max(1200, 2 * SEEDS))
 def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
     with ProcessPoolExecutor() as pool:
         outcomes = list(pool.map(outcome, range(SEEDS), chunksize=10))
@@ -57,7 +57,7 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
         "pipelined_segments", "waited_for_pipeline", "conversions", "abandoned", "kept_without_hub", "HubAway",
         "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_release", "tired", "further_idle", "further_urgent",
         "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back", "haunted", "resumed_lower",
-        "zombie_refused", "superseded_copies", "rivals", "not_begun",
+        "zombie_refused", "superseded_copies", "rivals", "not_begun", "held_for_others",
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}
     assert not rare, f"the runs do not exercise {rare}"
@@ -85,8 +85,10 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
 
 
 def losses_without_faults(seed: int, **broken: Any) -> int:
+    """Nor operators: who has heard first that a version is withdrawn passes it on no more."""
     world = cluster(seed, **broken)
     world.faults = Faults()
+    world.groups = [group for group in world.groups if group.kind != "operator"]
     total = world.run()
     return total["lost_sources"] - total["cut_off"]
 
@@ -140,6 +142,8 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
         ("superseded", broken_hubs.shows_what_is_superseded),
         ("zombie", broken_hubs.hears_zombies),
         ("numbers", broken_hubs.numbers_every_attempt_alike),
+        ("domains", broken_hubs.asks_nobody_for_a_copy),
+        ("domains", broken_hubs.counts_spot_nodes),
         ("pinned forgotten", broken_hubs.does_not_listen_to_directives),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -158,8 +162,9 @@ def test_a_broken_rule_of_the_hub_is_caught(rule: str, broken: broken_hubs.Broke
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("served", ForgetsToWithdraw),
-        ("served circle", ServesOnWhatWasDropped),  # for the hub it holds nothing, and may read who reads from it
+        # For the hub these two hold nothing, and may read who reads from them.
+        ("served circle", ForgetsToWithdraw),
+        ("served circle", ServesOnWhatWasDropped),
         ("served", OffersWhatHasNotArrived),
         ("served", ForgetsToRetainElsewhere),
         ("served ghost", ServesRetainedFromTheOldMemory),
@@ -184,4 +189,6 @@ def violation(seed: int, **broken: Any) -> Violation | None:
         simulate(seed, **broken)
     except Violation as found:
         return found
+    except AssertionError:
+        pass  # a broken hub's own books may be wrong before anybody is told so: another seed shows the rule
     return None

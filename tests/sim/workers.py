@@ -13,15 +13,16 @@ from checks import (
     manifest_of,
     some_bytes,
 )
-from reading import INFINITY, LATE_S, Offer, Replicate, Transfer
+from reading import INFINITY, LATE_S, Got, Offer, Replicate, Transfer
 from world import World
 
 from tensorhub_plugins.core.client import session as s
+from tensorhub_plugins.core.client.copies import has_whole
 from tensorhub_plugins.core.client.shelf import Announce, Effect, MarkReady, Retain, Retract, Shelf, Ticket, Withdraw
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.transfer import replication as r
-from tensorhub_plugins.core.types import Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 FAILED = -1
 Program: TypeAlias = Generator[Any, Any, None]
@@ -44,7 +45,10 @@ class Group:
         location: Location,
         kind: str,
         program: Callable[[Worker], Program],
+        *,
+        preemptible: bool = False,
     ) -> None:
+        self.preemptible = preemptible
         self.world, self.name, self.shard_count, self.location, self.kind = world, name, shard_count, location, kind
         self.program = program
         self.workers: list[Worker] = []
@@ -158,9 +162,9 @@ class Worker:
         self.life, self.process = group.life, f"{self.name} {group.life}"
         hello = m.Hello(
             "run", "actor", group.name, shard, group.shard_count, group.location, {"sim": self.name},
-            process=self.process,
+            process=self.process, preemptible=group.preemptible,
         )  # fmt: skip
-        self.machine = s.Session(hello, self.world.now)
+        self.machine = s.Session(hello, self.world.now, room_bytes=1 << 30)
         self.alive, self.finished = True, False
         self.frozen_until = self.cut_until = self.tired_until = 0.0
         self.seen = 0
@@ -182,6 +186,7 @@ class Worker:
         world = self.world
         world.dead[self.session] = world.now
         world.graves[self.session] = {key for key, offer in self.offers.items() if offer.complete}
+        world.died_with[self.group.name, self.life, self.shard] = world.graves[self.session]
         world.workers.pop(self.session)
         for link in list(world.links):
             if link.source is self:
@@ -268,7 +273,12 @@ class Worker:
 
     def receive(self, frame: bytes) -> None:
         if self.alive and self.world.now >= self.cut_until:
-            self.later(0.0, lambda: self.feed(s.Heard(m.decode_from_hub(frame))))
+            self.later(0.0, lambda: self._hear(m.decode_from_hub(frame)))
+
+    def _hear(self, message: m.HubMessage) -> None:
+        self.feed(s.Heard(message))
+        if isinstance(message, m.Alive) and message.hold:
+            self.step(self.hold(message.hold), None)
 
     def _arm(self) -> None:
         due = max(self.machine.next_deadline(), self.world.now + 0.001)
@@ -354,14 +364,36 @@ class Worker:
         what = "unpublished" if not keep else "kept" if reply is not None else "kept_without_hub"
         self.world.counts[what] += 1
 
+    def hold(self, version: int) -> Program:
+        """A copy for others, as client/copies.py reads it."""
+        if any(transfer.machine.for_others and transfer.machine.version == version for transfer in self.transfers):
+            return
+        before = set(self.offers)
+        if has_whole(before, version):
+            return
+        got = yield Replicate(version, 0, (CHECKPOINT,), False, 30.0, for_others=True)
+        if isinstance(got, Got):
+            self.world.counts["held_for_others"] += 1
+            came = sorted(set(self.offers) - before)
+            keys = [key for key in came if (key.version, key.layout) == (version, CHECKPOINT)]
+            yield from self.unpublish(self.shelf.may_release(keys))
+
     def whole(self, key: ShardKey) -> None:
-        """All of this shard is here; perhaps all shards of its replica now are."""
+        """All of this shard is here; perhaps all shards of its replica now are, as far as anybody can know: ranks of a
+        former life die one by one."""
         held = {
             k.shard
             for worker in self.world.workers.values()
             if worker.group is self.group and worker.life == self.life
             for k, offer in worker.offers.items()
             if offer.complete and (k.version, k.layout, k.shard_count) == (key.version, key.layout, key.shard_count)
+        }
+        held |= {
+            k.shard
+            for (group, life, _), keys in self.world.died_with.items()
+            if (group, life) == (self.group.name, self.life)
+            for k in keys
+            if (k.version, k.layout, k.shard_count) == (key.version, key.layout, key.shard_count)
         }
         if len(held) == key.shard_count:
             self.world.ever_whole.add(key.version)

@@ -16,7 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from checks import Violation, check_no_ghosts, check_nothing_forgotten, check_reply, some_bytes
+from checks import (
+    Violation,
+    check_domains,
+    check_no_ghosts,
+    check_nothing_forgotten,
+    check_reply,
+    missing_domains,
+    some_bytes,
+)
 
 from tensorhub_plugins.core.client.shelf import Shelf
 from tensorhub_plugins.core.hub import hub as hub_machine
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 FAULTS_S = 40.0
 CALM_S_MAX = 150.0
 HUB_ALONE_S = 10.0  # the first one has been there for longer than it waits for workers
+COPIES_S = 30.0  # in which copies are made whose lack was seen only when the dead were forgotten
 QUIET_S = 20.0  # longer than a session's time-out: what is dead has been forgotten by then
 
 
@@ -92,6 +101,7 @@ class World:
         self.dead: dict[bytes, float] = {}  # session -> when it died
         self.graves: dict[bytes, set[ShardKey]] = {}  # what the dead held
         self.ever_whole: set[int] = set()
+        self.died_with: dict[tuple[str, int, int], set[ShardKey]] = {}  # group, its life, shard
         self.ever_visible: set[int] = set()
         self.crossed: Counter[tuple[ShardKey, str, int]] = (
             Counter()
@@ -120,6 +130,7 @@ class World:
         self.last_word: dict[bytes, float] = {}  # session -> when it sent what the hub last heard of all its leases
         self.newest_step, self.resumed = 0, dict[int, int]()  # of trainers; by life, from which step
         self.retain_newest = self.rng.choice([0, 1, 1, 1, 2])
+        self.retain_domains = self.rng.choice([1, 1, 2, 2, 3])
         self.told_to_retain = False  # this life of the hub has heard how many, and has had workers ever since
         self.groups: list[Group] = []
 
@@ -158,6 +169,9 @@ class World:
             raise Violation("stuck", self, f"{missing or 'a group that is down'} did not reach the last version")
         self.counts["calm_ms"] += int(1000 * (self.now - FAULTS_S))
         self.run_until(self.now + QUIET_S)
+        self.run_until(self.now + COPIES_S, lambda: not missing_domains(self) and not self.links)
+        self.run_until(self.now + 5.0)  # what is not needed any more is let go
+        check_domains(self)
         check_no_ghosts(self)
         check_nothing_forgotten(self)
         return self.counts

@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from tensorhub_plugins.core.hub import beginning, hub, publishing, selection
+from tensorhub_plugins.core.hub import beginning, domains, hub, publishing, selection
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.hub import Hub
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -36,6 +36,14 @@ def forgets_leases() -> AbstractContextManager[object]:
 
 def drops_last_copies() -> AbstractContextManager[object]:
     return answers(Publishing, "_must_stay", False)
+
+
+def asks_nobody_for_a_copy() -> AbstractContextManager[object]:
+    return answers(domains.FailureDomains, "look", None)
+
+
+def counts_spot_nodes() -> AbstractContextManager[object]:
+    return answers(domains, "is_safe", True)
 
 
 def lets_readers_wait_in_circles() -> AbstractContextManager[object]:

@@ -148,3 +148,15 @@ def what_is_there() -> tuple[list[str], list[str], list[str]]:
     ours = ("tensorhub", str(os.getpid()))  # libraries put their process' number into the name; others run here too
     shared = [name for name in os.listdir("/dev/shm") if any(word in name for word in ours)]
     return sorted(t.name for t in threading.enumerate()), sorted(descriptors), sorted(shared)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a hub of its own."""
+    with start_server() as server:
+        yield server.address
+
+
+def client(address: str, replica: str, shard: int = 0, shard_count: int = 1, **options: Any) -> Client:
+    """At that hub, one shard of this replica."""
+    return Client(address, run="r", model="actor", replica=replica, shard=shard, shard_count=shard_count, **options)

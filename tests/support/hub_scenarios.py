@@ -53,6 +53,11 @@ class Scenario:
 
     silent: tuple[str, ...] = ()
 
+    def beat(self, worker: str, **heartbeat: object) -> None:
+        """A heartbeat of one that agrees with the hub on all that it holds and reads."""
+        leases = {number: len(x.sources) for number, x in self.hub.workers[self.sessions[worker]].leases.items()}
+        self.tell(worker, m.Heartbeat(self.hub.session, self.requests.get(worker, 0), leases=leases, **heartbeat))
+
     def publish(self, worker: str, version: int, layout: str = CHECKPOINT, **holding: object) -> None:
         record = self.hub.registry.workers[self.sessions[worker]].hello
         key = ShardKey(version, layout, record.shard, record.shard_count)
@@ -102,6 +107,8 @@ def _text(message: m.HubMessage) -> str:
             return f"gone {session.rstrip(b'.').decode()}"
         case m.MayRelease(keys):
             return f"may release {' '.join(str(k.version) for k in keys)}"
+        case m.Alive() if message.hold:
+            return f"hold {message.hold}"
         case _:
             return type(message).__name__
 

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from recipes.demo.report import read_events
+from recipes.demo.report import read_events, replica_of
 from recipes.openrlhf_grpo.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +82,21 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         return [row["data"] for row in read_metrics(self.folder / "tensorboard")]
+
+    def check_digests(self) -> set[int]:
+        """All who have held the same have held the same bytes. The versions compared with the trainer's."""
+        digests: dict[tuple[int, str, str], dict[str, str]] = defaultdict(dict)
+        for event in self.events("digests"):
+            for key, value in event["digests"].items():
+                digests[event["version"], event["layout"], key][event["worker"]] = value
+        for where, workers in digests.items():
+            assert len(set(workers.values())) == 1, f"{where}: {workers}"
+        replicas = {where: set(map(replica_of, workers)) for where, workers in digests.items()}
+        return {version for (version, _, _), held in replicas.items() if "trainer" in held and len(held) > 1}
+
+    def check_answered_once(self, prompts: int, samples: int) -> None:
+        """Of every whole batch every prompt, so often; of the last one, which may have been broken off, none twice."""
+        answered = Counter(event["number"] for event in self.events("prompt"))
+        assert set(answered.values()) == {1} and {event["samples"] for event in self.events("prompt")} == {samples}
+        whole = max(answered) // prompts
+        assert set(range(prompts * whole)) <= set(answered), "a prompt is lost"

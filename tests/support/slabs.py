@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from tensorhub_plugins.core.device import Device, Plain
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 
@@ -31,7 +32,7 @@ def allocated(tensors: Mapping[str, torch.Tensor]) -> Slab:
 def through_host(tensors: Mapping[str, torch.Tensor]) -> Slab:
     """A slab that takes the way of device memory, on the CPU: through host buffers, committed at the end."""
     slab = Slab.adopt(tensors)
-    slab._copy_through_host(torch.device("cpu"))
+    slab._copy_through_host(Device("cpu", Plain()))
     return slab
 
 

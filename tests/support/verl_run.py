@@ -1,6 +1,5 @@
 """A whole verl run in pull mode (recipes/verl_grpo) that a test watches by its event log."""
 
-import contextlib
 import json
 import os
 import signal
@@ -20,18 +19,6 @@ START_S = 1200  # imports of verl and vLLM in a dozen processes; 100 s on two id
 STORY_S = 300
 # In bfloat16 a processor that has no instructions for it trains 50 times slower.
 FLOAT32 = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"
-
-
-def address_below(folder):
-    """Of the Ray cluster whose files are there."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_text(errors="replace").split("\0")
-            if str(folder) in " ".join(words):
-                for word in words:
-                    if word.startswith("--gcs-address="):
-                        return word.partition("=")[2]
-    raise AssertionError(f"no Ray cluster below {folder}")
 
 
 class Run:

@@ -46,6 +46,8 @@ class Fake:
         self.stop_after: int | None = None  # the stream stands still there until `go`
         self.break_after: int | None = None
         self.silent = False
+        self.redirect = 302  # what /old/... says
+        self.refuses: int | None = None  # every request, with this status
         self.used: set[Any] = set()  # connections: a second request on one finds that it was closed meanwhile
         self.on_request: Callable[[], None] | None = None
         self.go = asyncio.Event()
@@ -71,7 +73,13 @@ class Fake:
         assert request.match_info["name"] in [asked["request_id"] for asked in self.asked]
         return web.json_response({"starts": self.starts})
 
+    async def sends_elsewhere(self, request: web.Request) -> web.Response:
+        there = f"http://{request.host}/{request.match_info['rest']}"
+        return web.Response(status=self.redirect, headers={"Location": there})
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        if self.refuses is not None:
+            return web.Response(status=self.refuses, headers={"Location": str(request.url)})
         body = await request.json()
         self.asked.append(body)
         params = body["sampling_params"]
@@ -111,6 +119,7 @@ async def answering(fake: Fake) -> AsyncIterator[str]:
             web.get("/tensorhub", fake.tell),
             web.get("/tensorhub/starts/{name}", fake.tell_starts),
             web.post("/inference/v1/generate", fake.generate),
+            web.route("*", "/old/{rest:.*}", fake.sends_elsewhere),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True)

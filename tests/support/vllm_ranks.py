@@ -137,7 +137,7 @@ def update_by_slices(
 
 def follow(paths: list[Path], tp: int) -> dict[str, Any]:
     """One rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more."""
-    from tensorhub_plugins.core import Client, Deadline, start_server
+    from tensorhub_plugins.core import Client, Deadline, Publisher, start_server
     from tensorhub_plugins.vllm.config import WorkerConfig
     from tensorhub_plugins.vllm.doctor.ranks import Rank
     from tensorhub_plugins.vllm.worker.updater import Updater
@@ -154,8 +154,9 @@ def follow(paths: list[Path], tp: int) -> dict[str, Any]:
             WorkerConfig.parse({**said, "replica": "e"}), model, config, position, lambda vote: [vote, vote]
         )
         with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+            publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=30.0, slices=2)
             for version, weights in enumerate((first, second), 1):
-                trainer.publish(version, weights)
+                publisher.publish(version, weights.items())
                 results.append(updater.update(version, 30.0))
                 updater._wait_until_served(Deadline.after(30.0), 30.0)
             got = bytes_of(model)

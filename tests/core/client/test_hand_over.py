@@ -9,7 +9,8 @@ import pytest
 import torch
 from client_stage import SOON_S, Stage, until
 
-from tensorhub_plugins.core import Client, NotPublished, VersionGone
+from tensorhub_plugins.core import Client, NotPublished, UsageError, VersionGone
+from tensorhub_plugins.core.cli import fetch_status
 
 
 def tensors(value: float = 0.0) -> dict[str, torch.Tensor]:
@@ -54,6 +55,22 @@ def test_what_nobody_takes_is_lost_and_said(stage: Stage, caplog: pytest.LogCapt
 
 def retained(client: Client) -> bool:
     return any(entry.is_retained for entry in client._serving._shelf.entries.values())
+
+
+def hellos(stage: Stage) -> dict[str, bool]:
+    models = fetch_status(stage.address)["models"]
+    return {w["worker"]: w["preemptible"] for each in models if each["run"] == stage.run for w in each["workers"]}
+
+
+def test_the_environment_says_whether_a_worker_may_be_taken_away(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.client("plain")
+    monkeypatch.setenv("TENSORHUB_PREEMPTIBLE", "1")
+    stage.client("spot")
+    stage.client("told", preemptible=False)
+    assert hellos(stage) == {"plain/0": False, "spot/0": True, "told/0": False}
+    monkeypatch.setenv("TENSORHUB_PREEMPTIBLE", "yes")
+    with pytest.raises(UsageError, match="TENSORHUB_PREEMPTIBLE='yes': 1 on a node"):
+        stage.client("unsure")
 
 
 def test_a_signal_hands_over_what_only_a_spot_worker_has(stage: Stage) -> None:

@@ -6,24 +6,15 @@ import gc
 
 import pytest
 import torch
+from client_stage import client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import CHECKPOINT, Client, Part, ShardKey, UsageError, contiguous_spec, start_server
+from tensorhub_plugins.core import CHECKPOINT, Part, ShardKey, UsageError, contiguous_spec
 from tensorhub_plugins.core.client.parts import Held, Ownership, Turns, held_run, held_split
 from tensorhub_plugins.core.client.publisher import Publisher
 
 ROWS, COLUMNS = 1000, 257  # 1 MB, in several segments, and no row on a boundary
-
-
-@pytest.fixture
-def address():
-    with start_server() as server:
-        yield server.address
-
-
-def client(address, replica, shard=0, shard_count=1, **options):
-    return Client(address, run="r", model="actor", replica=replica, shard=shard, shard_count=shard_count, **options)
 
 
 def model(seed):

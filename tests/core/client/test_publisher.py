@@ -15,17 +15,10 @@ from tensorhub_plugins.core import (
     ShardKey,
     UsageError,
     spec_of,
-    start_server,
     version_of,
 )
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher
-
-
-@pytest.fixture
-def address():
-    with start_server() as server:
-        yield server.address
 
 
 def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3, 3, 3))):

@@ -36,6 +36,24 @@ def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> No
     assert scenario.heard("trainer/0") == ["unpublished"]
 
 
+def test_a_former_life_that_gives_up_the_last_copy_at_a_new_hub_is_answered_all_the_same() -> None:
+    """Its next life says Hello meanwhile. The request was dropped, the copy counted as leaving for ever after, and its
+    version as lost when the hub began to decide."""
+    scenario = Scenario(recovering=True)
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    scenario.unpublish("trainer/0", 1, timeout_s=1.0)
+    scenario.sessions["former"] = scenario.sessions.pop("trainer/0")
+    scenario.sessions["trainer/0"] = b"another".ljust(16)
+    scenario.join("trainer/0")
+    scenario.wait(LIMITS.grace_s + 0.5)
+    assert "keep it" in scenario.heard("former")
+    assert not [line for line in scenario.logged if "is lost" in line]
+    scenario.join("reader/0")
+    scenario.acquire("reader/0", 1)
+    assert scenario.heard("reader/0") == ["read 1 checkpoint 0<-trainer/0"]
+
+
 def test_a_restarted_hub_does_not_lend_what_hangs_on_somebody_it_has_not_heard_of() -> None:
     """reader/0 is read from by stranger/0, which is read from by middle/0; only the last of these is known."""
     scenario = Scenario(recovering=True)

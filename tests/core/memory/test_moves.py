@@ -196,6 +196,39 @@ def test_from_any_parts_to_any_parts_the_bytes_are_those_of_plain_slices(drawn, 
                 assert torch.equal(tensor, wholes[name][of[name]]), name
 
 
+@st.composite
+def boxes_of_a_tensor(draw):
+    """Starts and shapes of parts, in a tensor of one to three axes."""
+    axis = st.tuples(st.integers(0, 3), st.integers(1, 3))
+    box = st.lists(axis, min_size=(axes := draw(st.integers(1, 3))), max_size=axes)
+    return [tuple(zip(*one, strict=True)) for one in draw(st.lists(box, min_size=1, max_size=6))]
+
+
+@given(boxes_of_a_tensor())
+def test_an_overlap_is_found_wherever_it_is(boxes):
+    """As by comparing every element."""
+    whole = (6,) * len(boxes[0][0])
+    elements = [set(product(*(range(a, a + n) for a, n in zip(*one, strict=True)))) for one in boxes]
+    sources = {shard: table(box("w", whole, *one)) for shard, one in enumerate(boxes)}
+    said = ""
+    try:
+        check_cover(sources, table(TensorSpec("w", "int16", whole, 2 * math.prod(whole))))
+    except UsageError as error:
+        said = str(error)
+    once = sum(map(len, elements)) == len(set.union(*elements))
+    assert ("is published by shard" in said) is not once
+    assert bool(said) is not (once and sum(map(len, elements)) == math.prod(whole))
+
+
+def test_ten_thousand_columns_of_as_many_shards_make_a_matrix():
+    count = 10_000
+    whole, target = (2, count), table(TensorSpec("w", "int16", (2, count), 4 * count))
+    sources = {column: table(box("w", whole, (0, column), (2, 1))) for column in range(count)}
+    check_cover(sources, target)
+    with pytest.raises(UsageError, match="tensor 'w' is published by shard 77 and by shard 78"):
+        check_cover(sources | {78: table(box("w", whole, (1, 77), (1, 2)))}, target)
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.booleans()), max_size=12))
 def test_placed_tensors_never_overlap_and_fill_what_they_cover(drawn):
     """Source tensors split over any shards land side by side in the target."""

@@ -21,6 +21,7 @@ from client_processes import hold_back, let_go
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
 from tensorhub_plugins.core.client.destinations import Destinations
+from tensorhub_plugins.core.device import Device, Plain
 from tensorhub_plugins.core.manifest import (
     segment_size_for,
 )
@@ -489,7 +490,7 @@ def test_the_scratch_is_let_go_when_it_was_compared(client, monkeypatch):
 
 def through_host(slab: Slab) -> Slab:
     """It takes the way of device memory, on the CPU: through host buffers, committed at the end."""
-    slab._copy_through_host(torch.device("cpu"))
+    slab._copy_through_host(Device("cpu", Plain()))
     return slab
 
 

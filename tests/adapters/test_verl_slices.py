@@ -1,0 +1,30 @@
+"""For how many workers matrices are cut: the rollouts' tensor parallel size, where they pull."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
+omegaconf = pytest.importorskip("omegaconf")
+
+from tensorhub_plugins.core import UsageError  # noqa: E402
+from tensorhub_plugins.verl import config, driver  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [(config.ROLLOUT, {}, 4), (config.ROLLOUT, {"slices": 2}, 2), ("vllm", {}, None)],
+    ids=["pull", "given", "drop-in"],
+)
+def test_slices_are_as_many_as_the_workers_of_a_replica_that_pulls(name, given, expected):
+    engine = {"engine_kwargs": {config.BACKEND: given}}
+    rollout = {"name": name, "tensor_model_parallel_size": 4, "checkpoint_engine": engine}
+    root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    driver.settle_slices(root)
+    kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+    assert config.parse(kwargs[config.BACKEND]).slices == expected
+
+
+def test_a_size_that_no_replica_has_is_refused():
+    with pytest.raises(UsageError, match="slices"):
+        config.parse({"slices": 0})

@@ -1,0 +1,90 @@
+"""What vLLM's worker does on its device, and the store keeps out of. No engine is started."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Slab, gate
+from tensorhub_plugins.core.testing.simulated import Simulation
+from tensorhub_plugins.vllm.worker.extension import hook
+
+PATIENCE_S = 20.0
+
+
+class Captures:
+    """A worker that captures graphs in its warm-up, while another thread of its process serves the weights."""
+
+    def __init__(self, simulation: Simulation, serve: Any) -> None:
+        self._simulation, self._serve = simulation, serve
+
+    def execute_model(self, scheduled: Any) -> None: ...
+
+    def compile_or_warm_up_model(self) -> str:
+        with self._simulation.capturing():
+            self.server = threading.Thread(target=self._serve)
+            self.server.start()
+            while self.server.is_alive() and not gate.waiting:
+                self.server.join(0.01)
+        return "warm"
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_weights_are_not_served_while_graphs_are_captured(hooked: bool) -> None:
+    """A4. The control: a worker that is not hooked loses its capture."""
+    with Simulation(0) as simulation:
+        slab = Slab.adopt({"w": simulation.put(torch.zeros(100), "w")})
+        faults: list[RuntimeError] = []
+
+        def serve() -> None:
+            try:
+                slab.manifest()
+            except RuntimeError as error:
+                faults.append(error)
+
+        kind: Any = type("Worker", (Captures,), {"compile_or_warm_up_model": Captures.compile_or_warm_up_model})
+        if hooked:
+            hook(kind)
+        worker = kind(simulation, serve)
+        assert worker.compile_or_warm_up_model() == "warm"
+        worker.server.join(PATIENCE_S)
+        assert not worker.server.is_alive() and not gate.closed
+        assert [str(fault) for fault in faults] == (
+            [] if hooked else ["operation not permitted when stream is capturing"]
+        )
+
+
+def test_a_warm_up_that_fails_leaves_the_device_to_others() -> None:
+    class Worker:
+        def compile_or_warm_up_model(self) -> None:
+            assert gate.closed
+            raise ValueError("out of memory")
+
+    hook(Worker)
+    with pytest.raises(ValueError, match="out of memory"):
+        Worker().compile_or_warm_up_model()
+    assert not gate.closed
+
+
+def test_zeros_on_a_device_are_written_by_the_thread_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A16: on another thread's stream they would come after what is computed from them."""
+    load_format = pytest.importorskip("tensorhub_plugins.vllm.load_format", exc_type=ImportError)
+    threads: list[str] = []
+
+    def zeroed(*_: object) -> None:
+        threads.append(threading.current_thread().name)
+
+    def parameter(device: str) -> Any:
+        return SimpleNamespace(device=torch.device(device), is_meta=False, zero_=zeroed)
+
+    monkeypatch.setattr(torch, "_foreach_zero_", zeroed)
+    model: Any = SimpleNamespace(parameters=lambda: [parameter("cuda"), parameter("cuda")])
+    load_format._fill_with_zeros(model)
+    assert threads == [threading.current_thread().name]
+    host = torch.nn.Linear(3, 3)
+    load_format._fill_with_zeros(host)
+    assert not host.weight.any() and not host.bias.any()

@@ -1,0 +1,110 @@
+"""Copies that a worker makes because the hub asks it to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from client_processes import same_bytes, tensors_of
+from client_stage import Stage, holders, until
+
+from tensorhub_plugins.core import CHECKPOINT, Location, NotPublished, ShardKey, VersionGone, start_server
+from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.client.copies import has_whole
+from tensorhub_plugins.core.client.serving import available_memory_bytes
+from tensorhub_plugins.core.hub.limits import HubLimits
+
+AT = {name: Location("dc", "rack", name) for name in "abc"}
+
+
+def test_who_has_all_of_it_has_no_copy_to_make() -> None:
+    """The hub may ask before it knows what has come: who has it alone would wait for somebody to read it from."""
+    mine = [ShardKey(7, CHECKPOINT, shard, 3) for shard in range(3)]
+    assert has_whole(mine, 7) and has_whole([ShardKey(7, CHECKPOINT)], 7)
+    others = [ShardKey(8, CHECKPOINT), ShardKey(7, "runtime:5eed"), ShardKey(7, CHECKPOINT, 1, 2)]
+    assert not has_whole([*mine[:2], *others], 7)
+
+
+@pytest.fixture
+def quick_stage(small_segments: None, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """At a hub that soon takes a silent worker for dead."""
+    with start_server(limits=HubLimits(grace_s=0.2, session_timeout_s=3.0)) as server:
+        stage = Stage(server.address, request.node.name[:200])
+        yield stage
+        stage.close()
+
+
+@pytest.mark.parametrize("domains", [2, 1])
+def test_a_version_outlives_the_host_of_the_trainer(quick_stage: Stage, domains: int) -> None:
+    """Nobody has asked for a copy but the hub. The control: with one domain it dies with its trainer."""
+    stage = quick_stage
+    trainer = stage.worker("trainer", location=AT["a"])
+    stage.worker("spot", location=AT["b"], preemptible=True)
+    stage.worker("idle", location=AT["c"])
+    operator = stage.client("operator", location=AT["a"])
+    operator.retain(1, domains=domains)
+    trainer.call("publish", 1, 7)
+    if domains == 2:
+        until(lambda: holders(operator, 1) == ("idle/0", "trainer/0"))
+        until(lambda: fetch_status(stage.address)["models"][0]["bytes_retained"])
+    trainer.kill()
+    until(lambda: "trainer/0" not in holders(operator, 1))
+    if domains == 2:
+        assert same_bytes(operator.fetch(1).tensors(), tensors_of(7))
+    else:
+        with pytest.raises((VersionGone, NotPublished)):
+            operator.fetch(1, timeout_s=0.5)
+
+
+def test_a_copy_goes_when_it_is_needed_no_more(stage: Stage) -> None:
+    trainer, idle = stage.client("trainer", location=AT["a"]), stage.client("idle", location=AT["b"])
+    trainer.retain(1, domains=2)
+    trainer.publish(1, {"w": torch.ones(1000)})
+    until(lambda: idle.serving() == [ShardKey(1, CHECKPOINT)])
+    trainer.publish(2, {"w": torch.zeros(1000)})
+    until(lambda: idle.serving() == [ShardKey(2, CHECKPOINT)])
+    assert idle.wait(newer_than=1) == 2  # what it holds for others is nothing that it has seen
+    assert torch.equal(idle.fetch("latest").tensors()["w"], torch.zeros(1000))
+
+
+def test_who_leaves_has_its_last_copy_made_by_one_who_has_not_asked(stage: Stage) -> None:
+    leaver, idle = stage.client("rollout-0", location=AT["a"]), stage.client("rollout-1", location=AT["a"])
+    leaver.publish(1, {"w": torch.ones(1000)})
+    assert leaver.hand_over(20.0)
+    assert idle.serving() == [ShardKey(1, CHECKPOINT)]
+
+
+def test_what_its_owner_has_published_stays_its_owners(stage: Stage) -> None:
+    """Who has one shard and is asked for all gives up the other one only."""
+    halves = [stage.client("trainer", shard=i, shard_count=2, location=AT["a"]) for i in (0, 1)]
+    twin = stage.client("twin", shard=0, shard_count=2, location=AT["b"])
+    halves[0].retain(1, domains=2)
+    for client in (*halves, twin):
+        client.publish(1, {f"w{client.shard}": torch.full((1000,), float(client.shard))}, copy=False)
+    mine, other = (ShardKey(1, CHECKPOINT, i, 2) for i in (0, 1))
+    entries = twin._serving._shelf.entries
+    until(lambda: other in entries and entries[other].is_retained)
+    assert not entries[mine].is_retained and entries[mine].offer.slab.kind == "adopted"
+
+
+def test_a_worker_without_room_is_named_in_the_status(stage: Stage) -> None:
+    trainer = stage.client("trainer", location=AT["a"])
+    full = stage.client("full", location=AT["b"], memory_budget_bytes=3999)
+    trainer.retain(1, domains=2)
+    trainer.publish(1, {"w": torch.ones(1000)})
+    said = until(
+        lambda: [line for line in status_text(fetch_status(stage.address)).splitlines() if "full/0 has" in line]
+    )
+    assert len(said) == 1 and "version 1 is safe in 1 of 2 hosts (held by trainer/0)" in said[0]
+    assert full.serving() == []
+
+
+def test_the_room_is_what_the_machine_can_give(stage: Stage, tmp_path: Path) -> None:
+    client = stage.client("rollout-0", memory_budget_bytes=1 << 60)
+    assert 0 < client._serving.room_bytes() <= available_memory_bytes()
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       100 kB\nMemAvailable:    3 kB\n")
+    assert available_memory_bytes(meminfo) == 3072
+    assert available_memory_bytes(tmp_path / "none") == 0

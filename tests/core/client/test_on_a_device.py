@@ -1,0 +1,209 @@
+"""Versions that are published from a device's memory and read into it, while others use it: on the simulated one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import CorruptBytes, Held, UsageError, same_bytes, spec_of
+from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.memory import pinning
+from tensorhub_plugins.core.testing import sample_tensors
+from tensorhub_plugins.core.testing.simulated import Simulation
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+SEEDS = range(4)
+
+
+@pytest.fixture
+def device(request):
+    with Simulation(getattr(request, "param", 0), piece_size_bytes=50_000) as simulation:
+        yield simulation
+
+
+@pytest.fixture(params=[True, False], ids=["waits", "control"])
+def waits(request, monkeypatch):
+    """Whether work of others on the device is waited for."""
+    if not request.param:
+        monkeypatch.setattr(Device, "synchronize", lambda self: None)
+    return request.param
+
+
+def there(device, tensors):
+    return {name: device.put(tensor, name) for name, tensor in tensors.items()}
+
+
+def content(device, tensors):
+    return {name: device.content(tensor) for name, tensor in tensors.items()}
+
+
+def assert_equal(device, found, expected):
+    assert content(device, found) == content(device, expected)
+
+
+def judge(device, waits):
+    """Nothing is unordered; without the waits it is, and said."""
+    if waits:
+        device.check()
+    else:
+        with pytest.raises(AssertionError, match=r"unordered: kernel.* of stream 0/optimizer .*, copy .* of stream 0/"):
+            device.check()
+
+
+@pytest.mark.parametrize("device", SEEDS, indirect=True)
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_publish_waits_for_what_still_writes(stage, device, copy, waits):
+    """A12: an optimizer on a stream of its own. Without the wait half a step is published, with the digests of that."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    weights = there(device, sample_tensors(1))
+    device.kernel(weights["big"], 7, "optimizer")
+    trainer.publish(1, weights, copy=copy)
+    judge(device, waits)
+    if waits:
+        found = rollout.fetch(1).tensors()
+        assert set(content(device, found)["big"]) == {7}
+        assert_equal(device, found, weights)
+        device.check()
+
+
+@pytest.mark.parametrize("device", SEEDS, indirect=True)
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_rank_waits_for_what_still_writes(stage, device, in_parts, waits):
+    weights = there(device, {"a": torch.zeros(30_000), "b": torch.zeros(7)})
+    publisher = Publisher(
+        stage.client("trainer"), rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10,
+        model=[spec_of(name, tensor) for name, tensor in weights.items()],
+    )  # fmt: skip
+    device.kernel(weights["b"], 7, "optimizer")
+    if in_parts:
+        publisher.publish_parts(1, [Held(spec_of(name, tensor), tensor) for name, tensor in weights.items()])
+    else:
+        publisher.publish(1, weights.items())
+    judge(device, waits)
+    if waits:
+        assert_equal(device, stage.client("rollout").fetch(1).tensors(), weights)
+    publisher.close()
+
+
+@pytest.mark.parametrize("device", SEEDS, indirect=True)
+def test_weights_do_not_change_under_a_forward_pass(stage, device, waits):
+    """A11: what was queued before sees the old weights, all of them, and then they are replaced in place."""
+    trainer, rollout, third = (stage.client(name) for name in ("trainer", "rollout", "third"))
+    new, old = sample_tensors(1), sample_tensors(2)
+    trainer.publish(1, new)
+    live = there(device, old)
+    answers = [device.reading_kernel(live["big"], "optimizer") for _ in range(3)]
+    rollout.replicate(live, 1)
+    judge(device, waits)
+    if waits:
+        assert answers == [[device.content(old["big"])]] * 3
+        assert_equal(device, live, new)
+        trainer.unpublish(1)
+        assert_equal(device, third.fetch(1).tensors(), new)  # from the device, on a stream of its own
+        device.check()
+
+
+@pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
+def test_from_device_to_device(stage, device, transport):
+    trainer, rollout = (stage.client(name, transports=(transport, "tcp")) for name in ("trainer", "rollout"))
+    weights, live = there(device, sample_tensors(1)), there(device, sample_tensors(2))
+    trainer.publish(1, weights, copy=False)
+    rollout.replicate(live)
+    assert_equal(device, live, weights)
+    device.check()
+
+
+def test_a_publish_in_place_does_not_wait_for_what_is_queued_afterwards(stage, device):
+    """B11: readers are served by a stream of its own, not behind the next forward pass."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    weights = there(device, sample_tensors(1))
+    trainer.publish(1, weights, copy=False)
+    activations = device.put(torch.zeros(100), "activations")
+    device.random.random = lambda: 1.0  # nothing runs that nobody waits for
+    passes = device.reading_kernel(weights["big"], "default")
+    device.kernel(activations, 3, "default")
+    assert_equal(device, rollout.fetch(1).tensors(), weights)
+    assert passes == []
+    device.check()
+
+
+def test_a_read_does_not_wait_until_its_memory_is_pinned(stage, device, monkeypatch):
+    """A5: however long that takes, no source is lost over it."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(pinning, "_populate", lambda memory: goes_on.wait(60))
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    new = sample_tensors(1)
+    trainer.publish(1, new)
+    fetched = rollout.fetch(1, timeout_s=30)
+    assert_equal(device, fetched.tensors(), new)
+    assert not device.registered
+    goes_on.set()
+    assert pinning.wait_for_background(60) and device.registered
+
+
+def test_tied_weights_of_a_device_are_compared(stage, device):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    one, other = torch.full((10_000,), 1, dtype=torch.uint8), torch.full((10_000,), 2, dtype=torch.uint8)
+    trainer.publish(1, {"embed": one, "head": one})
+    trainer.publish(2, {"embed": one, "head": other})
+    live = device.put(torch.zeros(10_000, dtype=torch.uint8), "embed")
+    rollout.replicate({"embed": live, "head": live}, 1)
+    assert same_bytes(live, one) and not same_bytes(other, live)
+    rollout.unpublish(1)
+    with pytest.raises(UsageError, match="'embed' and 'head' are the same memory"):
+        rollout.replicate({"embed": live, "head": live}, 2)
+    device.check()
+
+
+def test_only_what_is_damaged_is_read_again(stage, device):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    new = {"w": torch.arange(100_000, dtype=torch.int32)}
+    trainer.publish(1, new)
+    live = there(device, new)
+    device.kernel(live["w"][50_000:50_001], 0xFF, "default")
+    report = rollout.replicate(live, 1, repair=True)
+    assert 0 < sum(report.sources.values()) < 400_000
+    assert_equal(device, live, new)
+    device.check()
+
+
+def test_a_publish_that_fails_for_want_of_memory_publishes_nothing(stage, device):
+    trainer = stage.client("trainer")
+    weights = there(device, sample_tensors(1))
+    for copy in (True, False):
+        device.fail("copy")
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.publish(1, weights, copy=copy)
+        assert trainer.serving() == []
+    trainer.publish(1, weights)
+    device.check()
+
+
+def test_a_read_whose_copies_fail_says_so_and_can_be_repeated(stage, device):
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    new = sample_tensors(1)
+    trainer.publish(1, new)
+    live = there(device, sample_tensors(2))
+    device.fail("copy", 10_000)
+    with pytest.raises(torch.OutOfMemoryError):
+        rollout.replicate(live, 1, timeout_s=5)
+    assert rollout.serving() == []
+    device._fails.clear()
+    rollout.replicate(live, 1)
+    assert_equal(device, live, new)
+    device.check()
+
+
+def test_a_source_that_changes_its_memory_is_found_out(stage, device):
+    """The contract is broken: what is read are not the bytes that were published."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    weights = there(device, {"w": torch.zeros(1000)})
+    trainer.publish(1, weights, copy=False)
+    device.kernel(weights["w"], 7, "optimizer")
+    device.devices[0].synchronize()
+    with pytest.raises(CorruptBytes):
+        rollout.fetch(1, timeout_s=5)
