@@ -181,6 +181,8 @@ def _add_fleet(actions: Any) -> None:
     whom = drain.add_mutually_exclusive_group(required=True)
     whom.add_argument("name", nargs="?", help="as `fleet list` shows it, e.g. rollout-3")
     whom.add_argument("--node", metavar="ADDRESS", help="all on this node; what ran there comes back elsewhere")
+    undrain = actions.add_parser("undrain", help="start replicas on a drained node again")
+    undrain.add_argument("node", metavar="ADDRESS", help="as it was given to `drain --node`")
     target = actions.add_parser("target", help="keep so many replicas of the job's own kind")
     target.add_argument("count", metavar="N|policy", help="policy: let option fleet_policy say how many")
     guard = actions.add_parser("guard", help="runs on a node: drains it at SIGTERM or SIGUSR1")
@@ -192,9 +194,11 @@ def _add_fleet(actions: Any) -> None:
             metavar="S",
             help="for requests under way (default: %(default)s)",
         )
-    for action in (list_, add, drain, target, guard):
+    for action in (list_, add, drain, undrain, target, guard):
         action.add_argument("--address", metavar="host:port", help="of the Ray cluster (default: this machine's)")
-        action.add_argument("--job", metavar="ID", help="Ray's id of the job, where several have a fleet")
+        action.add_argument(
+            "--job", metavar="ID", help="Ray's id of the job, where several have a fleet (guard: all of them)"
+        )
 
 
 def _add_limits(command: argparse.ArgumentParser) -> None:

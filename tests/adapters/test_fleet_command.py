@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
-from fleet_run import Run, command  # noqa: E402
+from fleet_run import Run, command, wait  # noqa: E402
 
 pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -52,24 +52,21 @@ def test_the_command(one_node: Any, tmp_path: Path) -> None:
         assert run.fleet.job in said and other in said
         assert command("list", "--job", other)[0] == 0
         assert "job 77 has no fleet" in command("list", "--job", "77")[1]
-    # The guard of a node: told by a signal, it drains the node that it is on.
-    call = [
-        sys.executable,
-        "-m",
-        "tensorhub_plugins.core.cli",
-        "fleet",
-        "guard",
-        "--timeout",
-        "20",
-        "--job",
-        run.fleet.job,
-    ]
-    guard = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
-    assert guard.stdout is not None and "SIGTERM or SIGUSR1 drains this node" in guard.stdout.readline()
-    guard.send_signal(signal.SIGTERM)
-    said, _ = guard.communicate(timeout=60)
-    assert guard.returncode == 0 and "rollout-0 drains" in said and "rollout-2 drains" in said
+        # The guard of a node: told by a signal, it drains the node that it is on, for every job.
+        call = [sys.executable, "-m", "tensorhub_plugins.core.cli", "fleet", "guard", "--timeout", "20"]
+        guard = subprocess.Popen(call, stdout=subprocess.PIPE, text=True)
+        assert guard.stdout is not None and "SIGTERM or SIGUSR1 drains this node" in guard.stdout.readline()
+        guard.send_signal(signal.SIGTERM)
+        said, _ = guard.communicate(timeout=60)
+        assert guard.returncode == 0 and "rollout-0 drains" in said and "rollout-2 drains" in said
+        assert "no member is there; none will be started there" in said  # the other job's
     assert run.states() == {}
+    # The node stays after all.
+    node = ray.util.get_node_ip_address()
+    assert f"replicas may be started on {node} again" in command("undrain", node)[1]
+    assert command("undrain", node) == (1, f"tensorhub: node {node} is not drained\n")
+    # Under other names: where there was no room, starts have failed meanwhile.
+    wait(lambda: [*run.states().values()] == ["ready"] * 3, lambda: f"{run.fleet.list()}")
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
     Stopped,
     Targeted,
     Tick,
+    UndrainNodes,
 )
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
@@ -169,6 +170,21 @@ def test_a_drained_node_gets_nothing_and_its_members_come_back_elsewhere() -> No
     assert Stop("rollout-2", "actor") in deeds(state.handle(Reported((seen("rollout-0"), there)), 4.0))
     state.handle(Cluster({"a": "10.0.0.1"}, 1), 5.0)
     assert not state.avoided  # Ray's ids are never used again
+
+
+def test_a_node_that_stays_after_all_is_used_again() -> None:
+    state = fleet()
+    state.handle(Reported((seen("rollout-0"), seen("rollout-1", "b"))), 1.0)
+    with pytest.raises(UsageError, match="node 10.0.0.2 is not drained"):
+        state.handle(UndrainNodes(frozenset({"b"}), "10.0.0.2"), 1.0)
+    with pytest.raises(UsageError, match="there is no node 'nowhere': there are 10.0.0.1, 10.0.0.2"):
+        state.handle(UndrainNodes(frozenset(), "nowhere"), 1.0)
+    state.handle(DrainNodes(frozenset({"b"}), 20.0, "spot notice"), 2.0)
+    state.handle(StartFailed("rollout-2", "no room"), 3.0)  # on another node
+    effects = state.handle(UndrainNodes(frozenset({"b"}), "10.0.0.2"), 9.0)
+    assert "replicas may be started on 10.0.0.2 again" in says(effects)
+    assert Start("rollout-3", 3, frozenset()) in deeds(effects)
+    assert states(state)["rollout-1"] == "draining"  # nobody comes back from draining
 
 
 def test_failing_starts_are_tried_again_later_and_later() -> None:

@@ -32,6 +32,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
     StopFailed,
     Stopped,
     Tick,
+    UndrainNodes,
 )
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Lost, Seen
@@ -48,7 +49,8 @@ MAY_BECOME = {
 OPS = (
     *("report", "report", "report", "tick", "tick", "cluster", "started", "started", "start failed", "stopped"),
     *("stop failed", "ready", "ready", "unready", "restarting", "gone", "asked", "answered", "node dies", "node comes"),
-    *("add", "add external", "drain", "drain node", "target", "policy", "fleet dies", "minutes pass"),
+    *("add", "add external", "drain", "drain node", "undrain node", "target", "policy"),
+    *("fleet dies", "minutes pass"),
 )
 Step = tuple[str, int]
 
@@ -148,6 +150,11 @@ class World:
             case "drain node":
                 self.avoided |= {NODES[which % 3]} & self.told
                 self.give(DrainNodes(frozenset({NODES[which % 3]}), 10.0 * which))
+            case "undrain node":
+                nodes = frozenset({NODES[which % 3]})
+                if nodes & self.avoided & self.told:
+                    self.avoided -= nodes
+                self.give(UndrainNodes(nodes, NODES[which % 3]))
             case "target":
                 self.give(SetTarget(which - 1 if which else None))
             case "policy":

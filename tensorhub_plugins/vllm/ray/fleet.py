@@ -8,6 +8,7 @@
     fleet.add_external("http://10.0.0.9:8000")  # a `vllm serve` that nobody's framework has started
     fleet.drain("rollout-3", timeout_s=30)
     fleet.drain(node="10.0.0.7")  # a spot notice: its members come back elsewhere
+    fleet.undrain("10.0.0.7")  # it stays after all
     fleet.target(8)  # keep 8
 
 Each returns within seconds, with a sentence on what has begun; `tensorhub fleet` is the same as a command. A framework
@@ -111,6 +112,10 @@ class Fleet:
             return self._said(self.actor.drain_node, node, timeout_s)
         return self._said(self.actor.drain, name, timeout_s)
 
+    def undrain(self, node: str) -> str:
+        """Start replicas on this node again, after `drain(node=...)`."""
+        return self._said(self.actor.undrain_node, node)
+
     def target(self, count: int | None) -> str:
         """Keep so many replicas of the run's own kind. None: let the policy say how many."""
         return self._said(self.actor.target, count)
@@ -142,6 +147,15 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
     job: Ray's id of it, where several have a fleet; address: of the cluster, "host:port"; None: the one that this
     machine belongs to.
     """
+    fleets = find_all(job, address)
+    if len(fleets) > 1:
+        listed = _listed([fleet.job for fleet in fleets])
+        raise UsageError(f"{len(fleets)} runs on this Ray cluster have a fleet: choose one by its job, {listed}")
+    return fleets[0]
+
+
+def find_all(job: str | None = None, address: str | None = None) -> list[Fleet]:
+    """The fleets of all runs on a Ray cluster, or that of one job: see `find`. UsageError if there is none."""
     if not ray.is_initialized():
         _connect(address)
     actors = {
@@ -154,17 +168,16 @@ def find(job: str | None = None, address: str | None = None) -> Fleet:
             "no run on this Ray cluster has a fleet: one is there once the rollouts have started, of verl with "
             "rollout.name=vllm_tensorhub, of OpenRLHF with --vllm.sync_backend tensorhub"
         )
-    if job is None and len(actors) > 1:
-        raise UsageError(
-            f"{len(actors)} runs on this Ray cluster have a fleet: choose one by its job, {_listed(actors)}"
-        )
-    job = job or next(iter(actors))
-    if job not in actors:
+    if job is not None and job not in actors:
         raise UsageError(f"job {job} has no fleet: there are {_listed(actors)}")
-    try:
-        return Fleet(ray.get_actor(actors[job]["name"], namespace=actors[job]["namespace"]), job)
-    except ValueError as error:
-        raise UsageError(f"the fleet of job {job} has just ended") from error
+    fleets = []
+    for name in [job] if job is not None else sorted(actors):
+        with contextlib.suppress(ValueError):  # it has just ended
+            actor = ray.get_actor(actors[name]["name"], namespace=actors[name]["namespace"])
+            fleets.append(Fleet(actor, name))
+    if not fleets:
+        raise UsageError(f"the fleet of job {_listed([job] if job is not None else actors)} has just ended")
+    return fleets
 
 
 def _listed(jobs: Collection[str]) -> str:

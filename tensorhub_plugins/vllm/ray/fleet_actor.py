@@ -42,6 +42,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
     Stopped,
     Targeted,
     Tick,
+    UndrainNodes,
 )
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen, View
@@ -119,13 +120,22 @@ class FleetActor:
     ) -> tuple[str, bool]:
         """node: its address, its host's name, or Ray's id of it. External servers there leave as well, also if the
         node is none of Ray's."""
-        await self._begin()
-        nodes = await asyncio.to_thread(live_nodes)
-        there = [one for one in nodes if node in _names_of(one)]
-        self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
+        there = await self._nodes_called(node)
         hosts = {plain_host(node)} | {plain_host(name) for one in there for name in _names_of(one)}
         ids = frozenset(one["NodeID"] for one in there)
         return await self._command(DrainNodes(ids, timeout_s, why, frozenset(hosts)))
+
+    async def undrain_node(self, node: str) -> tuple[str, bool]:
+        """It may be used again: the notice was withdrawn, or the work on it is done."""
+        there = await self._nodes_called(node)
+        return await self._command(UndrainNodes(frozenset(one["NodeID"] for one in there), node))
+
+    async def _nodes_called(self, name: str) -> list[dict[str, Any]]:
+        """What Ray knows of them now; the state is told, too."""
+        await self._begin()
+        nodes = await asyncio.to_thread(live_nodes)
+        self._handle(Cluster({one["NodeID"]: one["NodeManagerAddress"] for one in nodes}, self._state.slots))
+        return [one for one in nodes if name in _names_of(one)]
 
     async def _command(self, event: Event) -> tuple[str, bool]:
         await self._begin()

@@ -10,9 +10,9 @@ import time
 
 import ray
 
-from tensorhub_plugins.core import UsageError, attempt_of, version_label
+from tensorhub_plugins.core import TensorHubError, UsageError, attempt_of, version_label
 from tensorhub_plugins.vllm.ray.config import node_address
-from tensorhub_plugins.vllm.ray.fleet import Fleet, find
+from tensorhub_plugins.vllm.ray.fleet import Fleet, find, find_all
 from tensorhub_plugins.vllm.ray.fleet_types import Member, View
 from tensorhub_plugins.vllm.ray.preemption import LOOK_INTERVAL_S
 
@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
             print(fleet.drain(node=options.node, timeout_s=options.timeout))
         case "drain":
             print(fleet.drain(options.name, timeout_s=options.timeout))
+        case "undrain":
+            print(fleet.undrain(options.node))
         case "target":
             print(fleet.target(_target(options.count)))
     return 0
@@ -50,7 +52,7 @@ def _target(given: str) -> int | None:
 
 
 def guard(options: argparse.Namespace) -> int:
-    """Wait for SIGTERM or SIGUSR1, then drain this node and wait until nothing of the fleet is left on it."""
+    """Wait for SIGTERM or SIGUSR1, then drain this node and wait until nothing of any fleet is left on it."""
     told = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: told.set())
@@ -60,20 +62,39 @@ def guard(options: argparse.Namespace) -> int:
     )
     while not told.wait(LOOK_INTERVAL_S):
         pass
-    fleet = find(options.job, options.address)
-    node = ray.get_runtime_context().get_node_id()
-    print(fleet.drain(node=node, timeout_s=options.timeout), flush=True)
-    return 0 if _wait_until_empty(fleet, node_address(), options.timeout) else 1
-
-
-def _wait_until_empty(fleet: Fleet, address: str, timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if not [one for one in fleet.list().members if one.node == address and one.state in ("draining", "stopping")]:
-            return True
+    fleets = find_all(options.job, options.address)  # the node goes away for every job
+    deadline = time.monotonic() + options.timeout
+    begun = [_has_begun_to_drain(fleet, options.timeout) for fleet in fleets]
+    left = [fleet for fleet, is_draining in zip(fleets, begun, strict=True) if is_draining]
+    while (left := [fleet for fleet in left if _is_leaving(fleet, node_address())]) and time.monotonic() < deadline:
         time.sleep(GONE_POLL_S)
-    print(f"tensorhub: not all have left after {timeout_s:.0f} s", file=sys.stderr)
-    return False
+    if left:
+        print(f"tensorhub: not all have left after {options.timeout:.0f} s", file=sys.stderr)
+    return 0 if all(begun) and not left else 1
+
+
+def _has_begun_to_drain(fleet: Fleet, timeout_s: float) -> bool:
+    try:
+        print(fleet.drain(node=ray.get_runtime_context().get_node_id(), timeout_s=timeout_s), flush=True)
+        return True
+    except TensorHubError as error:  # the other jobs' are still to be drained
+        print(f"tensorhub: job {fleet.job}: {error.message}", file=sys.stderr)
+        return False
+
+
+def _is_leaving(fleet: Fleet, address: str) -> bool:
+    try:
+        members = fleet.list().members
+    except TensorHubError:  # its actor has just been lost: Ray starts it again, or the job has ended and all is empty
+        return fleet.job in {one.job for one in _living()}
+    return any(one.node == address and one.state in ("draining", "stopping") for one in members)
+
+
+def _living() -> list[Fleet]:
+    try:
+        return find_all()
+    except UsageError:
+        return []
 
 
 def text(view: View) -> str:

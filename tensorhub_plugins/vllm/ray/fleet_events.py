@@ -82,6 +82,14 @@ class DrainNodes:
 
 
 @dataclass(frozen=True)
+class UndrainNodes:
+    """Ray's ids. Replicas may be started there again; host: what people call it."""
+
+    nodes: frozenset[str]
+    host: str
+
+
+@dataclass(frozen=True)
 class SetTarget:
     """None: by the policy again."""
 
@@ -109,6 +117,7 @@ Event: TypeAlias = (
     | AddExternal
     | Drain
     | DrainNodes
+    | UndrainNodes
     | SetTarget
     | PolicySaid
     | Tick

@@ -51,6 +51,7 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
     Stopped,
     Targeted,
     Tick,
+    UndrainNodes,
 )
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Kind, Member, Seen, State, View
 
@@ -143,6 +144,8 @@ class FleetState:
                 self._drain_by_name(name, timeout_s, now)
             case DrainNodes():
                 self._drain_nodes(event, now)
+            case UndrainNodes(nodes, host):
+                self._undrain_nodes(nodes, host)
             case SetTarget(target):
                 self._set_target(target)
             case PolicySaid(target):
@@ -152,7 +155,7 @@ class FleetState:
             case _:
                 assert_never(event)
         self._reconcile(now)
-        if isinstance(event, (Add, SetTarget)):
+        if isinstance(event, (Add, SetTarget, UndrainNodes)):
             self._say_what_begins(now)
         return self._effects
 
@@ -476,6 +479,14 @@ class FleetState:
             self._effects.append(Say(self._how_it_leaves(member, event.timeout_s)))
         if not there:
             self._effects.append(Say("no member is there; none will be started there"))
+
+    def _undrain_nodes(self, nodes: frozenset[str], host: str) -> None:
+        if not nodes & self.nodes.keys():
+            raise UsageError(f"there is no node {host!r}: there are {', '.join(sorted(self.nodes.values()))}")
+        if not nodes & self.avoided:
+            raise UsageError(f"node {host} is not drained")
+        self.avoided -= nodes
+        self._effects.append(Say(f"replicas may be started on {host} again"))
 
     def _how_it_leaves(self, member: _Member, timeout_s: float) -> str:
         if member.state == "stopping":
