@@ -121,7 +121,7 @@ def cell(name: str, readers: int, shapes: list[tuple[int, ...]]) -> dict[str, An
     barrier = context.Barrier(readers + 1)
     board = context.Manager().dict() if methods.METHODS[name].needs_board else {}
     hub_line, hub_end = context.Pipe()
-    hub = context.Process(target=_serve_hub, args=(hub_end,), daemon=True)
+    hub = context.Process(target=_serve_hub, args=(hub_end, methods.METHODS[name].secret), daemon=True)
     hub.start()
     address = hub_line.recv()
     lines, processes = [], []
@@ -160,8 +160,8 @@ def cell(name: str, readers: int, shapes: list[tuple[int, ...]]) -> dict[str, An
         hub.join(10)
 
 
-def _serve_hub(line: Connection) -> None:
-    server = start_server()
+def _serve_hub(line: Connection, has_secret: bool) -> None:
+    server = start_server(keys=methods.KEYS if has_secret else None)
     line.send(server.address)
     line.recv()
     server.close()

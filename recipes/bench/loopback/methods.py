@@ -17,10 +17,12 @@ import torch
 
 from tensorhub_plugins.core import Client, Location, spec_of
 from tensorhub_plugins.core.digests import Algorithm
+from tensorhub_plugins.core.security import secret
 
 IOV_MAX = 512
 TIMEOUT_S = 60.0
 WARM_UP = 2  # times that do not count: the store maps memory that it meets again, and others register theirs
+KEYS = secret.generate()  # all processes are forked from the one that has made it
 TIMES = WARM_UP + 3  # that every process moves the tensors
 
 
@@ -69,17 +71,20 @@ class Method:
 
 @dataclass
 class Store(Method):
-    """transports, verify, digest: as for Client. live: the source's tensors lie in memory that it shares."""
+    """transports, verify, digest: as for Client. live: the source's tensors lie in memory that it shares. secret: the
+    run has one, so that hub and sources let in only who proves it."""
 
     transports: tuple[str, ...] = ("shm", "tcp")
     verify: bool = True
     digest: Algorithm = "xxh3_128"
     live: bool = False
+    secret: bool = False
 
     def set_up(self) -> None:
         name = f"rank-{self.place.rank}"
         where = Location(host="loopback")
         options: dict[str, Any] = {"transports": self.transports, "verify": self.verify, "digest": self.digest}
+        options["keys"] = KEYS if self.secret else None
         self.client = Client(self.place.hub, run="bench", model="m", replica=name, location=where, **options)
         self.named = {f"t{index:05}": tensor for index, tensor in enumerate(self.tensors)}
         if self.place.rank == 0:
@@ -389,6 +394,7 @@ class _Made:
 
     def __init__(self, kind: type[Method], **fields: Any) -> None:
         self.missing, self.needs_board = kind.missing, kind.needs_board
+        self.secret = bool(fields.get("secret"))
         self._make = partial(kind, **fields)
 
     def __call__(self, place: Place, tensors: list[torch.Tensor]) -> Method:
@@ -403,6 +409,8 @@ METHODS: dict[str, _Made] = {
     "store-tcp-bare": _Made(Store, transports=("tcp",), verify=False),
     "store-tcp-blake3": _Made(Store, transports=("tcp",), digest="blake3"),
     "store-shm": _Made(Store, transports=("shm",), live=True),
+    "store-secret": _Made(Store, secret=True),  # everything on
+    "store-tcp-secret": _Made(Store, transports=("tcp",), secret=True),
     "store-shm-bare": _Made(Store, transports=("shm",), live=True, verify=False),
     "gloo": _Made(Gloo),
     "gloo-buckets": _Made(Gloo, bucket_bytes=256 << 20),
