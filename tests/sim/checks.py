@@ -288,8 +288,9 @@ def check_no_ghosts(world: World) -> None:
             raise Violation("ghost", world, f"{known.name} holds {real}, the hub believes {said}")
         if known.leases or known.readers:
             raise Violation("ghost", world, f"{known.name} has leases though nobody reads")
-        if any(not isinstance(pending.message, m.Wait | m.Target) for pending in known.pending.values()):
-            raise Violation("ghost", world, f"{known.name} waits, says the hub: {list(known.pending.values())}")
+        waits = [p for p in known.pending.values() if not isinstance(p.message, m.Wait | m.Target)]
+        if waits:
+            raise Violation("ghost", world, f"{known.name} waits, says the hub: {[p.message for p in waits]}")
     if len(world.hub.registry.workers) != len(world.workers):
         raise Violation("ghost", world, "the hub has forgotten a worker that lives")
 

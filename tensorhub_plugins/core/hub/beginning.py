@@ -36,7 +36,7 @@ class Beginning:
         if self._registry.recovering(now):
             return self._not_in_time(pending, now, "the hub has just been started and does not know yet who lives")
         members = _members(history, pending)
-        if _may_join(history, pending):
+        if pending.id in history.begun_by or _may_join(history, pending):
             worker.mark = history.directive.mark
             return m.Begun(begin.request_id, history.directive.attempts[-1], self._registry.session)
         rivals = [w for w in history.workers.values() if _is_rival(w, pending, members)]
@@ -70,6 +70,7 @@ class Beginning:
             member.worker.mark = attempt.mark
         self._outbox.log(f"{history.name}: {pending.worker.hello.replica} begins attempt {number} at step {begin.step}")
         self._following.direct(history, m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,))))
+        history.begun_by = frozenset(member.id for member in members)
         for member in members:
             if member is not pending:
                 self._registry.waiters.remove(member)

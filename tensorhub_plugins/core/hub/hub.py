@@ -453,6 +453,10 @@ class Hub:
             named = lease.request_id in asked or lease.request_id in heartbeat.leases
             if lease.request_id <= last_request_id and not named:
                 self.registry.end_lease(lease)
+        for pending in list(worker.pending.values()):
+            request_id = pending.message.request_id
+            if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
+                self.registry.waiters.remove(pending)  # given up, and nothing has said so
         self.registry.renew(worker, heartbeat.progress, now)
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives

@@ -249,6 +249,7 @@ class History:
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
+    begun_by: frozenset[tuple[bytes, int]] = frozenset()  # requests that have begun the newest attempt here
     marks_refused: dict[bytes, None] = field(default_factory=dict)  # of trainers that people were warned of
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
@@ -310,6 +311,8 @@ class History:
 
     def direct(self, directive: m.Directive) -> None:
         """Take over what operators want of this history."""
+        if directive.mark != self.directive.mark:
+            self.begun_by = frozenset()
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
         self._refresh_newest()
         self.directive_checksum = m.directive_checksum(directive)

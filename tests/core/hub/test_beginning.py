@@ -212,6 +212,24 @@ def test_a_trainer_begins_anew_in_the_same_process(scenario: Scenario) -> None:
     assert not answers(scenario, OLD)
 
 
+def test_a_trainer_that_was_given_up_before_it_heard_its_answer_is_told_the_same(scenario: Scenario) -> None:
+    """It was frozen. The first answer may still be on its way: an attempt more, and the one it heard of is over."""
+    resumes(scenario)
+    dies(scenario, NEW)
+    asked = scenario.requests[NEW]
+    scenario.join(NEW, request_id=asked + 1, pending=(asked,))
+    scenario.tell(NEW, m.Begin(asked, 5, 60.0, waits=True))
+    assert answers(scenario, NEW) == ["attempt 1 at 5"]
+    scenario.publish(NEW, version_of(1, 6))
+    assert answers(scenario, NEW) == []
+    scenario.requests[NEW] = asked + 2
+    assert begin(scenario, NEW, 5) == ["attempt 2 at 5"]  # the control: it begins anew
+    scenario.tell(NEW, m.Bye())
+    scenario.join(NEW, request_id=asked + 4, pending=(asked,))
+    scenario.tell(NEW, m.Begin(asked, 5, 60.0, waits=True))
+    assert answers(scenario, NEW) == ["attempt 3 at 5"]  # and what is over does not come back
+
+
 def ranks(scenario: Scenario, replica: str, **hello: object) -> list[str]:
     names = [f"{replica}/{shard}" for shard in (0, 1)]
     for name in names:

@@ -200,6 +200,19 @@ def test_every_pending_request_ends_in_an_answer(scenario: Scenario) -> None:
     assert scenario.hub.registry.histories["run", "actor"].waiting == {}
 
 
+def test_a_heartbeat_that_does_not_name_a_request_for_sources_ends_it(scenario: Scenario) -> None:
+    """Its worker has given it up between its Hello, which named it, and the Welcome: it says no Release then."""
+    scenario.join("trainer/0")
+    scenario.join("rollout/0")
+    wanted, given_up = (scenario.acquire("rollout/0", version=9) for _ in range(2))
+    scenario.join("rollout/0", request_id=3, pending=(wanted, given_up))
+    late = m.Heartbeat(scenario.hub.session, last_request_id=wanted, pending=(wanted,))  # was sent before: says nothing
+    for beat, waiting in ((late, [wanted, given_up]), (m.Heartbeat(scenario.hub.session, 3, (wanted,)), [wanted])):
+        scenario.tell("rollout/0", beat)
+        history = scenario.hub.registry.histories["run", "actor"]
+        assert [number for _, number in history.waiting] == waiting
+
+
 def test_validate_notices_a_broken_state(scenario: Scenario) -> None:
     """The negative control of every test here: the invariants are not empty words."""
     scenario.join("trainer/0")
