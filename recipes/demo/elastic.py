@@ -223,7 +223,7 @@ def _on_another_node(run: Run) -> tuple[str, int, str]:
     """A replica on a node that is not the head, the raylet of that node, and its name."""
     raylets = {node["raylet"]: node["name"] for node in run.cluster()["nodes"][1:]}
     for name in reversed(_joined(run)):
-        for parent in psutil.Process(run.pid("resume", name)).parents():
+        for parent in psutil.Process(run.pid("install", name)).parents():
             if parent.pid in raylets:
                 return name, parent.pid, raylets[parent.pid]
     raise Failed("no replica is on a node that may be killed")
