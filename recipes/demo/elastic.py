@@ -121,7 +121,7 @@ class Run:
     def begin(self) -> None:
         """Until it answers the first request."""
         self.until("Ray cluster", (self.folder / "nodes.json").exists)
-        self._shell = Shell(self.cluster(), self._inside)  # while the run itself starts
+        self._shell = Shell(self.cluster(), self.folder / "fleet.log", self._inside)  # while the run itself starts
         self.until("first answer", lambda: self.ready() == 1 and any(e["event"] == "request" for e in self.events()))
 
     def fleet(self, *arguments: str) -> None:
@@ -129,7 +129,9 @@ class Run:
         assert self._shell is not None
         status, said = self._shell(*arguments)
         if status != 0:
-            raise Failed(f"tensorhub fleet {' '.join(arguments)}: {' '.join(said)[-500:]}")
+            raise Failed(
+                f"tensorhub fleet {' '.join(arguments)}: {' '.join(said)[-500:]}; see {self.folder / 'fleet.log'}"
+            )
         for line in said:
             self.say(f"    {line}")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tensorhub_plugins.core.cli import main
@@ -15,23 +17,24 @@ DONE = "status"  # the line after what a command has said
 
 class Shell:
     """The process that runs them, on a cluster that ../cluster.py has made. It joins at once, which may take most of a
-    minute. inside: what its command begins with."""
+    minute. log: where Ray's own words go; inside: what its command begins with."""
 
-    def __init__(self, cluster: dict[str, Any], inside: Sequence[str] = ()) -> None:
+    def __init__(self, cluster: dict[str, Any], log: Path, inside: Sequence[str] = ()) -> None:
         environment = {
             **os.environ,
             "RAY_ADDRESS": cluster["address"],
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": cluster["token_path"],
         }
-        self._process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "recipes.demo.fleet_shell"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        with open(log, "wb") as file:
+            self._process = subprocess.Popen(
+                [*inside, sys.executable, "-m", "recipes.demo.fleet_shell"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=environment,
+            )
 
     def __call__(self, *arguments: str) -> tuple[int, list[str]]:
         """The command's status and what it has said."""
@@ -55,5 +58,6 @@ if __name__ == "__main__":
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
     for command in sys.stdin:
-        status = main(["fleet", *command.split()])
+        with contextlib.redirect_stderr(sys.stdout):  # what it says of itself, without what Ray says beside it
+            status = main(["fleet", *command.split()])
         print(f"{DONE} {status}", flush=True)
