@@ -453,6 +453,11 @@ def here(*, begins: bool = False) -> Device | None:
     return _platforms[-1].here(begins=begins)
 
 
+def is_there() -> bool:
+    """Whether torch finds a CUDA device. It makes no context, and begins to use none."""
+    return bool(_cuda.is_available())
+
+
 @contextmanager
 def using(platform: Platform) -> Iterator[None]:
     """For tests: these devices, in all threads, instead of torch's."""

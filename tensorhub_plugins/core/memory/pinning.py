@@ -37,7 +37,8 @@ class Pinned:
     def __init__(self, memory: torch.Tensor, device: Device) -> None:
         self.done = threading.Event()
         self.reason = ""
-        self._memory, self._device, self._pid = memory, device, os.getpid()
+        self.device = device
+        self._memory, self._pid = memory, os.getpid()
         self._lock = threading.Lock()
         self._is_registered = self._is_released = False
 
@@ -47,7 +48,7 @@ class Pinned:
             if self._is_released:
                 break
             _populate(self._memory[start : start + self.piece_size_bytes])
-        with self._device.calling() as driver, self._lock:
+        with self.device.calling() as driver, self._lock:
             if self._is_released:
                 self.reason = "it was released before"
             else:
@@ -62,7 +63,7 @@ class Pinned:
             _in_background(self._unregister)
 
     def _unregister(self) -> None:
-        with self._device.calling() as driver, self._lock:
+        with self.device.calling() as driver, self._lock:
             if self._is_registered:
                 self._is_registered = False
                 driver.unregister(self._memory)
@@ -102,7 +103,7 @@ def _pin_quietly(pinned: Pinned) -> None:
     pinned.run()
     if pinned.reason and not pinned._is_released:
         _warn_once(
-            f"{pinned._device.name} cannot pin {size_bytes / 1e9:.2f} GB ({pinned.reason}): copies take about five "
+            f"{pinned.device.name} cannot pin {size_bytes / 1e9:.2f} GB ({pinned.reason}): copies take about five "
             "times as long (5 GB/s, not 25 or more). Raise the locked-memory limit, or free host memory"
         )
 

@@ -278,6 +278,21 @@ class Slab:
         )
 
     @property
+    def device(self) -> devices.Device | None:
+        """Where it lies; None: in host memory."""
+        return self._device
+
+    @property
+    def copying_device(self) -> devices.Device | None:
+        """The device that is to copy from and to it: its own, or the one that its host memory is pinned for."""
+        return self._pinned.device if self._device is None and self._pinned is not None else self._device
+
+    def flats(self, start: int, stop: int) -> list[torch.Tensor]:
+        """The device's memory of a stream range, in order, as uint8 tensors. Of a slab on a device."""
+        self._check_range(start, stop)
+        return self._cut_flats(start, stop)
+
+    @property
     def runs(self) -> Runs:
         """Where the stream lies. The same object for slabs of the same tensors, while these lie where they lay: what is
         known of their memory (that it is registered with a network card, say) can be kept by it, weakly."""

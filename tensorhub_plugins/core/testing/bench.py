@@ -35,6 +35,7 @@ class Bench:
         patience_s: float,
         make_peer: Callable[[], Peer],
         adopt: Adopt = Slab.adopt,
+        adopt_in_peers: Adopt = Slab.adopt,
     ) -> None:
         self.make = make
         self.make_source = make_source
@@ -43,6 +44,7 @@ class Bench:
         self.patience_s = patience_s
         self.make_peer = make_peer
         self.adopt = adopt
+        self.adopt_in_peers = adopt_in_peers
         self._peer: Peer | None = None
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ def check_frozen_source(bench: Bench) -> None:
     """SIGSTOP when half was read: the deadline holds for reading, for opening and for connecting."""
     with (
         contextlib.closing(bench.make()) as reader,
-        Remote(bench.process(), bench.make_source, bench.slabs) as remote,
+        Remote(bench.process(), bench.make_source, bench.slabs, bench.adopt_in_peers) as remote,
     ):
         other = reader.connect(remote.endpoint, deadline=far())
         for seconds in MIDDLE_S:
@@ -175,7 +175,7 @@ def check_killed_source(bench: Bench) -> None:
     """SIGKILL when half was read and the other half is awaited."""
     with (
         contextlib.closing(bench.make()) as reader,
-        Remote(bench.process(), bench.make_source, bench.slabs) as remote,
+        Remote(bench.process(), bench.make_source, bench.slabs, bench.adopt_in_peers) as remote,
     ):
         link, manifest, tensors = remote.open(reader)
         target = blank_like(tensors)

@@ -76,7 +76,8 @@ class TransportSuite:
     slabs: what sources offer, "allocated" slabs or "adopted" tensors.
     patience_s: how long to wait for what must happen, and for what must be over.
     adopt: how tensors of this process become slabs, of sources and of readers: on a device, for example, as
-    `simulated.Simulation.adopt_in_place` does.
+    `simulated.Simulation.adopt_in_place` does. adopt_in_peers: the same of sources in other processes, a function that
+    can be imported by name.
     make_peer: makes the other process that cases ask for, where it is not to be spawned.
     """
 
@@ -93,6 +94,7 @@ class TransportSuite:
         patience_s: float = 20.0,
         make_peer: Callable[[], Peer] = Peer,
         adopt: Adopt = Slab.adopt,
+        adopt_in_peers: Adopt = Slab.adopt,
     ) -> None:
         self._processes = processes
         self._bench = Bench(
@@ -103,6 +105,7 @@ class TransportSuite:
             patience_s=patience_s,
             make_peer=make_peer,
             adopt=adopt,
+            adopt_in_peers=adopt_in_peers,
         )
 
     def __enter__(self) -> TransportSuite:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from tensorhub_plugins.core.device import host_copy
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import flat_bytes
 from tensorhub_plugins.core.transports import Link, LinkProgress
 
 SEGMENT_SIZE_BYTES = 997  # a prime: cuts tensors and elements anywhere
@@ -95,6 +97,8 @@ def _over(
 
 def raw(tensor: torch.Tensor) -> bytes:
     """A dense tensor's bytes in memory order, read without any code that is tested here."""
+    if tensor.device.type != "cpu":
+        tensor = host_copy(flat_bytes(tensor), torch.uint8)
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size()) if tensor.numel() else b""
 
 

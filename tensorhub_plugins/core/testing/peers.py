@@ -85,9 +85,9 @@ def address_of(endpoint: str) -> Address | None:
     if scheme in ("tcp", "tls", "rdma"):
         host, port = parse_address(endpoint, scheme)
         return Address(socket.AF_INET, (host, port), (host, 0), lambda name: format_address(scheme, *name))
-    if scheme == "shm":
+    if scheme in ("shm", "cuda_ipc"):
         fresh = f"\0conformance-{os.getpid()}-{time.monotonic_ns()}"
-        return Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: "shm://" + bytes(name[1:]).decode())
+        return Address(socket.AF_UNIX, "\0" + rest, fresh, lambda name: f"{scheme}://" + bytes(name[1:]).decode())
     return None
 
 
@@ -204,11 +204,12 @@ class Remote:
     peer: Peer
     make: MakeTransport
     slabs: str
+    adopt: Adopt
     key: ShardKey = field(default=ShardKey(7, "checkpoint"))
     endpoint: str = ""
 
     def __enter__(self) -> Remote:
-        self.endpoint = self.peer.ask("serve", self.make, self.slabs, self.key)
+        self.endpoint = self.peer.ask("serve", self.make, self.slabs, self.adopt, self.key)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -263,8 +264,8 @@ def _peer_main(pipe: Connection) -> None:
             return
         try:
             if what == "serve":
-                make, slabs, key = arguments
-                source = Source(make(), slabs)
+                make, slabs, adopt, key = arguments
+                source = Source(make(), slabs, adopt)
                 kept.append(source)
                 offer = source.offer(remote_tensors(), key=key, ready=False)
                 for segment in range(offer.manifest.segment_count // 2):

@@ -42,6 +42,7 @@ __all__ = [
 MODULES: dict[str, tuple[str, str]] = {
     "memory": ("tensorhub_plugins.core.transports.inproc", "MemoryTransport"),
     "shm": ("tensorhub_plugins.core.transports.shm.transport", "ShmTransport"),
+    "cuda_ipc": ("tensorhub_plugins.core.transports.cuda_ipc.transport", "CudaIpcTransport"),
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
     "tls": ("tensorhub_plugins.core.transports.tls", "TlsTransport"),
     "rdma": ("tensorhub_plugins.core.transports.rdma.transport", "RdmaTransport"),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
@@ -36,7 +37,7 @@ class ReadPlan:
     def __init__(self, manifest: Manifest, target: Slab, moves: Sequence[Move], *, digests: bool = True) -> None:
         """moves: what of the source is wanted, and where, in the source's order. UsageError when bytes would land
         outside the target. digests: compute them; else none is known."""
-        self._computes = digests
+        self.computes = digests
         self._manifest = manifest
         self._target = target
         self._digests: dict[int, bytes] = {}
@@ -76,8 +77,30 @@ class ReadPlan:
             if len(wanted) != len(pieces):
                 views = _with_spill(pieces, views)
             yield views
-            if self._computes:
+            if self.computes:
                 self._digests[segment] = digest_of(views, self._manifest.digest_algorithm)
+
+    @property
+    def target(self) -> Slab:
+        """Where the bytes go."""
+        return self._target
+
+    def flats(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
+        """What of a range of the source's stream is wanted: how far into the range, and where it goes, as uint8 of the
+        target's device."""
+        wanted, at = [], 0
+        for offset, size_bytes in self._pieces(start, stop):
+            if offset != UNWANTED:
+                into = at
+                for flat in self._target.flats(offset, offset + size_bytes):
+                    wanted.append((into, flat))
+                    into += flat.numel()
+            at += size_bytes
+        return wanted
+
+    def digested(self, segment: int, digest: bytes) -> None:
+        """What arrived of a segment by other means than `receiving` has this digest."""
+        self._digests[segment] = digest
 
     def addresses(self, start: int, stop: int) -> Extents | None:
         """Where a range of the source's stream goes in this process's memory, as `Slab.addresses`; None for a device,

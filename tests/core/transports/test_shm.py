@@ -21,12 +21,10 @@ from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports.shm import memory_file as _memfile
 from tensorhub_plugins.core.transports.shm import process_memory as _process
-from tensorhub_plugins.core.transports.shm import source as shm_source
-from tensorhub_plugins.core.transports.shm import transport as shm_transport
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
-from tensorhub_plugins.core.transports.stream import channel, messages
+from tensorhub_plugins.core.transports.stream import channel, messages, unix_socket
 from tensorhub_plugins.core.transports.stream.messages import (
     HEADER,
 )
@@ -146,7 +144,7 @@ def test_shm_lets_go_of_a_mapping_when_its_owner_is_killed():
         try:
             read_all(reader, owner.stdout.readline().decode().strip())
             assert len(reader._mappings) == 1
-            ((_, inode, _),) = reader._mappings._entries
+            ((_, inode, _),) = reader._mappings.kept.keys()
             assert maps_of(str(inode)) == 1
         finally:
             owner.kill()
@@ -258,8 +256,8 @@ def test_shm_refuses_other_users(monkeypatch, caplog):
         reader.connect(endpoint, deadline=soon()).close()
         uid = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: uid + 1000)  # the source is another user's, and not root's
-        monkeypatch.setattr(shm_source, "peer_of", lambda sock: (1234, uid + 2000))
-        monkeypatch.setattr(shm_transport, "check_owner", lambda sock: 1234)  # it would refuse itself to ask
+        monkeypatch.setattr(unix_socket, "peer_of", lambda sock: (1234, uid + 2000))
+        monkeypatch.setattr(unix_socket, "check_owner", lambda sock: 1234)  # it would refuse itself to ask
         with pytest.raises(SourceLost):
             reader.connect(endpoint, deadline=soon())
     assert "belongs to user" in caplog.text
@@ -271,7 +269,7 @@ def test_shm_says_nothing_to_other_users(monkeypatch):
         stranger.bind("\0tensorhub-test-" + uuid.uuid4().hex)
         stranger.listen()
         name = stranger.getsockname()[1:].decode()
-        monkeypatch.setattr(shm_source, "peer_of", lambda sock: (1234, os.geteuid() + 2000))
+        monkeypatch.setattr(unix_socket, "peer_of", lambda sock: (1234, os.geteuid() + 2000))
         with pytest.raises(SourceLost, match="process 1234 belongs to user"):
             reader.connect(f"shm://{name}", deadline=soon())
         connection, _ = stranger.accept()

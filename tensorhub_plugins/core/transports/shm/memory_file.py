@@ -2,9 +2,8 @@
 
 Memory that is read once is read with preadv, which is faster than the page faults of a mapping, scatters into thousands
 of tiny tensors in one call, and fails where a file is cut. A trainer writes every version into the same few slabs:
-memory that is read again is mapped, and stays so (`MappingCache`), as that makes one copy at memcpy's speed of it. So
-that a mapping never holds memory its owner has let go of, or died with, a pipe comes with the file whose other end only
-the owner has: when that closes, the mapping goes.
+memory that is read again is mapped, as long as its owner has it (`MappingCache`): that makes one copy at memcpy's speed
+of it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ import contextlib
 import fcntl
 import mmap
 import os
-import select
-import socket
 import threading
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from tensorhub_plugins.core.errors import ProtocolError
@@ -27,6 +23,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 
 PIECES_MAX = 16  # of a copy from a mapping: each takes a call from here, where preadv takes one for all of them
@@ -97,13 +94,12 @@ def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
     return taken
 
 
-@dataclass
-class _Entry:
-    """Memory that was read. owner_liveness_fd: the end of a pipe whose other end its owner has."""
+class _Mapping:
+    """A file of another process that was read."""
 
-    owner_liveness_fd: int
-    access_count: int = 0
-    memory: memoryview | None = None
+    def __init__(self) -> None:
+        self.access_count = 0
+        self.memory: memoryview | None = None
 
 
 class MappingCache:
@@ -113,89 +109,32 @@ class MappingCache:
         """map_from: at which access memory is mapped."""
         self._map_from = map_from
         self._guard = threading.Lock()
-        self._entries: OrderedDict[_Identity, _Entry] = OrderedDict()  # least recently used first
-        self._watcher: threading.Thread | None = None
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._closed = False
+        self.kept: Kept[_Identity, _Mapping] = Kept("tensorhub-shm-mappings", MAPPINGS_MAX)
 
     def __len__(self) -> int:
         """How many are mapped."""
-        with self._guard:
-            return sum(entry.memory is not None for entry in self._entries.values())
+        return sum(mapping.memory is not None for mapping in self.kept.values())
 
     def get_or_map(self, fd: int, owner_liveness_fd: int) -> memoryview | None:
         """All bytes of this file, if it is worth it and safe to map it. Takes over `owner_liveness_fd`, not `fd`."""
+        if not _is_sealed(fd):
+            os.close(owner_liveness_fd)
+            return None
         status = os.fstat(fd)
-        identity = status.st_dev, status.st_ino, status.st_size
+        mapping = self.kept.get((status.st_dev, status.st_ino, status.st_size), owner_liveness_fd, _Mapping)
+        if mapping is None:
+            return None
         with self._guard:
-            if identity in self._entries and _is_over(self._entries[identity].owner_liveness_fd):
-                self._drop(identity)  # the number was given to another file since
-            if identity in self._entries or self._closed or not _is_sealed(fd):
-                os.close(owner_liveness_fd)
-            else:
-                self._entries[identity] = _Entry(owner_liveness_fd)
-                self._watch()
-            entry = self._entries.get(identity)
-            if entry is None:
-                return None
-            self._entries.move_to_end(identity)
-            entry.access_count += 1
-            if entry.memory is None and entry.access_count >= self._map_from:
+            mapping.access_count += 1
+            if mapping.memory is None and mapping.access_count >= self._map_from:
                 # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
                 with contextlib.suppress(OSError, ValueError):
-                    entry.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
-            while len(self._entries) > MAPPINGS_MAX:
-                self._drop(next(iter(self._entries)))
-            return entry.memory
+                    mapping.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
+            return mapping.memory
 
     def close(self) -> None:
         """Idempotent. What is being read stays until it has been."""
-        with self._guard:
-            self._closed = True
-            for identity in list(self._entries):
-                self._drop(identity)
-            watcher, self._watcher = self._watcher, None
-            self._wake_in.close()
-        if watcher is not None:
-            watcher.join()
-        self._wake_out.close()
-
-    def _drop(self, identity: _Identity) -> None:
-        """With the guard. The memory is unmapped when nobody reads it any more."""
-        os.close(self._entries.pop(identity).owner_liveness_fd)
-
-    def _watch(self) -> None:
-        """With the guard: see to it that the watcher looks at what is kept now."""
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._run, name="tensorhub-shm-mappings", daemon=True)
-            self._watcher.start()
-        self._wake_in.send(b"x")
-
-    def _run(self) -> None:
-        while True:
-            poll = select.poll()
-            poll.register(self._wake_out, select.POLLIN)
-            with self._guard:
-                if self._closed:
-                    return
-                # Their numbers alone: a name for one of them here would keep its memory for as long as is waited.
-                for liveness_fd in [entry.owner_liveness_fd for entry in self._entries.values()]:
-                    poll.register(liveness_fd, 0)  # nothing is ever written: it is over, or it is not
-            poll.poll()
-            with self._guard:
-                if self._closed:
-                    return
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_out.recv(4096, socket.MSG_DONTWAIT)
-                ended = [identity for identity, entry in self._entries.items() if _is_over(entry.owner_liveness_fd)]
-                for identity in ended:
-                    self._drop(identity)
-
-
-def _is_over(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, 0)
-    return bool(poll.poll(0))
+        self.kept.close()
 
 
 def _is_sealed(fd: int) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
 
-from tensorhub_plugins.core.errors import ProtocolError, SourceLost
+from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
@@ -18,26 +17,11 @@ from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.source import SourceBackend
+from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
 
 READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
 COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
 SHARED_COPY_READERS = 3  # at a time: to copy from a mapping is so much cheaper for each that it pays for a copy before
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
-
-
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """(process, user) at the other end; process 0: not to be seen from here."""
-    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
-
-
-def check_owner(sock: socket.socket) -> int:
-    """The process at the other end. ProtocolError when it is another user's: the abstract namespace has no permissions
-    of its own, so a stranger may connect to us, and one may wait where we connect to."""
-    pid, uid = peer_of(sock)
-    if uid not in (os.geteuid(), 0):
-        raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
-    return pid
 
 
 class ShmSource(SourceBackend):

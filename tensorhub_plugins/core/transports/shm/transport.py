@@ -1,8 +1,7 @@
 """Between processes of one host: the reader copies once, from the source's memory into its own.
 
-Being able to connect to the source's UNIX socket in the abstract namespace is what "the same host" means here:
-containers that share no network namespace use tcp. The messages are those of tcp, but the source says which segments
-are ready and sends no bytes. Where the reader copies from:
+The same host is where the source's UNIX socket can be reached (unix_socket.py). The messages are those of tcp, but the
+source says which segments are ready and sends no bytes. Where the reader copies from:
 
 * An allocated slab is a memfd, which the source passes over the socket, opened read-only (memory_file.py).
 * Adopted memory is read by its addresses, where the system lets one process read another's (process_memory.py).
@@ -11,45 +10,38 @@ are ready and sends no bytes. Where the reader copies from:
   shard into a slab of its own while they read, segment by segment as the first of them gets there. Where three did read
   it, that memory is kept for the next version, which all of them then read from a mapping: one copy for all and the
   cheapest one for each.
-
-A cut-off source cannot take its memory back. It closes the connection before its owner touches the memory, so a reader
-that finds its connection open after copying a segment has copied the published bytes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
-import time
-import uuid
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
-from tensorhub_plugins.core.transports.pump import OrderedWork, pump
+from tensorhub_plugins.core.transports.pump import pump
 from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
-from tensorhub_plugins.core.transports.shm.source import ShmSource, check_owner, peer_of
-from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
-from tensorhub_plugins.core.transports.stream.link import SocketLink, greet
-from tensorhub_plugins.core.transports.stream.messages import READY
-from tensorhub_plugins.core.transports.stream.source import BACKLOG, StreamServer
+from tensorhub_plugins.core.transports.shm.source import ShmSource
+from tensorhub_plugins.core.transports.stream import unix_socket
+from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.types import ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
 COPY_SIZE_BYTES = 8 << 20  # for a thread at a time: to hand it a copy and to take it back costs as much as 1 MB of it
 CALL_SIZE_BYTES = 2 << 20  # of small segments by one call; what it has copied is digested from the cache
-WINDOW = 8  # copies under way or waiting to be yielded; what a given-up read still has to wait for
 
 _log = logging.getLogger(__name__)
 
@@ -87,33 +79,15 @@ class ShmTransport:
     def serve(self, shelf: Shelf) -> str:
         if self._closed or self._server is not None:
             raise UsageError("this transport is closed or serves already: one transport, one shelf")
-        name = f"tensorhub-{uuid.uuid4().hex}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind("\0" + name)
-            listener.listen(BACKLOG)
-        except OSError as error:
-            listener.close()
-            raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
+        listener, endpoint = unix_socket.listen(SCHEME)
         _process.let_others_read()
         self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits, self._gate)
-        return SCHEME + name
+        return endpoint
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
         if self._closed:
             raise UsageError("the transport is closed")
-        name = endpoint.removeprefix(SCHEME)
-        if not endpoint.startswith(SCHEME) or not name:
-            raise UsageError(f"{endpoint!r} is no endpoint of shm, which look like shm://tensorhub-...")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(max(0.001, min(deadline - time.monotonic(), self._limits.stall_s)))
-            sock.connect("\0" + name)
-            check_owner(sock)
-        except (OSError, ProtocolError) as error:
-            sock.close()
-            raise SourceLost(f"not on this host, or gone: {error}", peer=endpoint, phase="connect") from error
-        channel = greet(sock, endpoint, stall_s=self._limits.stall_s, deadline=deadline)
+        channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
         link = ShmLink(channel, self._pool, self._mappings, by_address=self._by_address, forbidden=self._is_forbidden)
@@ -153,7 +127,7 @@ class ShmLink(SocketLink):
         super().__init__([channel])
         self._pool = pool
         self._mappings = mappings
-        self._pid = peer_of(channel.sock)[0]
+        self._pid = unix_socket.peer_of(channel.sock)[0]
         self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
         self._forbidden = forbidden
         self._block: MemoryFile | _process.ProcessMemory | None = None
@@ -186,77 +160,17 @@ class ShmLink(SocketLink):
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         block = self._block
         assert block is not None
-        return pump(_ShmStream(self, block, manifest, plan, deadline), segments, self._additional)
+        at_once = max(1, CALL_SIZE_BYTES // manifest.segment_size_bytes)
 
+        def copy(segments: list[int]) -> list[int]:
+            for run, end in runs_of(segments):
+                for first in range(run, end, at_once):  # neighbours, however small they and their tensors are
+                    _copy(block, manifest, plan, range(first, min(end, first + at_once)))
+            return segments
 
-class _ShmStream:
-    """Segments that the source announces and the transport's threads copy, small ones together."""
-
-    window = WINDOW
-
-    def __init__(
-        self,
-        link: ShmLink,
-        block: MemoryFile | _process.ProcessMemory,
-        manifest: Manifest,
-        plan: ReadPlan,
-        deadline: float,
-    ) -> None:
-        self._link = link
-        self._channel = link._channels[0]
-        self._block = block
-        self._manifest = manifest
-        self._plan = plan
-        self._deadline = deadline
-        self._copying = OrderedWork()
-        self.batch = max(1, COPY_SIZE_BYTES // manifest.segment_size_bytes)
-        self._by_one_call = max(1, CALL_SIZE_BYTES // manifest.segment_size_bytes)
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._copying)
-
-    def request(self, segments: Sequence[int]) -> None:
-        self._link._request(self._channel, segments, self._deadline)
-
-    def has_input(self) -> bool:
-        return self._channel.has_input()
-
-    def announced(self, due: deque[int]) -> list[int]:
-        first = due[0]
-        count = self._link._announced(self._channel, READY, first, self._deadline)
-        if count is None:
-            return []
-        segments = [due.popleft() for _ in range(min(count, len(due)))]
-        if len(segments) != count or segments != list(range(first, first + len(segments))) or not segments:
-            raise ProtocolError(f"{count} segments from {first} on are said to be ready, due are {segments}")
-        return segments
-
-    def start(self, ready: deque[int]) -> bool:
-        segments = [ready.popleft() for _ in range(min(self.batch, len(ready)))]
-        try:
-            self._copying.add(self._link._pool.submit(self._copy, segments))
-        except RuntimeError as error:
-            raise Disconnected("cannot be read any more: this side's transport was closed") from error
-        return True
-
-    def finished(self, *, wait: bool) -> list[int]:
-        try:
-            segments = self._copying.take(wait=wait)  # a copy takes milliseconds; it waits for no peer
-        except OSError as error:
-            raise Disconnected(f"its memory cannot be read any more: {error}") from error
-        if segments and self._channel.is_cut():
-            raise Disconnected("cut the connection while its memory was copied")
-        return segments
-
-    def close(self) -> None:
-        self._copying.close()
-
-    def _copy(self, segments: list[int]) -> list[int]:
-        for run, end in runs_of(segments):
-            for first in range(run, end, self._by_one_call):  # neighbours, however small they and their tensors are
-                _copy(self._block, self._manifest, self._plan, range(first, min(end, first + self._by_one_call)))
-        return segments
+        batch = max(1, COPY_SIZE_BYTES // manifest.segment_size_bytes)
+        stream = AnnouncedStream(self, self._pool, copy, batch=batch, deadline=deadline)
+        return pump(stream, segments, self._additional)
 
 
 def _copy(block: MemoryFile | _process.ProcessMemory, manifest: Manifest, plan: ReadPlan, segments: range) -> None:

@@ -200,9 +200,12 @@ class Channel:
         return bool(self._poll.poll(0))
 
     def is_cut(self) -> bool:
-        """Has the other side shut down, closed or died? Known at once on the same host, whatever is still unread."""
+        """Has the other side shut down, closed or died? Known at once on the same host, whatever is still unread. From
+        any thread."""
+        poll = select.poll()  # of its own: none can be asked by two threads at once
+        poll.register(self.sock, getattr(select, "POLLRDHUP", 0))
         gone = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
-        return any(event & gone for _, event in self._poll.poll(0))
+        return any(event & gone for _, event in poll.poll(0))
 
     def cut(self) -> None:
         """End the connection from any thread, without waiting."""

@@ -1,0 +1,1 @@
+"""Within one host: device memory, opened by its readers and copied once."""

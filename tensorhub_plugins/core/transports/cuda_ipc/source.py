@@ -1,0 +1,54 @@
+"""The source's end of cuda_ipc: tells readers where its slab lies, and when segments are ready."""
+
+from __future__ import annotations
+
+import socket
+
+from tensorhub_plugins.core.errors import SourceLost
+from tensorhub_plugins.core.transports.cuda_ipc.driver import Ipc, NotShareable
+from tensorhub_plugins.core.transports.cuda_ipc.memory import Exports
+from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.source import SourceBackend
+from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
+
+READY_MAX = 4096  # segments in one word of the source
+
+
+class CudaIpcSource(SourceBackend):
+    """Serves slabs on a device."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, ipc: Ipc) -> None:
+        self._exports = Exports(ipc)
+
+    def accept_peer(self, sock: socket.socket) -> str:
+        return f"pid {check_owner(sock)}"
+
+    def refusal(self, offer: Offer) -> str | None:
+        try:
+            self._exports.of(offer.slab)
+        except NotShareable as error:
+            return str(error)
+        return None
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+        try:
+            exported = self._exports.of(offer.slab)
+        except NotShareable as error:  # it was moved, or closed, since
+            raise SourceLost(str(error), version=offer.version) from error
+        channel.send_message(exported.memory, deadline)
+        channel.send_descriptors([exported.owner_liveness_fd], deadline)
+
+    def segment_payload(
+        self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
+    ) -> list[memoryview]:
+        return []
+
+    def ready_batch_max(self, channel: Channel) -> int:
+        return READY_MAX
+
+    def on_reader_done(self, channel: Channel, *, ended: bool) -> None:
+        if ended:
+            channel.cut()  # before its memory is used again: whoever still copies from it finds out

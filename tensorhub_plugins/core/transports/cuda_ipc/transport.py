@@ -1,0 +1,253 @@
+"""Between processes of one host whose tensors lie on GPUs: the reader opens the source's memory and copies from it.
+
+The same host is where the source's UNIX socket can be reached (unix_socket.py). The source says where its slab lies, in
+allocations that have CUDA handles (driver.py), and which segments are ready; it copies nothing. The reader opens each
+allocation once, keeps it open for the next version (kept.py), and copies many segments by one batch on a stream of its
+own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer path.
+
+With digests, segments are copied to memory beside first and to their places when the connection is still open: what a
+withdrawn source has overwritten does not even reach a live tensor. The digest itself is made on the host.
+
+Not run on a GPU yet: name it in `transports` to use it. What is not of a device, and memory without a handle, is
+refused with the reason: the next transport serves it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import torch
+
+from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.device import Device, Stream
+from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.runs import memory_at, memory_of
+from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.transports.cuda_ipc.copies import Pair, copy_pairs
+from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, Ipc, NotShareable
+from tensorhub_plugins.core.transports.cuda_ipc.memory import OpenMemory, check_memory
+from tensorhub_plugins.core.transports.cuda_ipc.messages import SourceMemory, memory_decoder
+from tensorhub_plugins.core.transports.cuda_ipc.source import CudaIpcSource
+from tensorhub_plugins.core.transports.interface import NotServable, Shelf
+from tensorhub_plugins.core.transports.kept import Kept
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.transports.pump import pump
+from tensorhub_plugins.core.transports.read_plan import ReadPlan, runs_of
+from tensorhub_plugins.core.transports.stream import unix_socket
+from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
+from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX
+from tensorhub_plugins.core.transports.stream.source import StreamServer
+
+SCHEME = "cuda_ipc://"
+THREADS = 2  # one digests, or waits for its copy, while the other one queues the next
+COPY_SIZE_BYTES = 128 << 20  # at once: a tenth of a millisecond of a GPU's memory, ten times what it takes to queue it
+STAGE_SIZE_BYTES = 32 << 20  # the same, of what is digested: for each thread there is so much memory beside
+OPEN_MAX = 64  # sources whose memory stays open
+
+
+class CudaIpcTransport:
+    """ipc: None: CUDA's own. limits: as for tcp."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self,
+        *,
+        ipc: Ipc | None = None,
+        limits: TransportLimits = DEFAULT_LIMITS,
+        gate: Gate | None = None,
+    ) -> None:
+        self._ipc: Ipc = CudaIpc() if ipc is None else ipc
+        self._limits = limits
+        self._gate = gate
+        self._lock = threading.Lock()
+        self._streams: dict[Device, Stream] = {}
+        self._open: Kept[tuple[bytes, str], OpenMemory] = Kept("tensorhub-cuda-ipc-open", OPEN_MAX)
+        self._refused: dict[str, str] = {}  # by device of a source: why its memory cannot be opened here
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tensorhub-cuda-ipc")
+        self._server: StreamServer | None = None
+        self._links: weakref.WeakSet[CudaIpcLink] = weakref.WeakSet()
+        self._closed = False
+
+    @staticmethod
+    def available() -> str | None:
+        return CudaIpc.unavailable() or (None if devices.is_there() else "torch finds no CUDA device")
+
+    def serve(self, shelf: Shelf) -> str:
+        if self._closed or self._server is not None:
+            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        listener, endpoint = unix_socket.listen(SCHEME)
+        self._server = StreamServer(listener, shelf, CudaIpcSource(self._ipc), self._limits, self._gate)
+        return endpoint
+
+    def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> CudaIpcLink:
+        if self._closed:
+            raise UsageError("the transport is closed")
+        channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
+        link = CudaIpcLink(channel, self)
+        self._links.add(link)
+        return link
+
+    def close(self) -> None:
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links):
+            link.cut()
+        self._pool.shutdown()
+        self._open.close()
+
+    def refusal(self, memory: SourceMemory) -> str | None:
+        """Why such memory was not opened before."""
+        return None if memory.process == self._ipc.process else self._refused.get(memory.device_id)
+
+    def open(self, memory: SourceMemory, device: Device, owner_liveness_fd: int) -> OpenMemory:
+        """This memory, on this device, opened now or before. SourceLost when it cannot be."""
+        try:
+            if memory.process == self._ipc.process:
+                return OpenMemory(self._ipc, device, memory)
+            opened = self._open.get(
+                (memory.runs, device.name),
+                os.dup(owner_liveness_fd),
+                lambda: OpenMemory(self._ipc, device, memory),
+            )
+        except NotShareable as error:
+            self._refused[memory.device_id] = f"{device.name} cannot open its memory: {error}"
+            raise SourceLost(self._refused[memory.device_id]) from error
+        if opened is None:
+            raise SourceLost("this side's transport was closed")
+        return opened
+
+    def stream_of(self, device: Device) -> Stream:
+        """On which this transport copies."""
+        with self._lock:
+            if device not in self._streams:
+                with device.calling() as driver:
+                    self._streams[device] = driver.make_stream()
+            return self._streams[device]
+
+
+class CudaIpcLink(SocketLink):
+    """Copies many segments at a time, in the transport's threads."""
+
+    def __init__(self, channel: Channel, transport: CudaIpcTransport) -> None:
+        super().__init__([channel])
+        self._transport = transport
+        self._memory: SourceMemory | None = None
+        self._owner_liveness_fd = -1
+
+    def _dispose(self) -> None:
+        super()._dispose()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._owner_liveness_fd = self._owner_liveness_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+        self._let_go()
+        memory = channel.receive_message(memory_decoder, REPLY_SIZE_BYTES_MAX, deadline)
+        (self._owner_liveness_fd,) = channel.receive_descriptors(1, deadline)
+        check_memory(memory, manifest.size_bytes)
+        reason = self._transport.refusal(memory)
+        if reason is not None:
+            raise NotServable(reason)
+        self._memory = memory
+
+    def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
+        memory, transport = self._memory, self._transport
+        assert memory is not None
+        device = plan.target.copying_device or devices.here(begins=True)
+        if device is None:
+            raise SourceLost("no CUDA device is in use here")
+        source = transport.open(memory, device, self._owner_liveness_fd)
+        batch = _Batch(self._channels[0], source, device, transport.stream_of(device), manifest, plan)
+        size_bytes = STAGE_SIZE_BYTES if plan.computes else COPY_SIZE_BYTES
+        at_once = max(1, size_bytes // manifest.segment_size_bytes)
+        stream = AnnouncedStream(self, transport._pool, batch.copy, batch=at_once, deadline=deadline)
+        return pump(stream, segments, self._additional)
+
+
+class _Batch:
+    """How the segments of one read are copied."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        source: OpenMemory,
+        device: Device,
+        stream: Stream,
+        manifest: Manifest,
+        plan: ReadPlan,
+    ) -> None:
+        self._channel = channel
+        self._source = source
+        self._device = device
+        self._stream = stream
+        self._manifest = manifest
+        self._plan = plan
+
+    def copy(self, segments: list[int]) -> list[int]:
+        """They are in place when this returns, and digested."""
+        for first, end in runs_of(segments):
+            start, stop = self._manifest.segment_range(first)[0], self._manifest.segment_range(end - 1)[1]
+            if self._plan.target.device is None:
+                self._to_host(range(first, end), start, stop)
+            elif self._plan.computes:
+                self._by_the_stage(range(first, end), start, stop)
+            else:
+                pairs: list[Pair] = []
+                for at, flat in self._plan.flats(start, stop):
+                    pairs += _cut(self._source.flats(start + at, start + at + flat.numel()), flat)
+                copy_pairs(self._device, self._stream, pairs)
+        return segments
+
+    def _to_host(self, segments: range, start: int, stop: int) -> None:
+        sources, places = self._source.flats(start, stop), self._plan.addresses(start, stop)
+        with ExitStack() as stack:
+            views = [view for segment in segments for view in stack.enter_context(self._plan.receiving(segment))]
+            if places is not None and len(places) == 1:
+                address, size_bytes = map(int, places[0])
+                self._device.down(sources, torch.frombuffer(memory_at(address, size_bytes), dtype=torch.uint8))
+            else:
+                host = self._device.buffer(stop - start)
+                self._device.down(sources, host)
+                copy_views([memory_of(host)], views)
+
+    def _by_the_stage(self, segments: range, start: int, stop: int) -> None:
+        device, plan, manifest = self._device, self._plan, self._manifest
+        with device.calling() as driver:
+            stage = driver.scratch(stop - start, self._stream)
+        copy_pairs(device, self._stream, _cut(self._source.flats(start, stop), stage))
+        if self._channel.is_cut():
+            raise Disconnected("cut the connection while its memory was copied")
+        copy_pairs(
+            device,
+            self._stream,
+            [(stage[at : at + flat.numel()], flat) for at, flat in plan.flats(start, stop)],
+        )
+        host = device.buffer(stop - start)
+        device.down([stage], host)
+        for segment in segments:
+            first, end = manifest.segment_range(segment)
+            plan.digested(segment, digest_of([memory_of(host[first - start : end - start])], manifest.digest_algorithm))
+
+
+def _cut(sources: list[torch.Tensor], target: torch.Tensor) -> list[Pair]:
+    """One after the other they fill the target."""
+    pairs, at = [], 0
+    for source in sources:
+        pairs.append((source, target[at : at + source.numel()]))
+        at += source.numel()
+    return pairs

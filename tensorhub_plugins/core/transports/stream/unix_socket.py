@@ -1,0 +1,64 @@
+"""Between processes of one host: UNIX sockets in the abstract namespace, and who is at the other end.
+
+Being able to connect is what "the same host" means for shm and cuda_ipc: containers that share no network namespace use
+tcp.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+import uuid
+
+from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.transports.stream.channel import Channel
+from tensorhub_plugins.core.transports.stream.link import greet
+from tensorhub_plugins.core.transports.stream.source import BACKLOG
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end; process 0: not to be seen from here."""
+    pid, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
+def check_owner(sock: socket.socket) -> int:
+    """The process at the other end. ProtocolError when it is another user's: the abstract namespace has no permissions
+    of its own, so a stranger may connect to us, and one may wait where we connect to."""
+    pid, uid = peer_of(sock)
+    if uid not in (os.geteuid(), 0):
+        raise ProtocolError(f"process {pid} belongs to user {uid}, not to {os.geteuid()}")
+    return pid
+
+
+def listen(scheme: str) -> tuple[socket.socket, str]:
+    """A listening socket of a new name, and its endpoint. scheme: "shm://", for example."""
+    name = f"tensorhub-{uuid.uuid4().hex}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind("\0" + name)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen on an abstract UNIX socket: {error}") from error
+    return listener, scheme + name
+
+
+def connect(endpoint: str, scheme: str, *, stall_s: float, deadline: float) -> Channel:
+    """A connection on which we have introduced ourselves. SourceLost; UsageError for an endpoint of another kind."""
+    name = endpoint.removeprefix(scheme)
+    if not endpoint.startswith(scheme) or not name:
+        raise UsageError(f"{endpoint!r} is no endpoint of {scheme[:-3]}, which look like {scheme}tensorhub-...")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(0.001, min(deadline - time.monotonic(), stall_s)))
+        sock.connect("\0" + name)
+        check_owner(sock)
+    except (OSError, ProtocolError) as error:
+        sock.close()
+        raise SourceLost(f"not on this host, or gone: {error}", peer=endpoint, phase="connect") from error
+    return greet(sock, endpoint, stall_s=stall_s, deadline=deadline)

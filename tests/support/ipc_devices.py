@@ -1,0 +1,49 @@
+"""Processes of the conformance suite whose tensors lie on a simulated device that other processes can open."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+
+from tensorhub_plugins.core.testing.simulated_ipc import SharedSimulation, SimulatedIpc
+from tensorhub_plugins.core.transports.cuda_ipc.transport import CudaIpcTransport
+
+_simulations: list[SharedSimulation] = []  # of this process; the last one counts
+_numbers = itertools.count()
+
+
+def simulation() -> SharedSimulation:
+    """This process's, which begins with the first call."""
+    if not _simulations:
+        _begin()
+    return _simulations[-1]
+
+
+def _begin():
+    _simulations.append(SharedSimulation(0))
+    _simulations[-1].__enter__()
+
+
+@contextlib.contextmanager
+def simulated():
+    """The devices of this process, which end with the block."""
+    _begin()
+    try:
+        yield simulation()
+    finally:
+        _simulations.pop().__exit__()
+
+
+def apart():
+    """A transport that counts as a process of its own: it opens what others here have."""
+    return CudaIpcTransport(ipc=SimulatedIpc(simulation(), f"{os.getpid()}-{next(_numbers)}"))
+
+
+def together():
+    """A transport of this process: what is here is not opened."""
+    return CudaIpcTransport(ipc=SimulatedIpc(simulation()))
+
+
+def adopt(tensors):
+    return simulation().adopt_in_place(tensors)
