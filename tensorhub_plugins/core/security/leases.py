@@ -20,7 +20,7 @@ import msgspec
 from tensorhub_plugins.core.protocol.messages import Claim, Ticket
 from tensorhub_plugins.core.types import ShardKey
 
-HUBS_KEPT_MAX = 16  # lives of the hub whose clock a source remembers: leases of older ones are long over
+HUBS_KEPT_MAX = 1024  # lives of the hub whose clock a source remembers; beyond them it believes no unknown one
 
 
 def issue(lease_key: bytes, endpoints: Mapping[str, str], shard: ShardKey, claim: Claim) -> Ticket:
@@ -40,6 +40,7 @@ class Gate:
         self._lease_key = lease_key
         self._source = b""
         self._offsets: dict[bytes, float] = {}  # of the hubs' clocks from ours
+        self._has_forgotten = False  # one of them: whose lease is of an unknown hub may be long over
 
     def serves_at(self, endpoints: Mapping[str, str]) -> None:
         """Where readers come in; before it nobody does."""
@@ -50,6 +51,7 @@ class Gate:
         self._offsets[hub] = max(clock - now, self._offsets.get(hub, clock - now))
         while len(self._offsets) > HUBS_KEPT_MAX:
             del self._offsets[next(iter(self._offsets))]
+            self._has_forgotten = True
 
     def refusal(self, shard: ShardKey, claim: Claim | None, proof: bytes, nonce: bytes, now: float) -> str | None:
         """Why this reader does not get this shard; None: it does."""
@@ -59,6 +61,8 @@ class Gate:
         if not hmac.compare_digest(prove(key, nonce), proof):
             return f"its lease is not of this hub, source, connection and {shard}"
         offset = self._offsets.get(claim.hub)  # None: a hub that we hear of later than the reader did
+        if offset is None and self._has_forgotten:
+            return "its lease is of a hub that this source has not heard, or long ago"
         late_s = 0.0 if offset is None else now + offset - claim.expires
         return f"its lease has expired {late_s:.1f} s ago" if late_s > 0 else None
 

@@ -13,7 +13,7 @@ import torch
 from tensorhub_plugins.core import Client, HubLimits, ShardKey, start_server
 from tensorhub_plugins.core.protocol.messages import Claim, Ticket
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.security.leases import Gate, issue, prove
+from tensorhub_plugins.core.security.leases import HUBS_KEPT_MAX, Gate, issue, prove
 from tensorhub_plugins.core.transports import NotServable, create
 
 KEYS, OTHER = Keys.of(b"1" * 32), Keys.of(b"2" * 32)
@@ -69,6 +69,18 @@ def test_a_hub_that_the_source_has_not_heard_yet_is_taken_at_its_word() -> None:
     assert gate().refusal(KEY, claim, prove(ticket.key, NONCE), NONCE, 7.0) is None
     closed = Gate(KEYS.lease_key)
     assert closed.refusal(KEY, claim, prove(ticket.key, NONCE), NONCE, 7.0) is not None  # it does not serve yet
+
+
+@pytest.mark.parametrize("since", [HUBS_KEPT_MAX - 1, HUBS_KEPT_MAX])
+def test_an_expired_lease_does_not_come_back_to_life_when_its_hub_is_forgotten(since: int) -> None:
+    """So many hubs have come since; to forget one is to refuse its leases, not to believe them."""
+    ticket, source = issue(KEYS.lease_key, HERE, KEY, CLAIM), gate()
+    for life in range(since):
+        source.hear(life.to_bytes(16, "big"), 0.0, now=60.0)
+    said = source.refusal(KEY, CLAIM, prove(ticket.key, NONCE), NONCE, 60.0)
+    is_known = since < HUBS_KEPT_MAX
+    why = "has expired 3.0 s ago" if is_known else "is of a hub that this source has not heard, or long ago"
+    assert said == f"its lease {why}"
 
 
 # --- real sockets ---
