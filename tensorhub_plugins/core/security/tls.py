@@ -6,8 +6,10 @@ in certificates are not compared, because workers come and go; leases say what a
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
+import stat
 
 import msgspec
 
@@ -17,6 +19,9 @@ CERT_VARIABLE = "TENSORHUB_TLS_CERT"
 KEY_VARIABLE = "TENSORHUB_TLS_KEY"
 CA_VARIABLE = "TENSORHUB_TLS_CA"
 MODE_VARIABLE = "TENSORHUB_TLS"
+ROUNDS_MAX = 8  # of a handshake; TLS 1.3 takes three
+
+log = logging.getLogger("tensorhub.client")
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -51,19 +56,62 @@ def is_required() -> bool:
     return said == "required"
 
 
-def context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:
-    """One end's, mutual and TLS 1.3. UsageError that names the file that cannot be used."""
+def contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For what this worker reads and for what it serves. UsageError that names the file that cannot be used."""
+    for path in (files.cert, files.key, files.ca):
+        _check_readable(path, is_secret=path == files.key)
+    reads, serves = _context(files, server_side=False), _context(files, server_side=True)
+    try:
+        _meet(reads, serves)
+    except ssl.SSLError as error:  # expired, not yet valid, of another CA, not for both ends: nobody would let us in
+        why = getattr(error, "verify_message", "") or error
+        raise UsageError(f"TLS: {files.cert} is no certificate that {files.ca} vouches for now: {why}") from error
+    return reads, serves
+
+
+def _check_readable(path: str, *, is_secret: bool) -> None:
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise UsageError(f"TLS cannot read {path}: {error.strerror}") from error
+    if is_secret and stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        log.warning("the TLS key %s can be read by other users of this host: chmod 600 it", path)
+
+
+def _context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:
+    """One end's, mutual and TLS 1.3."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
     if server_side:
         made.num_tickets = 0  # nobody resumes, and a reader would take a ticket for the first word of an answer
+
+    def passphrase() -> str:  # without this OpenSSL asks at the terminal, and waits
+        raise UsageError(f"TLS cannot use {files.key}: it is encrypted; take a key without a passphrase, mode 0600")
+
     what = f"{files.cert} and {files.key}"
     try:
-        made.load_cert_chain(files.cert, files.key)
+        made.load_cert_chain(files.cert, files.key, passphrase)
         what = files.ca
         made.load_verify_locations(files.ca)
     except OSError as error:  # an SSLError is one
         raise UsageError(f"TLS cannot use {what}: {error}") from error
     return made
+
+
+def _meet(reads: ssl.SSLContext, serves: ssl.SSLContext) -> None:
+    """A handshake of this worker with itself, in memory: each end looks at the certificate as all others will."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [reads.wrap_bio(back, there), serves.wrap_bio(there, back, server_side=True)]
+    for _ in range(ROUNDS_MAX):
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+        if not ends:
+            return
+    raise ssl.SSLError("the handshake does not end")

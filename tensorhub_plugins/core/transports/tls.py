@@ -8,7 +8,6 @@ several streams go; within a data centre readers take another transport if the s
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import ssl
 import time
@@ -18,10 +17,8 @@ from typing import Any
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.security import tls
-from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent, Stranger
 from tensorhub_plugins.core.transports.tcp import TcpSource, TcpTransport
-
-_log = logging.getLogger(__name__)
 
 
 class TlsTransport(TcpTransport):
@@ -34,8 +31,9 @@ class TlsTransport(TcpTransport):
         if files is None:
             raise UsageError(f"TLS needs a certificate: {TlsTransport.available()}")
         super().__init__(advertise_host, **options)
-        self._channel = partial(TlsChannel, context=tls.context(files, server_side=False), server_side=False)
-        self._source = TlsSource(tls.context(files, server_side=True))
+        reads, serves = tls.contexts(files)
+        self._channel = partial(TlsChannel, context=reads, server_side=False)
+        self._source = TlsSource(serves)
 
     @staticmethod
     def available() -> str | None:
@@ -116,6 +114,7 @@ class TlsChannel(Channel):
             raise Disconnected(str(error)) from error
 
     def _lost(self, error: Exception) -> Disconnected:
-        if isinstance(error, ssl.SSLError) and self._serves and not isinstance(error, ssl.SSLEOFError):
-            _log.warning("tls: refused %s: %s", self.peer, error)
-        return Disconnected(f"TLS: {error}" if isinstance(error, ssl.SSLError) else str(error))
+        if not isinstance(error, ssl.SSLError):
+            return Disconnected(str(error))
+        is_stranger = self._serves and not isinstance(error, ssl.SSLEOFError)
+        return (Stranger if is_stranger else Disconnected)(f"TLS: {error}")

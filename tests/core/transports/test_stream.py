@@ -28,7 +28,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     StreamOpen,
     StreamOpened,
 )
-from tensorhub_plugins.core.transports.stream.source import _host_of
+from tensorhub_plugins.core.transports.stream.source import WARNINGS_MAX, WARNINGS_S, _host_of
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 
 
@@ -262,3 +262,40 @@ def test_withdrawing_is_no_warning(caplog):
         offer.withdraw()
         assert not link.check(deadline=soon())
     assert caplog.text == ""
+
+
+# --- strangers in numbers ---
+
+
+def test_a_stranger_that_comes_again_and_again_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """The control: each of the first ones is said."""
+    with served(TcpTransport()) as (_, endpoint):
+        where = parse_address(endpoint, "tcp")
+        began = time.monotonic()
+        for _ in range(3 * WARNINGS_MAX):
+            with socket.create_connection(where) as sock, contextlib.suppress(ConnectionResetError):
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                while sock.recv(100):
+                    pass
+        seconds = time.monotonic() - began
+    said = [record for record in caplog.records if "no reader of ours" in record.getMessage()]
+    assert WARNINGS_MAX <= len(said) <= WARNINGS_MAX * (1 + seconds // WARNINGS_S)
+
+
+def test_a_source_without_a_thread_for_a_reader_serves_the_next_one(monkeypatch, caplog) -> None:
+    """A job may have no more processes than so many for a moment; the source goes on."""
+    refused, start = [], threading.Thread.start
+
+    def start_or_not(thread):
+        if thread.name.startswith("tensorhub-tcp-tcp://") and len(refused) < 2:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_not)
+    with served(TcpTransport()) as (_, endpoint), contextlib.closing(TcpTransport()) as reader:
+        for _ in range(2):
+            with pytest.raises(SourceLost):
+                reader.connect(endpoint, deadline=soon(10))
+        assert reader.connect(endpoint, deadline=soon(10)).open(KEY, 1, deadline=soon(10))
+    assert len(refused) == 2 and "can't start new thread" in caplog.text

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import ssl
 import threading
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -19,12 +22,13 @@ from transport_helpers import FORGED, KEY, served, soon
 from tensorhub_plugins.core import Client, Location, SourceLost, UsageError, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.testing import TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import choices, nothing_in_common, unavailable
+from tensorhub_plugins.core.transports import TransportLimits, choices, nothing_in_common, unavailable
 from tensorhub_plugins.core.transports.tcp import TcpTransport
-from tensorhub_plugins.core.transports.tls import TlsTransport
+from tensorhub_plugins.core.transports.tls import TlsChannel, TlsTransport
 
 VARIABLES = (tls.CERT_VARIABLE, tls.KEY_VARIABLE, tls.CA_VARIABLE)
 
@@ -47,6 +51,14 @@ def test_conformance(suite: TransportSuite, case: str) -> None:
     suite.run(case)
 
 
+def with_certificate(files: tls.TlsFiles, mine: tls.TlsFiles) -> TlsTransport:
+    """A reader that says nothing of what is wrong with its own files, as a stranger's would not."""
+    reader = TlsTransport(files=files)
+    reads = tls._context(mine, server_side=False)
+    reader._channel = functools.partial(TlsChannel, context=reads, server_side=False)
+    return reader
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_a_stranger_with_another_ca_is_refused(files: tls.TlsFiles, tmp_path: Path, own: bool) -> None:
     """The control: who has a certificate of the run's reads."""
@@ -65,11 +77,73 @@ def test_a_source_asks_for_a_certificate_of_its_run_whatever_the_reader_believes
 ) -> None:
     """A stranger that trusts the run's CA, and shows what another one has signed."""
     other = run_files(tmp_path)
-    stranger = tls.TlsFiles(other.cert, other.key, files.ca)
-    reading = contextlib.closing(TlsTransport(files=stranger))
+    reading = contextlib.closing(with_certificate(files, tls.TlsFiles(other.cert, other.key, files.ca)))
     with served(TlsTransport(files=files)) as (_, endpoint), reading as reader, pytest.raises(SourceLost):
         reader.connect(endpoint, deadline=soon())
     assert "tls: refused tls://127.0.0.1" in caplog.text
+
+
+BAD = {"expired": {"days": (-3, -1)}, "not yet valid": {"days": (1, 3)}, "unsuitable": {"servers_only": True}}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_a_certificate_of_the_run_that_is_not_good_for_it_now_is_refused(why: str, tmp_path: Path) -> None:
+    """By its owner, before it asks anybody; and by a source that it asks nevertheless."""
+    bad = run_files(tmp_path, **BAD[why])
+    with pytest.raises(UsageError, match=f"cert.pem is no certificate that .*ca.pem vouches for now: .*{why}"):
+        TlsTransport(files=bad)
+    good = run_files(tmp_path / "good")
+    both = tmp_path / "both.pem"
+    both.write_text(Path(bad.ca).read_text() + Path(good.ca).read_text())
+    trusting = tls.TlsFiles(good.cert, good.key, str(both))
+    reading = contextlib.closing(with_certificate(trusting, tls.TlsFiles(bad.cert, bad.key, str(both))))
+    with served(TlsTransport(files=trusting)) as (_, endpoint):
+        with reading as reader, pytest.raises(SourceLost):
+            reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon())
+        with contextlib.closing(TlsTransport(files=trusting)) as reader:  # the control
+            assert reader.connect(endpoint, deadline=soon()).open(KEY, 1, deadline=soon())
+
+
+def test_who_only_begins_a_handshake_keeps_nobody_out(files: tls.TlsFiles) -> None:
+    """Strangers that say nothing, a part of a greeting, or all of it, and close their half, in all places there are."""
+    limits = TransportLimits(readers_max=6, readers_per_peer_max=4, hello_s=30.0)
+    hello = first_flight(files)
+    with served(TlsTransport(files=files, limits=limits)) as (_, endpoint), contextlib.ExitStack() as stack:
+        where = parse_address(endpoint, "tls")
+        for round_ in range(5):
+            for said in (b"", hello[:1], hello[:-1], hello):
+                sock = stack.enter_context(socket.create_connection(where))
+                sock.sendall(said)
+                if round_ % 2:
+                    sock.shutdown(socket.SHUT_WR)
+            reader = stack.enter_context(contextlib.closing(TlsTransport(files=files)))
+            assert reader.connect(endpoint, deadline=soon(20)).open(KEY, 1, deadline=soon(20))
+            reader.close()
+
+
+@pytest.mark.parametrize("trickles", [True, False])
+def test_a_slow_handshake_ends_when_a_greeting_is_due(files: tls.TlsFiles, trickles: bool) -> None:
+    hello = first_flight(files)
+    with served(TlsTransport(files=files, limits=TransportLimits(hello_s=0.5))) as (_, endpoint):
+        began = time.monotonic()
+        with socket.create_connection(parse_address(endpoint, "tls")) as sock, contextlib.suppress(OSError):
+            sock.settimeout(0.05)
+            for at in range(len(hello) - 1):
+                if trickles:
+                    sock.sendall(hello[at : at + 1])
+                with contextlib.suppress(TimeoutError):
+                    if not sock.recv(1000):
+                        break
+                assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began >= 0.4
+
+
+def first_flight(files: tls.TlsFiles) -> bytes:
+    """What a reader's handshake begins with."""
+    there = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.contexts(files)[0].wrap_bio(ssl.MemoryBIO(), there).do_handshake()
+    return there.read()
 
 
 def test_plain_and_tls_do_not_understand_each_other(files: tls.TlsFiles) -> None:
@@ -196,5 +270,29 @@ def test_half_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, fil
     monkeypatch.setenv(tls.MODE_VARIABLE, "yes")
     with pytest.raises(UsageError, match="TENSORHUB_TLS='yes'"):
         unavailable("tls")
-    with pytest.raises(UsageError, match="TLS cannot use"):
-        tls.context(tls.TlsFiles(files.cert, files.ca, files.ca), server_side=True)
+    with pytest.raises(UsageError, match="TLS cannot use .*cert.pem and .*ca.pem"):
+        tls.contexts(tls.TlsFiles(files.cert, files.ca, files.ca))
+
+
+@pytest.mark.parametrize("which", ["cert", "key", "ca"])
+def test_a_file_that_cannot_be_read_is_named(files: tls.TlsFiles, which: str) -> None:
+    wrong = msgspec.structs.replace(files, **{which: f"/nowhere/{which}.pem"})
+    with pytest.raises(UsageError, match=f"TLS cannot read /nowhere/{which}.pem: No such file"):
+        TlsTransport(files=wrong)
+
+
+def test_a_key_with_a_passphrase_asks_nobody(tmp_path: Path) -> None:
+    """OpenSSL would ask at the terminal, and a worker would wait there for ever."""
+    files = run_files(tmp_path, passphrase=b"secret")
+    with pytest.raises(UsageError, match="key.pem: it is encrypted"):
+        TlsTransport(files=files)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o604])
+def test_a_key_that_others_can_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int) -> None:
+    files = run_files(tmp_path)
+    Path(files.key).chmod(mode)
+    Path(files.cert).chmod(0o644)  # which everybody may read
+    TlsTransport(files=files).close()
+    said = f"the TLS key {files.key} can be read by other users of this host: chmod 600 it"
+    assert [record.getMessage() for record in caplog.records] == ([] if mode == 0o600 else [said])

@@ -37,6 +37,10 @@ class Disconnected(Exception):
     """The other side has closed, died, or cut us off."""
 
 
+class Stranger(Disconnected):
+    """The other side cannot show that it is one of us."""
+
+
 class Silent(Exception):
     """The other side did nothing in the time it had."""
 

@@ -8,6 +8,8 @@ import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import msgspec
@@ -18,7 +20,7 @@ from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import NotServable, Shelf, find_offer
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
-from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent, Stranger
 from tensorhub_plugins.core.transports.stream.messages import (
     ALIVE,
     CONTROL,
@@ -45,6 +47,10 @@ from tensorhub_plugins.core.transports.stream.messages import (
 
 BACKLOG = 128
 CLOSE_S_MAX = 5.0  # threads that were cut off only have to leave one system call
+WARNINGS_MAX, WARNINGS_S = (
+    100,
+    10.0,
+)  # of what peers do, in so long: a stranger that comes again and again fills no disk
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +120,7 @@ class StreamServer:
         self._guard = threading.Lock()
         self._connections: dict[Channel, threading.Thread] = {}
         self._closing = threading.Event()
+        self._warned_at = deque([float("-inf")] * WARNINGS_MAX, WARNINGS_MAX)
         self._wake_out, self._wake_in = socket.socketpair()
         close_in_children(listener, self._wake_out, self._wake_in)  # nobody would accept there
         listener.setblocking(False)
@@ -164,7 +171,7 @@ class StreamServer:
             peer = self._backend.accept_peer(sock)
             channel = self._backend.channel(sock, peer, self._limits.send_stall_s)
         except (OSError, ProtocolError) as error:
-            _log.warning("%s: refused a connection: %s", self._backend.name, error)
+            self._warn("refused a connection: %s", error)
             sock.close()
             return
         thread = threading.Thread(
@@ -175,10 +182,19 @@ class StreamServer:
             if not full:
                 self._connections[channel] = thread
         if full:
-            _log.warning("%s: refused %s: %s", self._backend.name, peer, full)
+            self._warn("refused %s: %s", peer, full)
             channel.close()
             return
-        thread.start()
+        self._start(channel, thread)
+
+    def _start(self, channel: Channel, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has none to give: it may pass, and the reader comes again
+            self._warn("cannot serve %s: %s", channel.peer, error)
+            channel.close()
+            with self._guard:
+                del self._connections[channel]
 
     def _make_room(self, peer: str) -> str:
         """Why there is no place for one more; empty: there is one. Who has nothing open gives up its place, the oldest
@@ -199,7 +215,7 @@ class StreamServer:
 
     def _serve(self, channel: Channel) -> None:
         try:
-            ReaderConnection(channel, self._shelf, self._backend, self._limits, self._gate).run()
+            ReaderConnection(channel, self._shelf, self._backend, self._limits, self._gate, self._warn).run()
         except Exception as error:
             self._log_end(channel.peer, error)
         finally:
@@ -210,16 +226,27 @@ class StreamServer:
     def _log_end(self, peer: str, error: Exception) -> None:
         name = self._backend.name
         match error:
+            case Stranger():
+                self._warn("refused %s: %s", peer, error)
             case Disconnected():
                 _log.debug("%s: %s has gone: %s", name, peer, error)
             case SourceLost():  # withdrawn, or late itself
                 _log.info("%s: closed the connection of %s: %s", name, peer, error)
             case Silent():
-                _log.warning("%s: closed the connection of %s: it %s in time", name, peer, error)
+                self._warn("closed the connection of %s: it %s in time", peer, error)
             case TensorHubError():
-                _log.warning("%s: closed the connection of %s: %s", name, peer, error)
+                self._warn("closed the connection of %s: %s", peer, error)
             case _:
                 _log.error("%s: serving %s failed", name, peer, exc_info=error)
+
+    def _warn(self, text: str, *arguments: object) -> None:
+        """Of what a peer has done; not more than WARNINGS_MAX in WARNINGS_S."""
+        now = time.monotonic()
+        with self._guard:
+            if now - self._warned_at[0] < WARNINGS_S:
+                return
+            self._warned_at.append(now)
+        _log.warning(f"%s: {text}", self._backend.name, *arguments)
 
 
 class ReaderConnection:
@@ -231,9 +258,11 @@ class ReaderConnection:
         shelf: Shelf,
         backend: SourceBackend,
         limits: TransportLimits,
-        gate: Gate | None = None,
+        gate: Gate | None,
+        warn: Callable[..., None],
     ) -> None:
         self._channel = channel
+        self._warn = warn
         self._gate = gate
         self._shelf = shelf
         self._backend = backend
@@ -317,7 +346,7 @@ class ReaderConnection:
         if self._gate is not None:
             refusal = self._gate.refusal(request.key, claim, proof, self._channel.nonce, time.monotonic())
         if refusal is not None:
-            _log.warning("%s: %s may not read %s: %s", self._backend.name, self._channel.peer, request.key, refusal)
+            self._warn("%s may not read %s: %s", self._channel.peer, request.key, refusal)
             raise NotServable(f"the source lets nobody read without a lease of its hub: {refusal}")
         return find_offer(self._shelf, request.key, request.as_of, self._check_reader)
 
