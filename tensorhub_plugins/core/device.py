@@ -25,7 +25,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy.typing as npt
 import torch
+
+from tensorhub_plugins.core.kernels.launch import Computation
+from tensorhub_plugins.core.kernels.moving import move
 
 logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # much of it has no types
@@ -53,17 +57,16 @@ class Driver(Protocol):
     def make_stream(self) -> Stream:
         """A stream that is ordered with no other."""
 
-    def scratch(self, size_bytes: int, stream: Stream) -> torch.Tensor:
+    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
         """Device memory for this stream. torch.OutOfMemoryError."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
         """One copy, from where to where the two lie."""
 
-    def gather(self, sources: Sequence[torch.Tensor], target: torch.Tensor, stream: Stream) -> None:
-        """Many into one, on the device."""
-
-    def scatter(self, source: torch.Tensor, targets: Sequence[torch.Tensor], stream: Stream) -> None:
-        """One into many, on the device."""
+    def launch(
+        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        """Compute on the device's memory."""
 
     def record(self, stream: Stream | None) -> Event:
         """An event behind all that is queued on the stream."""
@@ -76,6 +79,9 @@ class Driver(Protocol):
 
     def synchronize(self) -> None:
         """The host waits for all streams of the device."""
+
+    def numa_node(self) -> int | None:
+        """The host's node that it is on; None: not known."""
 
     def register(self, memory: torch.Tensor) -> str:
         """Pin this host memory; why that failed, "" when it is done. A failure leaves no error behind."""
@@ -168,15 +174,32 @@ class Device:
         with gate.passing(), self._driver.current():
             yield self._driver
 
+    def stream(self, direction: str) -> Stream:
+        """That of all copies "down" to the host, or "up". Within `calling`."""
+        with self._lock:
+            if direction not in self._streams:
+                self._streams[direction] = self._driver.make_stream()
+            return self._streams[direction]
+
     def mark(self) -> Event:
         """An event of what this thread has queued on its stream."""
         with self.calling() as driver:
             return driver.record(None)
 
+    def wait(self, event: Event) -> None:
+        """Wait for what was queued before it."""
+        with self.calling() as driver:
+            driver.wait(event)
+
     def synchronize(self) -> None:
         """Wait for everything that is queued on the device."""
         with self.calling() as driver:
             driver.synchronize()
+
+    def numa_node(self) -> int | None:
+        """The host's node that it is on; None: not known."""
+        with self.calling() as driver:
+            return driver.numa_node()
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         """uint8[size_bytes] of host memory, pinned: what has been used before is used again."""
@@ -210,22 +233,14 @@ class Device:
                 if before is not None:
                     yield before[1]
             if coming is not None:
-                self._wait(coming[0])
+                self.wait(coming[0])
                 yield coming[1]
         finally:
             if coming is not None:
-                self._wait(coming[0])  # a buffer that is still written to must not be anybody else's
-
-    def _wait(self, event: Event) -> None:
-        with self.calling() as driver:
-            driver.wait(event)
+                self.wait(coming[0])  # a buffer that is still written to must not be anybody else's
 
     def _queue(self, direction: str, flats: Sequence[torch.Tensor], host: torch.Tensor, after: Event | None) -> Event:
-        driver = self._driver
-        with self._lock:
-            if direction not in self._streams:
-                self._streams[direction] = driver.make_stream()
-            stream = self._streams[direction]
+        driver, stream = self._driver, self.stream(direction)
         if after is not None:
             driver.order(stream, after)
         at = 0
@@ -248,11 +263,11 @@ class Device:
                 logger.debug("%s has no room to gather %d bytes", self.name, host.numel())
             else:
                 if is_down:
-                    driver.gather(group, scratch, stream)
+                    driver.launch(move, group, [scratch], stream)
                     driver.copy(scratch, host, stream)
                 else:
                     driver.copy(host, scratch, stream)
-                    driver.scatter(scratch, group, stream)
+                    driver.launch(move, [scratch], group, stream)
                 return
         at = 0
         for flat in group:
@@ -297,17 +312,16 @@ class Plain:
     def make_stream(self) -> Stream:
         return None
 
-    def scratch(self, size_bytes: int, stream: Stream) -> torch.Tensor:
+    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
         raise torch.OutOfMemoryError("nothing is gathered here")
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
         target.copy_(source)
 
-    def gather(self, sources: Sequence[torch.Tensor], target: torch.Tensor, stream: Stream) -> None:
-        torch.cat(list(sources), out=target)
-
-    def scatter(self, source: torch.Tensor, targets: Sequence[torch.Tensor], stream: Stream) -> None:
-        torch._foreach_copy_(list(targets), torch.split(source, [target.numel() for target in targets]))
+    def launch(
+        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        computation(reads, writes, torch.from_numpy)
 
     def record(self, stream: Stream | None) -> Event:
         return None
@@ -320,6 +334,9 @@ class Plain:
 
     def synchronize(self) -> None:
         pass
+
+    def numa_node(self) -> int | None:
+        return None
 
     def register(self, memory: torch.Tensor) -> str:
         return "this device needs none"
@@ -344,7 +361,7 @@ class Cuda(Plain):
     def make_stream(self) -> Stream:
         return _cuda.Stream(self._device)
 
-    def scratch(self, size_bytes: int, stream: Stream) -> torch.Tensor:
+    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
         with _cuda.stream(stream):  # whose memory it is: it is used again behind what is queued there
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
@@ -352,13 +369,14 @@ class Cuda(Plain):
         with _cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def gather(self, sources: Sequence[torch.Tensor], target: torch.Tensor, stream: Stream) -> None:
+    def launch(
+        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
         with _cuda.stream(stream):
-            super().gather(sources, target, stream)
+            computation(reads, writes, self._upload)
 
-    def scatter(self, source: torch.Tensor, targets: Sequence[torch.Tensor], stream: Stream) -> None:
-        with _cuda.stream(stream):
-            super().scatter(source, targets, stream)
+    def _upload(self, table: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(table).to(self._device, non_blocking=True)  # pageable memory is read before it returns
 
     def record(self, stream: Stream | None) -> Event:
         event = _cuda.Event(blocking=True)  # who waits for it leaves its core to others
@@ -373,6 +391,13 @@ class Cuda(Plain):
 
     def synchronize(self) -> None:
         _cuda.synchronize(self._device)
+
+    def numa_node(self) -> int | None:
+        try:
+            node = int(Path(f"/sys/bus/pci/devices/{_pci_address(self._device)}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None  # -1: the host has one, or does not say
 
     def register(self, memory: torch.Tensor) -> str:
         code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
@@ -513,7 +538,9 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous copy in ordinary host memory, cast to this dtype."""
-    return tensor.to("cpu", dtype, copy=True).contiguous()
+    host = torch.empty(tensor.shape, dtype=dtype)
+    copy_all([(host, tensor.detach())])
+    return host
 
 
 def on_host(flat: torch.Tensor) -> torch.Tensor:
@@ -543,6 +570,10 @@ def pci_address() -> str:
     """Of the calling thread's CUDA device, as in sysfs ("0000:3b:00.0"); "" where none is in use, or torch is old."""
     if not _cuda.is_initialized():
         return ""
-    properties = _cuda.get_device_properties(_cuda.current_device())
+    return _pci_address(_cuda.current_device())
+
+
+def _pci_address(device: Any) -> str:
+    properties = _cuda.get_device_properties(device)
     domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return "" if -1 in (domain, bus, number) else f"{domain:04x}:{bus:02x}:{number:02x}.0"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,9 @@ from tensorhub_plugins.core import (
     Slab,
     UsageError,
     VersionRefused,
+    copy_all,
 )
+from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
@@ -59,7 +62,7 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_all(model: Toy, vllm_config: Any, weights: Any) -> None:
         named = dict(weights)
         with torch.no_grad():
-            model.fused.copy_(torch.cat([named["a"], named["b"]]))
+            copy_all([(model.fused, torch.cat([named["a"], named["b"]]))])
             if hasattr(model, "kernel"):
                 model.kernel["scale"] = model.fused.sum(1)
 
@@ -71,8 +74,8 @@ def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engines:
     """Makes updaters, and closes them."""
 
-    def __init__(self, hub: Server) -> None:
-        self.hub = hub
+    def __init__(self, hub: Server, simulation: Simulation | None = None) -> None:
+        self.hub, self._simulation = hub, simulation
         self.made: list[Updater] = []
 
     def __call__(
@@ -85,8 +88,11 @@ class Engines:
         **options: Any,
     ) -> Updater:
         config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
+        model = Toy()
+        if self._simulation is not None:
+            self._simulation.take(model.fused, replica)
         updater = Updater(
-            WorkerConfig.parse(config), Toy(), SimpleNamespace(), ShardPosition(shard, shards, LAYOUT), gather
+            WorkerConfig.parse(config), model, SimpleNamespace(), ShardPosition(shard, shards, LAYOUT), gather
         )
         self.made.append(updater)
         return updater
@@ -95,12 +101,17 @@ class Engines:
         return Client(self.hub.address, run="r", model="m", replica=name)
 
 
-@pytest.fixture
-def engines(hub: Server) -> Iterator[Engines]:
-    made = Engines(hub)
-    yield made
-    for updater in made.made:
-        updater.close()
+@pytest.fixture(params=["host", "device"])
+def engines(hub: Server, request: pytest.FixtureRequest) -> Iterator[Engines]:
+    """On the host, and on a simulated device, whose copies and kernels must all be ordered."""
+    with ExitStack() as stack:
+        simulation = stack.enter_context(Simulation(0)) if request.param == "device" else None
+        made = Engines(hub, simulation)
+        yield made
+        for updater in made.made:
+            updater.close()
+        if simulation is not None:
+            simulation.check()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

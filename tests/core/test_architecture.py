@@ -16,7 +16,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
     {"errors", "log"},
-    {"digests"},
+    {"digests", "kernels"},
     {"types", "options", "run_log", "deadline", "process", "device"},
     {"manifest"},
     {"protocol", "memory"},

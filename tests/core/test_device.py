@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
+import mmap
 import os
+import signal
 import threading
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +21,7 @@ from tensorhub_plugins.core.device import Cuda, Device, Gate
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
+from tensorhub_plugins.core.memory.numa import prefer
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing.simulated import Simulation
@@ -64,9 +69,9 @@ def test_hundreds_of_tiny_tensors_are_few_copies():
         host = torch.empty(16 * 300, dtype=torch.uint8)
         simulation.devices[0].down(there, host)
         assert bytes(host.tolist()) == bytes(torch.cat(content).tolist())
-        assert simulation.calls["copy"] == simulation.calls["gather"] == 1
+        assert simulation.calls["copy"] == simulation.calls["launch"] == 1
         simulation.devices[0].up(host, there)
-        assert simulation.calls["copy"] == 2 and simulation.calls["scatter"] == 1
+        assert simulation.calls["copy"] == simulation.calls["launch"] == 2
         simulation.fail("scratch")  # without room to gather them they are copied one by one
         simulation.devices[0].down(there, host)
         assert simulation.calls["copy"] == 302
@@ -142,12 +147,59 @@ def test_a_copy_runs_behind_what_this_thread_has_queued(waits):
                 simulation.check()
 
 
-def test_who_writes_to_a_device_as_if_it_were_the_hosts_is_found():
+def read_as_numbers(weight):
+    return weight.sum().item()
+
+
+def write_in_place(weight):
+    weight.add_(1)
+
+
+def read_as_bytes(weight):
+    return bytes((ctypes.c_char * weight.numel()).from_address(weight.data_ptr()))
+
+
+def ask_for_its_shape(weight):
+    return weight[3:].shape, weight.data_ptr()
+
+
+@pytest.mark.parametrize("use", [read_as_numbers, write_in_place, read_as_bytes, ask_for_its_shape])
+def test_a_devices_pointer_is_no_memory_of_the_host(use, tmp_path):
+    """Who takes it for that dies at once, and is named. The control, which does not, ends well."""
+    with Simulation(0) as simulation, (tmp_path / "said").open("w+") as said:
+        weight = simulation.put(torch.zeros(100, dtype=torch.uint8))
+        pid = os.fork()
+        if not pid:
+            faulthandler.enable(said)
+            use(weight)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        is_control = use is ask_for_its_shape
+        assert (code, f"in {use.__name__}" in said.read()) == ((0, False) if is_control else (-signal.SIGSEGV, True))
+
+
+def test_the_kernel_refuses_to_send_from_a_devices_pointer():
+    reading, writing = os.pipe()
+    try:
+        with Simulation(0) as simulation:
+            weight = simulation.put(torch.zeros(100, dtype=torch.uint8))
+            with pytest.raises(OSError, match="Bad address"):
+                os.write(writing, (ctypes.c_char * 100).from_address(weight.data_ptr()))
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_memory_of_a_device_that_nobody_has_any_more_is_gone():
+    """Its addresses may come back as the host's, or for another tensor."""
     with Simulation(0) as simulation:
-        weight = simulation.put(torch.zeros(100), "weight")
-        weight[3] = 1.0
-        with pytest.raises(AssertionError, match="written into weight as if"):
-            simulation.check()
+        weight = simulation.put(torch.zeros(100_000, dtype=torch.uint8))
+        part = weight[5:]
+        del weight
+        assert device.of(part) is not None and len(simulation._regions) == 1
+        del part
+        assert not simulation._regions
 
 
 # --- threads ---
@@ -217,7 +269,7 @@ def test_a_slab_that_is_closed_while_it_is_pinned_lets_go_soon(monkeypatch):
         slab.close()
         goes_on.set()
         assert pinned.done.wait(PATIENCE_S)
-        assert len(asked) <= 1 and not simulation.registered
+        assert len(asked) <= pinning.POPULATE_THREADS and not simulation.registered
 
 
 def test_what_was_pinned_is_released():
@@ -252,6 +304,51 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(caplog):
         assert "simulated:0 cannot pin" in caplog.text and "five times as long" in caplog.text
         with pytest.raises(UsageError, match="cannot pin"):
             Slab.allocate(SPECS, pin=True)
+
+
+@pytest.mark.parametrize("node", [None, 1])
+def test_pages_are_made_beside_their_device(monkeypatch, node):
+    """B10: before they are there. The control: a host with one node is asked for nothing."""
+    preferred, populated = [], []
+    monkeypatch.setattr(pinning, "prefer", lambda *given: preferred.append((*given, len(populated))) or "")
+    monkeypatch.setattr(pinning, "_populate", populated.append)
+    with Simulation(0) as simulation:
+        if node is not None:
+            simulation.numa_nodes[0] = node
+        with Slab.allocate(SPECS, pin=True) as slab:
+            memory = slab.tensors()["w"].untyped_storage()
+            assert preferred == ([] if node is None else [(memory.data_ptr(), memory.nbytes(), node, 0)])
+        assert populated
+
+
+def test_the_node_of_a_device_is_asked_of_the_system(cuda, monkeypatch):
+    asked = []
+
+    def read(path):
+        asked.append(str(path))
+        return answers.pop()
+
+    monkeypatch.setattr(cuda, "get_device_properties", lambda which: properties, raising=False)
+    monkeypatch.setattr(device.Path, "read_text", read)
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    answers = ["-1\n", "1\n"]
+    assert [Cuda(torch.device("cuda", 0)).numa_node() for _ in range(2)] == [1, None]
+    assert asked[0] == "/sys/bus/pci/devices/0000:3b:00.0/numa_node"
+
+
+def test_the_kernel_is_told_the_node():
+    """MPOL_PREFERRED, of node 0, for these pages and no others."""
+    mapped = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    memory = torch.frombuffer(mapped, dtype=torch.uint8)
+    if reason := prefer(memory.data_ptr() + mmap.PAGESIZE, mmap.PAGESIZE, 0):
+        pytest.skip(f"mbind: {reason}")
+    about = Path("/proc/self/numa_maps").read_text().splitlines()
+    addresses = {int(line.split()[0], 16): line.split()[1] for line in about}
+    start = memory.data_ptr()
+    assert addresses[start + mmap.PAGESIZE] == "prefer:0"
+    assert "prefer" not in addresses.get(start, "") and "prefer" not in addresses[start + 2 * mmap.PAGESIZE]
+    assert prefer(memory.data_ptr() + 1, mmap.PAGESIZE, 0) == "Invalid argument"  # not at a page's begin
+    assert "node 5000" in prefer(memory.data_ptr(), mmap.PAGESIZE, 5000)
 
 
 def test_populating_keeps_what_is_there():

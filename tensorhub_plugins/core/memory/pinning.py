@@ -2,7 +2,9 @@
 
 Until it is registered it is ordinary memory, and usable. A block is registered by one call: CUDA refuses a copy that
 touches two registrations, or one and memory beside it ("invalid argument"), and others copy from our tensors. What
-takes its time is that pages are made; that is done before, in pieces, between which a block can be let go.
+takes its time is that pages are made; that is done before, on the device's node, in pieces, between which a block can
+be let go. (Huge pages are asked for where a block is mapped. Those of a pool, MFD_HUGETLB, are not taken: whoever maps
+such a file, or a part of it, must know the size of its pages.)
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import torch
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.block import Block
+from tensorhub_plugins.core.memory.numa import prefer
 
 logger = logging.getLogger(__name__)
 
 POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: so soon a block that is closed is let go
+POPULATE_THREADS = min(4, os.cpu_count() or 1)  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
 
@@ -43,11 +47,19 @@ class Pinned:
         self._is_registered = self._is_released = False
 
     def run(self) -> None:
-        """Make the pages, and register them. In the background, or at once."""
-        for start in range(0, self._memory.numel(), self.piece_size_bytes):
-            if self._is_released:
-                break
-            _populate(self._memory[start : start + self.piece_size_bytes])
+        """Make the pages, beside the device, and register them. In the background, or at once."""
+        node, memory = self.device.numa_node(), self._memory
+        if node is not None and (reason := prefer(memory.data_ptr(), memory.numel(), node)):
+            logger.info("%s: its memory is not made on node %d: %s", self.device.name, node, reason)
+        pieces = list(torch.split(memory, self.piece_size_bytes))
+        threads = [  # daemons, too
+            threading.Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages", daemon=True)
+            for _ in range(min(POPULATE_THREADS, len(pieces)))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         with self.device.calling() as driver, self._lock:
             if self._is_released:
                 self.reason = "it was released before"
@@ -55,6 +67,15 @@ class Pinned:
                 self.reason = driver.register(self._memory)
                 self._is_registered = not self.reason
         self.done.set()
+
+    def _make_pages(self, pieces: list[torch.Tensor]) -> None:
+        """Of these, while there are any that no other thread has taken."""
+        while not self._is_released:
+            try:
+                piece = pieces.pop()
+            except IndexError:
+                return
+            _populate(piece)
 
     def release(self) -> None:
         """Let go of it, in the background: it stays mapped until then. Twice is fine, and in a forked child nothing."""

@@ -39,10 +39,11 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import Block
-from tensorhub_plugins.core.memory.copying import copy_view, digests_of_segments, digests_of_view
+from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
+from tensorhub_plugins.core.memory.there import digests_there
 
 
 class Slab:
@@ -138,26 +139,13 @@ class Slab:
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""
-        self._check_open()
-        spec = self.specs.get(name)
-        if spec is None:
-            raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
-        check_plain(name, tensor)
-        if tensor.is_meta:
-            raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to write")
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise UsageError(
-                f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
-            )
-        target = self._tensors[name]
+        spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # in which both a model's inference tensors and others can be written
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
-                target.copy_(tensor)
+                devices.copy_all([(target, tensor)])
             elif spec.size_bytes:
                 _copy_flat(flat_bytes(tensor), flat_bytes(target))  # also packed dtypes, for which torch has no copy
-        with self._lock:
-            self._unwritten.pop(name, None)
+        self.mark_written([name])
 
     @property
     def unwritten(self) -> tuple[str, ...]:
@@ -197,6 +185,14 @@ class Slab:
         host = self._device.buffer(stop - start)
         self._device.down(self._cut_flats(start, stop), host)
         return [memory_of(host)]
+
+    def read_into(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
+        """Copy a stream range into host memory of the same size; from a device without a copy between."""
+        if self._device is None or len(views) != 1:
+            copy_views(self.readable(start, stop), views)
+            return
+        self._check_range(start, stop)
+        self._device.down(self._cut_flats(start, stop), torch.frombuffer(views[0], dtype=torch.uint8))
 
     @contextmanager
     def writable(self, start: int, stop: int) -> Iterator[list[memoryview]]:
@@ -332,6 +328,22 @@ class Slab:
 
     # --- inside ---
 
+    def _target_of(self, name: str, tensor: torch.Tensor) -> tuple[TensorSpec, torch.Tensor]:
+        """What this tensor is here. UsageError if it is none, or another."""
+        self._check_open()
+        spec = self.specs.get(name)
+        if spec is None:
+            raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
+        check_plain(name, tensor)
+        if tensor.is_meta:
+            raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to write")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
+            raise UsageError(
+                f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"
+            )
+        return spec, self._tensors[name]
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the slab is closed")
@@ -349,10 +361,14 @@ class Slab:
             raise UsageError(f"range [{start}, {stop}) is outside the slab's {self.size_bytes} bytes")
 
     def _digests(self, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
-        """Of all segments, joined. Of a device, while the next piece is on its way here."""
+        """Of all segments, joined. Of a device where they lie, or while the next piece is on its way here."""
         if self._device is None:
             digest = partial(self.digest, algorithm=algorithm)
             return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads)
+        if algorithm == XXH3:
+            there = digests_there(self._device, self._cut_flats, self.size_bytes, segment_size_bytes)
+            if there is not None:
+                return there
         step = max(self._device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
         ranges = [(start, min(start + step, self.size_bytes)) for start in range(0, self.size_bytes, step)]
         joined = []

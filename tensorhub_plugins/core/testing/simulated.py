@@ -1,14 +1,15 @@
 """A simulated device, for `device.using`: the real copies and waits of device.py, on memory whose order is checked.
 
     with Simulation(seed=1) as simulation:
-        weight = simulation.put(torch.ones(1000), "weight")     # its memory holds POISON to who reads it as the host's
+        weight = simulation.put(torch.ones(1000), "weight")     # who touches its memory as the host's dies of SIGSEGV
         with Slab.adopt({"weight": weight}) as slab: ...
         assert simulation.content(weight) == ...
         simulation.check()                                      # AssertionError with every fault that was seen
 
 Streams are queues. What is queued runs when the host waits for it, in a seeded random order that streams and events
 permit, together with some that nobody waits for yet; until then its destination holds POISON, or what was there before.
-Found are
+The addresses of its memory are protected: a pointer of the device that is used as one of the host, by torch, by a
+socket or by us, ends the process, and Python's faulthandler says where. Found are
 * two operations that touch the same bytes, one of them writing, while no event or wait says which comes first: both are
   named. The host counts as one thread here, that waits and queues in the order in which its threads do;
 * calls to the device by another thread than the one that captures, or with another device than the call is for (each
@@ -19,26 +20,27 @@ Found are
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.kernels.launch import Computation
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import flat_bytes
+from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense
 
 POISON = 0x5A
 EAGER = 0.3  # how often something runs that nobody has waited for
 
-Bytes = npt.NDArray[np.uint8]
 Clock = dict[str, int]  # how much of each stream is known to be done
 DEFAULT = "default"
 
@@ -51,8 +53,7 @@ class _Region:
     name: str
     start: int
     stop: int
-    true: Bytes
-    visible: torch.Tensor
+    true: torch.Tensor  # uint8
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class Simulation:
         self.contexts: dict[int, set[str]] = {}  # device -> names of the threads that have touched it
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}  # address -> size
+        self.numa_nodes: dict[int, int] = {}  # of devices that are beside one
         self.faults: list[str] = []
         self._fails: Counter[str] = Counter()
         self._lock = threading.RLock()
@@ -135,34 +137,44 @@ class Simulation:
 
     def put(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> torch.Tensor:
         """A copy of a dense host tensor, of the same dtype, shape and strides, in this device's memory."""
-        source = flat_bytes(tensor)
-        visible = torch.full((source.numel(),), POISON, dtype=torch.uint8)
-        self._add(visible, device, name, source.numpy().copy())
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(visible.untyped_storage(), 0, tensor.shape, tensor.stride())
+        memory = self._protected(device, name, flat_bytes(tensor).clone())
+        return torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
 
     def adopt_in_place(self, tensors: dict[str, torch.Tensor], *, device: int = 0) -> Slab:
         """A slab of these host tensors, whose memory counts as the device's from now on, though tests read it."""
         for name, tensor in tensors.items():
             if tensor.numel() and self._region(tensor.data_ptr()) is None:
-                flat = flat_bytes(tensor)
-                self._add(flat, device, name, flat.numpy())
+                self.take(tensor, name, device=device)
         return Slab.adopt(tensors)
+
+    def take(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> None:
+        """The memory of this host tensor counts as the device's from now on, though tests can read it."""
+        flat = flat_bytes(tensor)
+        self._add(_Region(device, name, flat.data_ptr(), flat.data_ptr() + flat.numel(), flat))
 
     def content(self, tensor: torch.Tensor) -> bytes:
         """What is in it, as far as operations have run."""
-        return _bytes_at(self, flat_bytes(tensor)).tobytes()
+        return self.true(flat_bytes(tensor)).numpy().tobytes()
+
+    @torch.inference_mode(False)
+    def true(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What such a tensor is of the device's bytes, as far as operations have run; itself where it is the host's."""
+        region = self._region(tensor.data_ptr()) if tensor.numel() else None
+        if region is None:
+            return tensor
+        offset = region.true.storage_offset() + tensor.data_ptr() - region.start
+        found = torch.empty(0, dtype=tensor.dtype)
+        storage = region.true.untyped_storage()
+        return found.set_(storage, offset // tensor.element_size(), tensor.shape, tensor.stride())
 
     def kernel(self, tensor: torch.Tensor, value: int, stream: str = "compute", *, device: int = 0) -> None:
         """Queue a kernel that sets each byte to a value."""
-        flat = flat_bytes(tensor)
-        self._queue(f"kernel sets {value}", device, stream, [], [flat], lambda: _bytes_at(self, flat).fill(value))
+        self._queue(f"kernel sets {value}", device, stream, [], [tensor], lambda: self._fill(tensor, value))
 
     def reading_kernel(self, tensor: torch.Tensor, stream: str = "compute", *, device: int = 0) -> list[bytes]:
         """Queue a kernel that reads a tensor. The list gets what it has read, when it has run."""
         found: list[bytes] = []
-        flat = flat_bytes(tensor)
-        self._queue("kernel", device, stream, [flat], [], lambda: found.append(self.content(tensor)))
+        self._queue("kernel", device, stream, [tensor], [], lambda: found.append(self.content(tensor)))
         return found
 
     def touch(self, memory: torch.Tensor, what: str, *, writes: bool = False) -> None:
@@ -192,14 +204,9 @@ class Simulation:
             self._capturing = None
 
     def check(self) -> None:
-        """AssertionError that names what was found, and device memory that was written as if it were the host's."""
-        written = [
-            f"the host has written into {region.name} as if it were its own memory"
-            for region in self._regions
-            if region.true.ctypes.data != region.start and not bool((region.visible == POISON).all())
-        ]
-        if self.faults or written:
-            raise AssertionError("\n".join([*self.faults, *written]))
+        """AssertionError that names what was found."""
+        if self.faults:
+            raise AssertionError("\n".join(self.faults))
 
     @property
     def current(self) -> int:
@@ -239,32 +246,28 @@ class Simulation:
         """Queue one copy."""
         for side in (source, target):
             if self._region(side.data_ptr()) is None:
-                self._check_registration(side.data_ptr(), side.data_ptr() + side.numel())
+                self._check_registration(side.data_ptr(), side.data_ptr() + _span(side))
 
-        def run() -> None:
-            _bytes_at(self, target)[:] = _bytes_at(self, source)
+        self._queue("copy", device, stream, [source], [target], lambda: _set(self.true(target), self.true(source)))
 
-        self._queue("copy", device, stream, [source], [target], run)
-
-    def move(
-        self, device: int, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], stream: str | None
+    def launch(
+        self,
+        device: int,
+        computation: Computation,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: str,
     ) -> None:
-        """Queue one kernel that copies device memory, cut in different ways."""
+        """Queue one computation on the device's memory."""
 
         def run() -> None:
-            whole = np.concatenate([_bytes_at(self, source) for source in sources])
-            at = 0
-            for target in targets:
-                _bytes_at(self, target)[:] = whole[at : at + target.numel()]
-                at += target.numel()
+            computation(list(map(self.true, reads)), list(map(self.true, writes)), torch.from_numpy)
 
-        self._queue("gather" if len(targets) == 1 else "scatter", device, stream, sources, targets, run)
+        self._queue(computation.__name__, device, stream, reads, writes, run)
 
     def scratch(self, device: int, size_bytes: int) -> torch.Tensor:
         """Device memory with nothing in it."""
-        visible = torch.full((size_bytes,), POISON, dtype=torch.uint8)
-        self._add(visible, device, "scratch", np.full(size_bytes, POISON, np.uint8))
-        return visible
+        return self._protected(device, "scratch", torch.full((size_bytes,), POISON, dtype=torch.uint8))
 
     def record(self, device: int, stream: str | None) -> _Event:
         """An event behind what is queued."""
@@ -296,22 +299,42 @@ class Simulation:
 
     # --- inside ---
 
-    def _add(self, visible: torch.Tensor, device: int, name: str, true: Bytes) -> None:
-        start = visible.data_ptr()
+    def _protected(self, device: int, name: str, true: torch.Tensor) -> torch.Tensor:
+        """uint8 over addresses that nobody may touch: the device's while the tensor, or a view of it, lives."""
+        size_bytes = true.numel()
+        mapped = mmap.mmap(-1, max(size_bytes, 1))
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        start = memory.data_ptr()
+        assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), 0)
+        region = _Region(device, name, start, start + size_bytes, true)
+        self._add(region)
+        weakref.finalize(mapped, self._remove, region).atexit = False
+        return memory[:size_bytes]
+
+    def _add(self, region: _Region) -> None:
         with self._lock:
-            at = bisect_right(self._starts, start)
-            self._starts.insert(at, start)
-            self._regions.insert(at, _Region(device, name, start, start + visible.numel(), true, visible))
+            at = bisect_right(self._starts, region.start)
+            self._starts.insert(at, region.start)
+            self._regions.insert(at, region)
+
+    def _remove(self, region: _Region) -> None:
+        with self._lock:
+            at = next(at for at, each in enumerate(self._regions) if each is region)
+            del self._starts[at], self._regions[at]
+
+    def _fill(self, tensor: torch.Tensor, value: int) -> None:
+        if is_dense(tensor.shape, tensor.stride()):  # else there are others between its elements
+            self.true(flat_bytes(tensor)).fill_(value)
 
     def _region(self, address: int) -> _Region | None:
         with self._lock:
             at = bisect_right(self._starts, address) - 1
             return self._regions[at] if at >= 0 and address < self._regions[at].stop else None
 
-    def _access(self, flat: torch.Tensor, writes: bool) -> _Access:
-        start, region = flat.data_ptr(), self._region(flat.data_ptr())
+    def _access(self, tensor: torch.Tensor, writes: bool) -> _Access:
+        start, region = tensor.data_ptr(), self._region(tensor.data_ptr())
         where = f"host memory {start:#x}" if region is None else f"{region.name}[{start - region.start}:]"
-        return _Access(start, start + flat.numel(), writes, where)
+        return _Access(start, start + _span(tensor), writes, where)
 
     def _check_registration(self, start: int, stop: int) -> None:
         for first, size_bytes in self.registered.items():
@@ -338,7 +361,7 @@ class Simulation:
             self._compare(label, of.clock, accesses)
             for flat, access in zip(writes, accesses[len(reads) :], strict=True):
                 if not any(_overlap(access, other) for each in self._recent for other in each.accesses):
-                    _bytes_at(self, flat).fill(POISON)  # nobody may rely on it any more
+                    self._fill(flat, POISON)  # nobody may rely on it any more
             operation = _Operation(label, run, accesses, of.name, of.queued)
             of.queue.append(operation)
             self._recent.append(operation)
@@ -406,7 +429,7 @@ class Simulated:
         self._streams += 1
         return f"copies {self._streams}"
 
-    def scratch(self, size_bytes: int, stream: str) -> torch.Tensor:
+    def scratch(self, size_bytes: int, stream: str | None) -> torch.Tensor:
         self._simulation.called("scratch")
         return self._simulation.scratch(self._index, size_bytes)
 
@@ -414,13 +437,11 @@ class Simulated:
         self._simulation.called("copy")
         self._simulation.copy(self._index, source, target, stream)
 
-    def gather(self, sources: Sequence[torch.Tensor], target: torch.Tensor, stream: str) -> None:
-        self._simulation.called("gather")
-        self._simulation.move(self._index, sources, [target], stream)
-
-    def scatter(self, source: torch.Tensor, targets: Sequence[torch.Tensor], stream: str) -> None:
-        self._simulation.called("scatter")
-        self._simulation.move(self._index, [source], targets, stream)
+    def launch(
+        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: str
+    ) -> None:
+        self._simulation.called("launch")
+        self._simulation.launch(self._index, computation, reads, writes, stream)
 
     def record(self, stream: str | None) -> _Event:
         self._simulation.called("record")
@@ -438,6 +459,9 @@ class Simulated:
         self._simulation.called("synchronize")
         self._simulation.wait_for_all(self._index)
 
+    def numa_node(self) -> int | None:
+        return self._simulation.numa_nodes.get(self._index)
+
     def register(self, memory: torch.Tensor) -> str:
         try:
             self._simulation.called("register")
@@ -451,13 +475,15 @@ class Simulated:
         del self._simulation.registered[memory.data_ptr()]
 
 
-def _bytes_at(simulation: Simulation, flat: torch.Tensor) -> Bytes:
-    region = simulation._region(flat.data_ptr())
-    if region is None:
-        found: Bytes = flat.numpy()
-        return found
-    start = flat.data_ptr() - region.start
-    return region.true[start : start + flat.numel()]
+@torch.inference_mode()  # in which a model's inference tensors can be written, and others
+def _set(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _join(clock: Clock, other: Clock) -> None:

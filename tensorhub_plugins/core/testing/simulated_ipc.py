@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 
 from tensorhub_plugins.core.device import Device
@@ -87,8 +86,7 @@ class SharedSimulation(Simulation):
         """Another process's memory, as device memory of this one."""
         if (process, handle) in self._open.values():
             self.faults.append(f"{process} opens a handle that it has open")
-        visible = torch.full((len(memory),), POISON, dtype=torch.uint8)
-        self._add(visible, device, "opened memory", np.frombuffer(memory, np.uint8))
+        visible = self._protected(device, "opened memory", torch.frombuffer(memory, dtype=torch.uint8))
         self._open[visible.data_ptr()] = process, handle
         self.opened[process, handle] += 1
         return visible
@@ -99,7 +97,7 @@ class SharedSimulation(Simulation):
         del self._open[opened.data_ptr()]
         region = self._region(opened.data_ptr())
         assert region is not None
-        region.true = np.full(len(region.true), POISON, np.uint8)
+        region.true = torch.full_like(region.true, POISON)
 
     def _allocate(self, sizes: Iterable[int]) -> list[int]:
         """One allocation; where in the file each part of it lies."""
@@ -158,7 +156,7 @@ class SimulatedIpc:
         except OSError as error:
             raise NotShareable(f"invalid handle: {error}") from error
         try:
-            memory = mmap.mmap(file, size_bytes, prot=mmap.PROT_READ, offset=offset)
+            memory = mmap.mmap(file, size_bytes, access=mmap.ACCESS_COPY, offset=offset)
         finally:
             os.close(file)
         return simulation.add_open(memory, simulation.devices.index(device), self.process, allocation.handle)

@@ -50,7 +50,9 @@ def judge(device, waits):
     if waits:
         device.check()
     else:
-        with pytest.raises(AssertionError, match=r"unordered: kernel.* of stream 0/optimizer .*, copy .* of stream 0/"):
+        with pytest.raises(
+            AssertionError, match=r"unordered: kernel.* of stream 0/optimizer .*, (copy|lanes_of) .* of stream 0/"
+        ):
             device.check()
 
 
@@ -117,6 +119,25 @@ def test_from_device_to_device(stage, device, transport):
     device.check()
 
 
+def test_readers_of_this_host_share_one_copy_of_a_devices_memory(stage, device):
+    """B7: it comes here once, and they map it: the lone first reader too, and who comes later."""
+    clients = [stage.client(name, transports=("shm", "tcp")) for name in ("trainer", "one", "two")]
+    weights = there(device, sample_tensors(1))
+    clients[0].publish(1, weights, copy=False)
+    copies = []
+    for rollout in clients[1:]:
+        before = device.calls["copy"]
+        fetched = rollout.fetch(1)
+        copies.append(device.calls["copy"] - before)
+        assert set(fetched.report.transports) == {"shm"}
+        assert_equal(device, fetched.tensors(), weights)
+    assert copies[0] > 0 == copies[1]
+    trainer_alone = stage.client("three", transports=("tcp",)).fetch(1)  # the control: these do copy
+    assert_equal(device, trainer_alone.tensors(), weights)
+    assert device.calls["copy"] - before > 0
+    device.check()
+
+
 def test_a_publish_in_place_does_not_wait_for_what_is_queued_afterwards(stage, device):
     """B11: readers are served by a stream of its own, not behind the next forward pass."""
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
@@ -175,7 +196,7 @@ def test_a_publish_that_fails_for_want_of_memory_publishes_nothing(stage, device
     trainer = stage.client("trainer")
     weights = there(device, sample_tensors(1))
     for copy in (True, False):
-        device.fail("copy")
+        device.fail("copy", 1 if copy else 2)  # in place: where the digests are taken, and where the bytes come here
         with pytest.raises(torch.OutOfMemoryError):
             trainer.publish(1, weights, copy=copy)
         assert trainer.serving() == []

@@ -111,7 +111,7 @@ def test_small_tensors_are_copied_together(simulation, places):
         expected[at * steps[1] :][:10] = torch.arange(200)[at * steps[0] :][:10]
     expected[199] = 199
     assert simulation.content(target) == bytes(expected.tolist())
-    assert simulation.calls["gather"] + simulation.calls["scatter"] <= 2 and not simulation.calls["copy"]
+    assert simulation.calls["launch"] <= 2 and not simulation.calls["copy"]
     simulation.check()
 
 

@@ -18,7 +18,7 @@ TRANSPORTS = {
     "memory": (MemoryTransport, {"processes": False, "slabs": "adopted"}),
     "tcp": (TcpTransport, {"slabs": "adopted"}),
     "tcp-3-streams": (functools.partial(TcpTransport, streams=3, offload_size_bytes=0), {"slabs": "adopted"}),
-    "shm": (ShmTransport, {"slabs": "allocated"}),  # it serves host memory only: a device's is left to tcp
+    "shm": (ShmTransport, {"slabs": "adopted"}),
 }
 CASES = [case for case in TransportSuite.CASES if "garbage" not in case]  # which counts all memory of this process
 

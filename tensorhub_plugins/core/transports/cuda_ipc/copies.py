@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from tensorhub_plugins.core.device import SMALL_SIZE_BYTES, Device, Driver, Stream
+from tensorhub_plugins.core.kernels.moving import move
 
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # source, target: uint8 of one size, on devices
 
@@ -33,13 +34,13 @@ def _copy_together(
     driver: Driver, stream: Stream, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> None:
     if _are_neighbours(targets):
-        driver.gather(sources, _joined(targets), stream)
+        driver.launch(move, sources, [_joined(targets)], stream)
     elif _are_neighbours(sources):
-        driver.scatter(_joined(sources), targets, stream)
+        driver.launch(move, [_joined(sources)], targets, stream)
     else:
         beside = driver.scratch(sum(source.numel() for source in sources), stream)
-        driver.gather(sources, beside, stream)
-        driver.scatter(beside, targets, stream)
+        driver.launch(move, sources, [beside], stream)
+        driver.launch(move, [beside], targets, stream)
 
 
 def _are_neighbours(flats: Sequence[torch.Tensor]) -> bool:

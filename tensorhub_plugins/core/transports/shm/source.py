@@ -9,8 +9,6 @@ import time
 import weakref
 
 from tensorhub_plugins.core.errors import SourceLost
-from tensorhub_plugins.core.manifest import Manifest
-from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
@@ -47,8 +45,8 @@ class ShmSource(SourceBackend):
         with self._guard:
             now = time.monotonic()
             refused_at = self._refused_at.get(offer)
-            together = refused_at is not None and (
-                bool(offer.active_readers) or now - refused_at < self._limits.together_s
+            together = offer.slab.device is not None or (  # each reader would copy from there: one does it for all
+                refused_at is not None and (bool(offer.active_readers) or now - refused_at < self._limits.together_s)
             )
             if self._copy_of(offer, several=together):
                 return None
@@ -106,7 +104,7 @@ class ShmSource(SourceBackend):
             if shared.readers:
                 return
             del self._copies[offer]
-            if shared.together < SHARED_COPY_READERS:
+            if shared.together < SHARED_COPY_READERS and offer.slab.device is None:
                 shared.slab.close()
                 return
             self._take_idle(close=True)
@@ -141,7 +139,7 @@ class ShmSource(SourceBackend):
             if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
                 shared = self._take_idle()
             elif several:
-                shared = SharedCopy(offer.manifest)
+                shared = SharedCopy(offer)
             if shared is not None:
                 shared.begin(offer)
                 self._copies[offer] = shared
@@ -151,8 +149,9 @@ class ShmSource(SourceBackend):
 class SharedCopy:
     """A shareable copy of a shard that lies in no file of its own, made as it is read."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self.slab = Slab.allocate(manifest.tensors, pin=False)
+    def __init__(self, offer: Offer) -> None:
+        device = offer.slab.device
+        self.slab = Slab.allocate(offer.manifest.tensors, pin=False if device is None else None, device=device)
         self.readers = 0
         self._of: weakref.ref[Offer] | None = None
 
@@ -170,5 +169,5 @@ class SharedCopy:
         with self._locks[segment]:
             if not self._copied[segment]:
                 with self.slab.writable(start, stop) as views:
-                    copy_views(offer.slab.readable(start, stop), views)
+                    offer.slab.read_into(start, stop, views)
                 self._copied[segment] = 1

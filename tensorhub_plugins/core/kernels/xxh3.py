@@ -2,33 +2,28 @@
 
 XXH3 of more than 240 bytes keeps eight sums of 64 bits, its lanes. A stripe of 64 bytes gives each lane one word; after
 sixteen stripes, a block, the lanes are mixed. Only that mixing depends on what was before: within a block each lane is
-a plain sum, and segments do not know of each other. So a program of the kernel (xxh3_kernel.py) takes some segments
-and goes from block to block. What follows their last whole block, at most 1,024 bytes, and the merging of the lanes
-into 128 bits are done on the host, for all segments at once.
-
-The kernel reads words: memory that does not begin at a multiple of 8 bytes, or is cut at none, is digested on the host,
-and so is everything where there is no Triton. Neither changes a digest.
-
-Slabs do not ask for it yet: in Triton's interpreter it agrees with xxhash, compiled it has not run on a GPU.
+a plain sum, and segments do not know of each other. So a program of the kernel takes some segments and goes from block
+to block (`lanes_of`); torch sums up all blocks, and mixes one after the other. What follows the last whole block of a
+segment, at most 1,024 bytes, and the merging of the lanes into 128 bits are done on the host, for all at once
+(`finish`).
 """
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
-from tensorhub_plugins.core.device import of, on_host
-from tensorhub_plugins.core.memory.runs import memory_of
+from tensorhub_plugins.core.kernels.launch import Upload, addresses_of, done_by_triton
 
-BLOCK_SIZE_BYTES = 1024  # 16 stripes: one for each 8 bytes of the secret's 192 before its last 64
+BLOCK_SIZE_BYTES = 1024  # 16 stripes, one for each 8 bytes of the secret's 192 before its last 64
 STRIPE_SIZE_BYTES = 64
+STRIPES = 16  # of a block
 LONG_FROM_BYTES = 241  # shorter ones have formulas of their own
-WORD_SIZE_BYTES = 8
+WORD_SIZE_BYTES = 8  # where a segment begins is a multiple of it
+LANES_SIZE_BYTES = 64  # of one segment
 
 # xxhash.h: XXH3_kSecret and the primes.
 SECRET = bytes.fromhex(
@@ -45,6 +40,7 @@ PRIME64_4, PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 LANES = (PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1)
 BESIDE = (1, 0, 3, 2, 5, 4, 7, 6)  # each lane also adds the word of this one
 AVALANCHE = 0x165667919E3779F9
+SECRET_OF_MIXING = 128
 SECRET_OF_LAST_STRIPE = len(SECRET) - STRIPE_SIZE_BYTES - 7
 SECRET_OF_LOW, SECRET_OF_HIGH = 11, len(SECRET) - STRIPE_SIZE_BYTES - 11
 
@@ -53,31 +49,26 @@ LOW_HALF, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 Words = npt.NDArray[np.uint64]
 
 
-def digests_of_flat(flat: torch.Tensor, segment_size_bytes: int) -> bytes:
-    """The digests of the segments of this memory (uint8, contiguous, any device), 16 bytes each, joined.
-
-    The last segment may be shorter. What is queued on this thread's stream comes before."""
-    if not can_run(flat, segment_size_bytes):
-        return _on_host(flat, segment_size_bytes)
-    count = flat.numel() // segment_size_bytes
-    rest = flat[count * segment_size_bytes :]
-    joined = _by_kernel(flat[: count * segment_size_bytes], count, segment_size_bytes) if count else b""
-    if rest.numel() >= LONG_FROM_BYTES:
-        return joined + _by_kernel(rest, 1, rest.numel())
-    return joined + (_on_host(rest, segment_size_bytes) if rest.numel() else b"")
+def lanes_of(segments: Sequence[torch.Tensor], lanes: Sequence[torch.Tensor], upload: Upload) -> None:
+    """Computation: the lanes of segments of equal size after their last whole block, LANES_SIZE_BYTES each, joined."""
+    out, count, (blocks, _) = lanes[0].view(torch.int64), len(segments), tail_start(segments[0].numel())
+    constants = np.concatenate([np.array(LANES, np.uint64), secret_words(SECRET_OF_MIXING, len(LANES)), *_KEYS])
+    table = upload(constants.view(np.int64))
+    addresses = addresses_of(segments)
+    if not done_by_triton(out, lambda kernels: kernels.lanes(upload(addresses), table, out, count, blocks)):
+        out.view(count, len(LANES)).copy_(_by_torch(segments, table, blocks))
 
 
-def can_run(flat: torch.Tensor, segment_size_bytes: int) -> bool:
-    """Whether the kernel can read these segments. The host's memory it reads in Triton's interpreter only."""
-    if find_spec("triton") is None or (of(flat) is None and os.environ.get("TRITON_INTERPRET") != "1"):
-        return False
-    is_aligned = not flat.data_ptr() % WORD_SIZE_BYTES and not segment_size_bytes % WORD_SIZE_BYTES
-    return is_aligned and segment_size_bytes >= LONG_FROM_BYTES
+def tail_start(size_bytes: int) -> tuple[int, int]:
+    """Whole blocks of a segment of this size that `lanes_of` takes, and where the tail begins that `finish` needs: at
+    the last block's end, or the last stripe's begin, whichever comes first."""
+    blocks = (size_bytes - 1) // BLOCK_SIZE_BYTES
+    return blocks, min(blocks * BLOCK_SIZE_BYTES, size_bytes - STRIPE_SIZE_BYTES)
 
 
 def finish(lanes: Words, tails: npt.NDArray[np.uint8], size_bytes: int) -> bytes:
     """The digests of segments of this size, joined. lanes: uint64[segments, 8] after the last whole block. tails:
-    uint8[segments, n], their last bytes, from that block's end or the last stripe's begin, whichever comes first."""
+    uint8[segments, n], their last bytes, from `tail_start` on."""
     done = (size_bytes - 1) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
     first = done - (size_bytes - tails.shape[1])
     for stripe in range((size_bytes - 1 - done) // STRIPE_SIZE_BYTES):
@@ -94,23 +85,24 @@ def secret_words(start: int, count: int) -> Words:
     return np.frombuffer(SECRET, "<u8", count, start).astype(np.uint64)
 
 
-def _on_host(flat: torch.Tensor, segment_size_bytes: int) -> bytes:
-    host = memory_of(on_host(flat))
-    cut = (host[start : start + segment_size_bytes] for start in range(0, len(host), segment_size_bytes))
-    return b"".join(map(xxhash.xxh3_128_digest, cut))
+_KEYS = [secret_words(WORD_SIZE_BYTES * stripe, len(LANES)) for stripe in range(STRIPES)]
 
 
-def _by_kernel(flat: torch.Tensor, count: int, size_bytes: int) -> bytes:
-    """Of so many segments, all of this size."""
-    blocks = (size_bytes - 1) // BLOCK_SIZE_BYTES
-    from tensorhub_plugins.core.memory import xxh3_kernel  # Triton is no requirement
-
-    words = flat[: flat.numel() // WORD_SIZE_BYTES * WORD_SIZE_BYTES].view(torch.int64)
-    lanes = xxh3_kernel.lanes_of_blocks(words, count, size_bytes // WORD_SIZE_BYTES, blocks)
-    start = min(blocks * BLOCK_SIZE_BYTES, size_bytes - STRIPE_SIZE_BYTES)
-    tails = on_host(flat.view(count, size_bytes)[:, start:].contiguous().view(-1)).numpy()
-    found = on_host(lanes.view(-1).view(torch.uint8)).numpy().view(np.uint64)
-    return finish(found.reshape(count, len(LANES)), tails.reshape(count, -1), size_bytes)
+def _by_torch(segments: Sequence[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
+    """int64[segments, 8]. It takes a sixteenth of their size for the sums."""
+    start, mixing, keys = torch.split(table, [len(LANES), len(LANES), STRIPES * len(LANES)])
+    keys = keys.view(STRIPES, len(LANES))
+    sums = torch.empty(len(segments), blocks, len(LANES), dtype=torch.int64, device=table.device)
+    for segment, of_blocks in zip(segments, sums, strict=True):
+        words = segment[: blocks * BLOCK_SIZE_BYTES].view(torch.int64).view(blocks, STRIPES, len(LANES))
+        beside = words.view(blocks, STRIPES, -1, 2).flip(-1).view(words.shape)
+        keyed = words ^ keys
+        torch.sum(beside + (keyed & 0xFFFFFFFF) * (keyed >> 32 & 0xFFFFFFFF), 1, out=of_blocks)
+    lanes: torch.Tensor = start.repeat(len(segments), 1)
+    for block in range(blocks):
+        lanes += sums[:, block]
+        lanes = (lanes ^ (lanes >> 47 & 0x1FFFF) ^ mixing) * PRIME32_1
+    return lanes
 
 
 def _accumulated(lanes: Words, stripes: npt.NDArray[np.uint8], secret: int) -> Words:

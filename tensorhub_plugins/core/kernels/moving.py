@@ -1,0 +1,61 @@
+"""Many small runs of a device's memory into one, and one into many.
+
+A copy of a few bytes takes as long to launch as to copy 64 KiB. One kernel copies thousands of runs: each of its
+programs a piece of one, whose two addresses and size it finds in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tensorhub_plugins.core.kernels.launch import Upload, addresses_of, done_by_triton
+
+PIECE_SIZE_BYTES = 8 << 10  # of one program
+WORD_SIZE_BYTES = 8
+
+
+def move(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], upload: Upload) -> None:
+    """Computation: the bytes of all sources, one after the other, into all targets. One of the two is a single one."""
+    if done_by_triton(targets[0], lambda kernels: _launch(kernels, sources, targets, upload)):
+        return
+    if len(targets) == 1:
+        torch.cat(list(sources), out=targets[0])
+    else:
+        torch._foreach_copy_(list(targets), torch.split(sources[0], [target.numel() for target in targets]))
+
+
+def _launch(kernels: Any, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], upload: Upload) -> None:
+    for rows, word_size_bytes in _tables(sources, targets):
+        kernels.copy(upload(rows), len(rows), word_size_bytes, PIECE_SIZE_BYTES)
+
+
+def _tables(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+) -> list[tuple[npt.NDArray[np.int64], int]]:
+    """int64[n, 3] of pieces: from, to, size in words; and the word's size. Those that words of 8 bytes can copy, and
+    those that single bytes must."""
+    many = sources if len(targets) == 1 else targets
+    size = np.fromiter((flat.numel() for flat in many), np.int64, len(many))
+    starts = np.cumsum(size) - size
+    ends = [addresses_of(side) + (starts if len(side) < len(many) else 0) for side in (sources, targets)]
+    runs = np.stack([*ends, size], axis=1)
+    is_in_words = ~np.any(runs % WORD_SIZE_BYTES, axis=1)
+    tables = ((_cut(runs[is_in_words]), WORD_SIZE_BYTES), (_cut(runs[~is_in_words]), 1))
+    return [
+        (rows // np.array([1, 1, word_size_bytes]), word_size_bytes) for rows, word_size_bytes in tables if len(rows)
+    ]
+
+
+def _cut(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Into pieces of at most PIECE_SIZE_BYTES."""
+    counts = -(-runs[:, 2] // PIECE_SIZE_BYTES)
+    pieces = np.repeat(runs, counts, axis=0)
+    at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_SIZE_BYTES
+    pieces[:, :2] += at[:, None]
+    pieces[:, 2] = np.minimum(pieces[:, 2] - at, PIECE_SIZE_BYTES)
+    return pieces

@@ -1,0 +1,112 @@
+"""The digests of a device's memory, taken there: its bytes need not come here for them.
+
+Segments of equal size are digested together, each where it lies. One that lies in several pieces, as it holds several
+tensors, or begins at no multiple of 8 bytes, is first put together in memory made for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.kernels.moving import move
+from tensorhub_plugins.core.kernels.xxh3 import (
+    LANES_SIZE_BYTES,
+    LONG_FROM_BYTES,
+    WORD_SIZE_BYTES,
+    finish,
+    lanes_of,
+    tail_start,
+)
+from tensorhub_plugins.core.memory.runs import memory_of
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_SIZE_BYTES = 256 << 20  # for what is put together, of a device that others have filled
+SEGMENTS_AT_ONCE = 1024  # a hundred are enough to be as fast as the memory
+
+Cut = Callable[[int, int], list[torch.Tensor]]
+Segment = list[torch.Tensor]  # in how many pieces it lies
+
+
+def digests_there(device: Device, cut: Cut, size_bytes: int, segment_size_bytes: int) -> bytes | None:
+    """XXH3-128 of each segment of a stream, joined; None where the device has no room, or segments are too short.
+
+    cut: the device's memory of a range of the stream, as uint8 tensors. What is queued on the device must be done, or
+    write none of it: this is ordered with the copies down alone."""
+    if segment_size_bytes < LONG_FROM_BYTES or segment_size_bytes % WORD_SIZE_BYTES:
+        return None
+    whole = size_bytes // segment_size_bytes * segment_size_bytes
+    segments = (cut(start, start + segment_size_bytes) for start in range(0, whole, segment_size_bytes))
+    try:
+        joined = b"".join(_digests_of(device, group, segment_size_bytes) for group in _groups(segments))
+        last = cut(whole, size_bytes)
+        if not last:
+            return joined
+        if size_bytes - whole >= LONG_FROM_BYTES:
+            return joined + _digests_of(device, [last], size_bytes - whole)
+    except torch.OutOfMemoryError:
+        logger.debug("%s has no room for digests", device.name)
+        return None
+    host = device.buffer(size_bytes - whole)
+    device.down(last, host)
+    return joined + digest_of([memory_of(host)])
+
+
+def _groups(
+    segments: Iterator[Segment],
+    scratch_size_bytes_max: int = SCRATCH_SIZE_BYTES,
+    count_max: int = SEGMENTS_AT_ONCE,
+) -> Iterator[list[Segment]]:
+    group: list[Segment] = []
+    scratch_size_bytes = 0
+    for segment in segments:
+        group.append(segment)
+        scratch_size_bytes += 0 if _is_at_hand(segment) else _size_of(segment)
+        if scratch_size_bytes >= scratch_size_bytes_max or len(group) == count_max:
+            yield group
+            group, scratch_size_bytes = [], 0
+    if group:
+        yield group
+
+
+def _digests_of(device: Device, segments: list[Segment], size_bytes: int) -> bytes:
+    """Of segments of this size."""
+    _, tail = tail_start(size_bytes)
+    lanes_size_bytes = len(segments) * LANES_SIZE_BYTES
+    with device.calling() as driver:
+        stream = device.stream("down")
+        launch = partial(driver.launch, stream=stream)
+        apart = [segment for segment in segments if not _is_at_hand(segment)]
+        together: Iterator[torch.Tensor] = iter(())
+        if apart:
+            scratch = driver.scratch(len(apart) * size_bytes, stream)
+            launch(move, [flat for segment in apart for flat in segment], [scratch])
+            together = iter(torch.split(scratch, size_bytes))
+        flats = [segment[0] if _is_at_hand(segment) else next(together) for segment in segments]
+        found = driver.scratch(lanes_size_bytes + len(segments) * (size_bytes - tail), stream)
+        host = driver.buffer(found.numel())
+        launch(lanes_of, flats, [found[:lanes_size_bytes]])
+        launch(move, [flat[tail:] for flat in flats], [found[lanes_size_bytes:]])
+        driver.copy(found, host, stream)
+        driver.wait(driver.record(stream))
+    lanes, tails = np.split(host.numpy(), [lanes_size_bytes])
+    shape = len(segments), -1
+    return finish(lanes.view(np.uint64).reshape(shape), tails.reshape(shape), size_bytes)
+
+
+def _is_at_hand(segment: Segment) -> bool:
+    if len(segment) > 1:
+        return False
+    address, offset = segment[0].data_ptr(), int(segment[0].storage_offset())
+    return not (address | offset) % WORD_SIZE_BYTES
+
+
+def _size_of(segment: Segment) -> int:
+    return sum(flat.numel() for flat in segment)
