@@ -95,7 +95,7 @@ def _by_torch(segments: Sequence[torch.Tensor], table: torch.Tensor, blocks: int
     sums = torch.empty(len(segments), blocks, len(LANES), dtype=torch.int64, device=table.device)
     for segment, of_blocks in zip(segments, sums, strict=True):
         words = segment[: blocks * BLOCK_SIZE_BYTES].view(torch.int64).view(blocks, STRIPES, len(LANES))
-        beside = words.view(blocks, STRIPES, -1, 2).flip(-1).view(words.shape)
+        beside = words.view(blocks, STRIPES, len(LANES) // 2, 2).flip(-1).view(words.shape)
         keyed = words ^ keys
         torch.sum(beside + (keyed & 0xFFFFFFFF) * (keyed >> 32 & 0xFFFFFFFF), 1, out=of_blocks)
     lanes: torch.Tensor = start.repeat(len(segments), 1)
