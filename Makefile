@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-openrlhf test-fleet \
-	test-rdma test-sim chaos lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
+	test-rdma test-gpu bench-gpu test-sim chaos lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -82,6 +82,15 @@ test-fleet: ## replicas without vLLM on Ray clusters of one and two nodes, two s
 
 test-rdma: ## RDMA by soft-RoCE in two virtual machines; says why where there can be none (status 77 means that)
 	@$(IN_ENV); python -m recipes.rdma_vm || [ $$? = 77 ]
+
+# A machine that has torch and pytest needs no environment of ours. Without: ours, which is for the CPU.
+IN_GPU_ENV = python="$(PYTHON)"; $$python -c 'import torch, pytest' 2>/dev/null || { $(IN_ENV); python=python; }
+
+test-gpu: ## on a GPU, with torch 2.11 or newer and without vLLM: every row of the suite; where there is none, says so
+	@$(IN_GPU_ENV); "$$python" -m pytest -q tests/gpu
+
+bench-gpu: ## the store on a GPU beside what it can do: copies, digests, publishes, fetches, installs (about two minutes)
+	@$(IN_GPU_ENV); "$$python" -m recipes.bench.gpu --json "$${OUT:-out}/bench_gpu.json"
 
 test-sim: ## 10,000 simulated clusters under faults (about an hour; 1,000 of them are in make test)
 	@$(IN_ENV); TENSORHUB_SIM_SEEDS=10000 python -m pytest -v tests/sim -k rules
