@@ -80,6 +80,9 @@ class Driver(Protocol):
     def synchronize(self) -> None:
         """The host waits for all streams of the device."""
 
+    def free_size_bytes(self) -> int:
+        """Memory that `scratch` can have."""
+
     def numa_node(self) -> int | None:
         """The host's node that it is on; None: not known."""
 
@@ -196,6 +199,11 @@ class Device:
         with self.calling() as driver:
             driver.synchronize()
 
+    def free_size_bytes(self) -> int:
+        """Its memory that is not in use."""
+        with self.calling() as driver:
+            return driver.free_size_bytes()
+
     def numa_node(self) -> int | None:
         """The host's node that it is on; None: not known."""
         with self.calling() as driver:
@@ -210,6 +218,11 @@ class Device:
         """Copy to host memory of the same size; it is there when this returns. after: what must have been done."""
         with self.calling() as driver:
             driver.wait(self._queue("down", flats, host, after))
+
+    def begin_down(self, flats: Sequence[torch.Tensor], host: torch.Tensor, *, after: Event | None = None) -> Event:
+        """`down`, which is done at this event: see `wait`. Until then nobody may let go of any of the memory."""
+        with self.calling():
+            return self._queue("down", flats, host, after)
 
     def up(self, host: torch.Tensor, flats: Sequence[torch.Tensor], *, after: Event | None = None) -> None:
         """Copy host memory to the device; it is there when this returns. after: what must have been done."""
@@ -335,6 +348,9 @@ class Plain:
     def synchronize(self) -> None:
         pass
 
+    def free_size_bytes(self) -> int:
+        return 0
+
     def numa_node(self) -> int | None:
         return None
 
@@ -391,6 +407,10 @@ class Cuda(Plain):
 
     def synchronize(self) -> None:
         _cuda.synchronize(self._device)
+
+    def free_size_bytes(self) -> int:
+        free, _ = _cuda.mem_get_info(self._device)  # and what torch keeps of it
+        return int(free + _cuda.memory_reserved(self._device) - _cuda.memory_allocated(self._device))
 
     def numa_node(self) -> int | None:
         try:

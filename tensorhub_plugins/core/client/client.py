@@ -36,6 +36,7 @@ from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -551,8 +552,9 @@ class Client:
         cut = parts if isinstance(parts, Mapping) else {}
         slab = self._serving.take(copied_spec(name, t, is_part=name in cut) for name, t in tensors.items())
         try:
-            for name, tensor in device.settled(tensors.items()):
-                slab.write(name, tensor)
+            with Downloads() as downloads:
+                for name, tensor in device.settled(tensors.items()):
+                    slab.write_later(name, tensor, downloads, stays=True)
         except BaseException:
             self._serving.recycle(slab)
             raise

@@ -14,8 +14,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,6 +31,7 @@ from tensorhub_plugins.core.manifest import (
     TensorSpec,
     TensorTable,
 )
+from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
@@ -43,7 +45,6 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger(__name__)
 
-Snapshot: TypeAlias = tuple[Slab, TensorTable, dict[str, Part]]  # bytes, all ranks' tensors, where its own parts lie
 BEGIN_S = 60.0  # at least: a former life on another host is given up after 15 s of silence
 UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
 
@@ -53,6 +54,15 @@ def _start_of_ranks() -> str:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     life = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     return f"{address} {port} {life}".strip()[:NAME_LENGTH_MAX]
+
+
+class Snapshot(NamedTuple):
+    """One rank's share of a version, as far as it has come."""
+
+    slab: Slab
+    whole: TensorTable  # the tensors of all ranks
+    parts: dict[str, Part]  # where its own lie in them
+    downloads: Downloads
 
 
 class Publisher:
@@ -66,6 +76,11 @@ class Publisher:
 
     slices: the size of the tensor parallel engines that read it. Matrices are published slice by slice (slices.py), so
     that each of their workers reads little more than what it needs; others read the same, in more pieces.
+
+    in_background: publish returns when the copies are queued on the device, and the training goes on; what is left, and
+    its errors, are waited for by the next call, or by `settle`. The copies follow what the calling thread's stream has
+    queued, and are followed by what it queues next, an optimizer's step for example: the weights are to be written on
+    that stream alone. They take up to half of the device's free memory; beyond it they are waited for.
 
     begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
     makes an end of what its former life published from that step on. Versions are those of `version` then.
@@ -89,6 +104,7 @@ class Publisher:
         model: Sequence[TensorSpec] = (),
         slices: int = 1,
         begins: bool = False,
+        in_background: bool = False,
     ) -> None:
         if not 1 <= slices <= SLICES_MAX:
             raise UsageError(f"slices={slices}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
@@ -105,6 +121,8 @@ class Publisher:
         self._whole = TensorTable.of(model)  # of all ranks, of the last version
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
+        self._background = ThreadPoolExecutor(1, "tensorhub-publish") if in_background else None
+        self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
         self._retiring.start()
@@ -127,11 +145,7 @@ class Publisher:
         """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 
         Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
-        if self.attempt is None:
-            self.begin(step - 1)
-        version, started = self.version(step), time.monotonic()
-        slab, whole, parts = self._snapshot(version, weights)
-        return self._offer(version, slab, whole, parts, started)
+        return self._publish(step, lambda version: self._snapshot(version, weights))
 
     def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
         """Publish what this rank holds of a model that is sharded: no rank waits for another, and nothing is gathered.
@@ -139,15 +153,29 @@ class Publisher:
         held: every tensor of the model, on every rank in the same order, see parts.py. Metrics as from `publish`. The
         memory it takes is the slab, and one part as it is cast.
         """
+        return self._publish(step, lambda version: self._snapshot_parts(version, held))
+
+    def settle(self) -> None:
+        """Wait for what is published in the background, and raise what it raises."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.result()
+
+    def _publish(self, step: int, snapshot: Callable[[int], Snapshot]) -> dict[str, float]:
+        self.settle()
         if self.attempt is None:
             self.begin(step - 1)
         version, started = self.version(step), time.monotonic()
-        slab, whole, parts = self._snapshot_parts(version, held)
-        return self._offer(version, slab, whole, parts, started)
+        taken = snapshot(version)
+        if self._background is None:
+            return self._offer(version, taken, started)
+        self._coming = self._background.submit(self._offer, version, taken, started)
+        seconds = time.monotonic() - started
+        return {"tensorhub/publish/gather_seconds": seconds, "tensorhub/publish/bytes": float(taken.slab.size_bytes)}
 
-    def _offer(
-        self, version: int, slab: Slab, whole: TensorTable, parts: dict[str, Part], started: float
-    ) -> dict[str, float]:
+    def _offer(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
+        slab, whole, parts, downloads = taken
+        downloads.wait()
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab, parts)
@@ -201,24 +229,27 @@ class Publisher:
         slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
         buffered: dict[str, torch.Tensor] = {}
         passed: dict[str, TensorSpec] = {}
-        for name, tensor in settled(weights):
-            check_tensor(name, tensor)
-            spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
-            mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
-            if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
-                continue
-            if slab is not None and self._mine.get(name) == spec:
-                _write(slab, pieces[name], tensor.detach(), dtype_of(spec))
-            else:
-                buffered[name] = host_copy(tensor, dtype_of(spec))
+        with self._queueing() as downloads:
+            for name, tensor in self._settled(weights):
+                check_tensor(name, tensor)
+                spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
+                mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
+                if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
+                    continue
+                if slab is not None and self._mine.get(name) == spec:
+                    _write(slab, pieces[name], tensor.detach(), downloads)
+                else:
+                    buffered[name] = host_copy(tensor, dtype_of(spec))
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
         if self._whole and whole != self._whole:
+            downloads.wait()
             if slab is not None:
                 slab.close()
             raise self._not_the_same(version, whole)
         if slab is not None and not buffered and not slab.unwritten:
-            return slab, whole, _parts(pieces)
+            return Snapshot(slab, whole, _parts(pieces), downloads)
+        downloads.wait()
         return self._reshape(slab, whole, buffered)
 
     def _snapshot_parts(self, version: int, held: Iterable[Held]) -> Snapshot:
@@ -232,9 +263,24 @@ class Publisher:
         specs = (contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in here.items())
         parts = {name: part for name, (_, part) in here.items() if part is not None}
         slab, pieces = self._allocate(with_parts(specs, parts))
-        for name, tensor in settled((name, tensor) for name, (tensor, _) in here.items()):
-            _write(slab, pieces[name], tensor.detach(), dtypes[name])
-        return slab, whole, _parts(pieces)
+        with self._queueing() as downloads:
+            for name, tensor in self._settled((name, tensor) for name, (tensor, _) in here.items()):
+                _write(slab, pieces[name], tensor.detach(), downloads, stays=self._background is None)
+        return Snapshot(slab, whole, _parts(pieces), downloads)
+
+    @contextlib.contextmanager
+    def _queueing(self) -> Iterator[Downloads]:
+        """What is queued is waited for before anything is let go of."""
+        downloads = Downloads() if self._background is None else Downloads(None)
+        try:
+            yield downloads
+        except BaseException:
+            downloads.wait()
+            raise
+
+    def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Written, on whatever stream; in the background on this thread's, which the copies follow."""
+        return settled(weights) if self._background is None else weights
 
     def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""
@@ -269,13 +315,13 @@ class Publisher:
         self._mine = TensorTable.of([*kept, *(spec_of(name, tensor) for name, tensor in buffered.items())])
         fresh, pieces = self._allocate(self._mine)
         for name, tensor in buffered.items():
-            _write(fresh, pieces[name], tensor, tensor.dtype)
+            _write(fresh, pieces[name], tensor, Downloads())
         if slab is not None:
             views = slab.tensors()
             for name in (piece.spec.name for spec in kept for piece in pieces[spec.name]):
                 fresh.write(name, views[name])
             slab.close()
-        return fresh, whole, _parts(pieces)
+        return Snapshot(fresh, whole, _parts(pieces), Downloads())
 
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
@@ -286,16 +332,20 @@ class Publisher:
 
     def close(self) -> None:
         """Take the published versions back and close the client. Errors are not raised: the run is over."""
+        with contextlib.suppress(Exception):
+            self.settle()
+        if self._background is not None:
+            self._background.shutdown()
         self._retired.put(None)
         self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):
             self.client.close()
 
 
-def _write(slab: Slab, pieces: list[Slice], tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _write(slab: Slab, pieces: list[Slice], tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False) -> None:
     """Copy it in piece by piece, each cast by itself: no copy of all of it is made."""
     for piece in pieces:
-        slab.write(piece.spec.name, piece.of(tensor).to(dtype))
+        slab.write_later(piece.spec.name, piece.of(tensor), downloads, stays=stays)
 
 
 def _parts(pieces: dict[str, list[Slice]]) -> dict[str, Part]:

@@ -40,6 +40,7 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
+from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
@@ -145,6 +146,16 @@ class Slab:
                 devices.copy_all([(target, tensor)])
             elif spec.size_bytes:
                 _copy_flat(flat_bytes(tensor), flat_bytes(target))  # also packed dtypes, for which torch has no copy
+        self.mark_written([name])
+
+    def write_later(self, name: str, tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False) -> None:
+        """`write`, cast to the dtype here. A device's tensor has come when `downloads` have: see there."""
+        if devices.of(tensor) is None:
+            self.write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor)
+            return
+        _, target = self._target_of(name, tensor, casts=True)
+        with torch.inference_mode():
+            downloads.add(tensor, target, stays=stays)
         self.mark_written([name])
 
     @property
@@ -328,7 +339,7 @@ class Slab:
 
     # --- inside ---
 
-    def _target_of(self, name: str, tensor: torch.Tensor) -> tuple[TensorSpec, torch.Tensor]:
+    def _target_of(self, name: str, tensor: torch.Tensor, *, casts: bool = False) -> tuple[TensorSpec, torch.Tensor]:
         """What this tensor is here. UsageError if it is none, or another."""
         self._check_open()
         spec = self.specs.get(name)
@@ -337,7 +348,7 @@ class Slab:
         check_plain(name, tensor)
         if tensor.is_meta:
             raise UsageError(f"tensor {name!r} is on the meta device: it has no bytes to write")
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = spec.dtype if casts else str(tensor.dtype).removeprefix("torch.")
         if (dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
             raise UsageError(
                 f"tensor {name!r} is {dtype}{list(tensor.shape)}, the slab expects {spec.dtype}{list(spec.shape)}"

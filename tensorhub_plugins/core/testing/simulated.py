@@ -102,6 +102,7 @@ class Simulation:
         self.contexts: dict[int, set[str]] = {}  # device -> names of the threads that have touched it
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}  # address -> size
+        self.free_size_bytes = 1 << 40
         self.numa_nodes: dict[int, int] = {}  # of devices that are beside one
         self.faults: list[str] = []
         self._fails: Counter[str] = Counter()
@@ -458,6 +459,9 @@ class Simulated:
     def synchronize(self) -> None:
         self._simulation.called("synchronize")
         self._simulation.wait_for_all(self._index)
+
+    def free_size_bytes(self) -> int:
+        return self._simulation.free_size_bytes
 
     def numa_node(self) -> int | None:
         return self._simulation.numa_nodes.get(self._index)

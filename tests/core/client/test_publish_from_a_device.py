@@ -1,0 +1,199 @@
+"""What a publish costs the training: copies that are queued behind it and in front of its next step, and no wait."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Held, UsageError, contiguous_spec, spec_of
+from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.memory.downloads import Downloads
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.testing.simulated import Simulation
+
+SIZE = 30_000
+COUNT = 5
+
+
+@pytest.fixture
+def device():
+    with Simulation(2, piece_size_bytes=20_000) as simulation:
+        yield simulation
+
+
+@pytest.fixture
+def publisher_of(stage, device):
+    made = []
+
+    def make(**options):
+        model = [contiguous_spec(f"w{number}", torch.uint8, [SIZE]) for number in range(COUNT)]
+        options = {"model": model, **options}
+        client = stage.client("trainer")
+        publisher = Publisher(client, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=10, **options)
+        made.append(publisher)
+        return publisher
+
+    yield make
+    for publisher in made:
+        publisher.close()
+
+
+def gathered(device, waits):
+    """Tensor after tensor in the same memory, as frameworks gather them; how often the host had waited before each."""
+    memory = device.put(torch.zeros(SIZE, dtype=torch.uint8), "gathered")
+    for number in range(COUNT):
+        waits.append(device.calls["wait"])
+        device.kernel(memory, number + 1, "default")
+        yield f"w{number}", memory
+
+
+def contents(client, version):
+    fetched = client.fetch(version)
+    return {name: set(tensor.view(torch.uint8).tolist()) for name, tensor in fetched.tensors().items()}
+
+
+WHOLE = {f"w{number}": {number + 1} for number in range(COUNT)}
+
+
+# --- B1: the next gather ---
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_next_gather_does_not_wait_for_the_copies_of_the_last_ones(stage, device, publisher_of, monkeypatch, keeps):
+    """It may go into the same memory. The control: without a copy on the device it is written while it is read."""
+    if not keeps:
+        later = Slab.write_later
+        monkeypatch.setattr(Slab, "write_later", lambda *given, stays=False: later(*given, stays=True))
+    device.random.random = lambda: 1.0  # nothing runs that nobody waits for
+    waits: list[int] = []
+    publisher_of().publish(1, gathered(device, waits))
+    assert waits == [0] * COUNT
+    if keeps:
+        assert contents(stage.client("rollout"), 1) == WHOLE
+        device.check()
+    else:
+        with pytest.raises(AssertionError, match=r"unordered: copy .* reads gathered\[0:\], kernel sets 2 .* writes"):
+            device.check()
+
+
+def test_copies_take_the_room_that_they_may(device):
+    def scratch():
+        return sum(region.stop - region.start for region in device._regions if region.name == "scratch")
+
+    sources = {f"w{number}": device.put(torch.full((40_000,), number, dtype=torch.uint8)) for number in range(6)}
+    sources["large"] = device.put(torch.full((150_000,), 7, dtype=torch.uint8))
+    device.random.random = lambda: 1.0
+    with Slab.allocate([spec_of(name, tensor) for name, tensor in sources.items()], pin=False) as slab:
+        with Downloads(100_000) as downloads:
+            for name, tensor in sources.items():
+                if name == "w5":
+                    device.fail("scratch")  # then it is waited for, as what is larger than the room
+                slab.write_later(name, tensor, downloads)
+                assert scratch() <= 100_000
+                assert scratch() or name != "w0"
+            assert device.content(slab.tensors()["large"]) == bytes([7]) * 150_000
+        assert all(device.content(slab.tensors()[name]) == device.content(sources[name]) for name in sources)
+    device.check()
+
+
+def test_what_is_cast_is_cast_on_the_device(device):
+    """Half the bytes come here, of a slice whose rows lie apart, too."""
+    weight = torch.randn(100, 64)
+    live = device.put(weight, "w")
+    specs = [contiguous_spec("w", torch.bfloat16, [100, 64]), contiguous_spec("columns", torch.bfloat16, [100, 16])]
+    for room in (1 << 20, 0):
+        with Slab.allocate(specs, pin=False) as slab:
+            with Downloads(room) as downloads:
+                slab.write_later("w", live, downloads)
+                slab.write_later("columns", live[:, 16:32], downloads)
+            assert torch.equal(slab.tensors()["w"], weight.bfloat16())
+            assert torch.equal(slab.tensors()["columns"], weight[:, 16:32].bfloat16())
+            with pytest.raises(UsageError, match=r"'w' is float32\[100, 64\], the slab expects bfloat16"):
+                slab.write("w", live)
+    device.check()
+
+
+# --- the next step ---
+
+
+@pytest.fixture
+def nobody_waits(device, monkeypatch):
+    """On the thread that trains."""
+    driver, trains = device.devices[0]._driver, threading.current_thread()
+
+    def on_another_thread(call):
+        def checked(*given):
+            assert threading.current_thread() is not trains, f"the training waits: {call.__name__}"
+            return call(*given)
+
+        return checked
+
+    monkeypatch.setattr(driver, "wait", on_another_thread(driver.wait))
+    monkeypatch.setattr(driver, "synchronize", on_another_thread(driver.synchronize))
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+@pytest.mark.parametrize("optimizer", ["default", "a stream of its own"])
+def test_the_next_step_follows_the_copies_on_the_device(
+    stage, device, publisher_of, nobody_waits, monkeypatch, optimizer, in_parts
+):
+    """Nothing waits on the host. The control: an optimizer on another stream is named."""
+    is_queued, wait = threading.Event(), Downloads.wait
+    monkeypatch.setattr(Downloads, "wait", lambda downloads: is_queued.wait(20) and wait(downloads))
+    publisher = publisher_of(in_background=True)
+    weights = {f"w{number}": device.put(torch.zeros(SIZE, dtype=torch.uint8), f"w{number}") for number in range(COUNT)}
+    for number, tensor in enumerate(weights.values()):
+        device.kernel(tensor, number + 1, "default")
+    if in_parts:
+        publisher.publish_parts(1, [Held(spec_of(name, tensor), tensor) for name, tensor in weights.items()])
+    else:
+        publisher.publish(1, weights.items())
+    for tensor in weights.values():
+        device.kernel(tensor, 99, optimizer)
+    is_queued.set()
+    publisher.settle()
+    if optimizer == "default":
+        assert contents(stage.client("rollout"), 1) == WHOLE
+        device.check()
+    else:
+        with pytest.raises(AssertionError, match=r"unordered: copy .* reads w\d\[0:\], kernel sets 99 .* writes w"):
+            device.check()
+
+
+def test_the_control_of_waiting(device, publisher_of, nobody_waits):
+    """One that does not publish in the background waits, and is caught."""
+    with pytest.raises(AssertionError, match="the training waits"):
+        publisher_of().publish(1, gathered(device, []))
+
+
+def test_versions_in_the_background_follow_each_other(stage, device, publisher_of):
+    publisher, rollout = publisher_of(in_background=True, dtype=None), stage.client("rollout")
+    for version in (1, 2, 3):
+        metrics = publisher.publish(version, gathered(device, []))
+        assert metrics["tensorhub/publish/bytes"] == COUNT * SIZE
+    publisher.settle()
+    assert contents(rollout, 3) == WHOLE
+    device.check()
+
+
+def test_without_room_on_the_device_a_publish_waits_and_is_right(stage, device, publisher_of):
+    device.free_size_bytes = SIZE  # half of it is less than a tensor
+    publisher = publisher_of(in_background=True)
+    publisher.publish(1, gathered(device, []))
+    assert device.calls["scratch"] == 0
+    publisher.settle()
+    assert contents(stage.client("rollout"), 1) == WHOLE
+    device.check()
+
+
+def test_what_fails_in_the_background_is_said_by_the_next_call(device, publisher_of):
+    publisher = publisher_of(in_background=True)
+    publisher.publish(1, gathered(device, []))
+    publisher.publish(1, [(f"w{number}", torch.zeros(SIZE, dtype=torch.uint8)) for number in range(COUNT)])
+    with pytest.raises(UsageError, match="other weights were given for a version that is already published"):
+        publisher.publish(2, gathered(device, []))
+    publisher.publish(2, gathered(device, []))  # it has been said
+    publisher.settle()
+    device.check()
