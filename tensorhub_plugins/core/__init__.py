@@ -59,6 +59,7 @@ from tensorhub_plugins.core.types import (
 )
 
 if TYPE_CHECKING:
+    from tensorhub_plugins.core.capturing import gate
     from tensorhub_plugins.core.client.arguments import PREEMPTIBLE_VARIABLE, here
     from tensorhub_plugins.core.client.client import Client
     from tensorhub_plugins.core.client.fsdp1 import fsdp1_parts, fsdp1_problem, is_fsdp1
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
-    from tensorhub_plugins.core.device import copy_all, gate, on_host, release_cached_memory, synchronize
+    from tensorhub_plugins.core.device import copy_all, on_host, release_cached_memory, synchronize
     from tensorhub_plugins.core.memory.slab import Slab
     from tensorhub_plugins.core.memory.tensors import (
         contiguous_spec,
@@ -83,7 +84,8 @@ _WITH_TORCH = {
     "here": "client.arguments",
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
-    **dict.fromkeys(("copy_all", "gate", "on_host", "release_cached_memory", "synchronize"), "device"),
+    **dict.fromkeys(("copy_all", "on_host", "release_cached_memory", "synchronize"), "device"),
+    "gate": "capturing",
     "Publisher": "client.publisher",
     **dict.fromkeys(("Held", "Turns", "held_run", "held_split"), "client.parts"),
     **dict.fromkeys(("fsdp1_parts", "fsdp1_problem", "is_fsdp1"), "client.fsdp1"),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,8 @@ from typing import Any, Protocol, TypeVar
 import numpy.typing as npt
 import torch
 
+from tensorhub_plugins.core import libcuda
+from tensorhub_plugins.core.capturing import gate
 from tensorhub_plugins.core.kernels.launch import Computation
 from tensorhub_plugins.core.kernels.moving import move
 
@@ -36,7 +39,6 @@ _cuda: Any = torch.cuda  # much of it has no types
 
 PIECE_SIZE_BYTES = 32 << 20  # at this size a copy has reached the bus's speed, and others wait a millisecond for it
 SMALL_SIZE_BYTES = 64 << 10  # to launch a copy takes as long as to copy this; smaller ones are gathered on the device
-CLOSED_S_MAX = 1800.0  # as long as an engine may take to compile and capture; then we go on and say so
 
 Event = Any
 Stream = Any
@@ -92,66 +94,11 @@ class Driver(Protocol):
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
 
+    def allocation(self, address: int) -> tuple[int, int]:
+        """The first address and the one behind the last of the allocation that this lies in. OSError."""
 
-# --- while graphs are captured ---
-
-
-class Gate:
-    """Open, but while a thread captures: all others' calls are out before that begins, and wait until it ends."""
-
-    def __init__(self, closed_s_max: float = CLOSED_S_MAX) -> None:
-        self._changed = threading.Condition()
-        self._owner: int | None = None
-        self._inside = 0
-        self.waiting = 0  # threads that wait until it is open
-        self._mine = threading.local()
-        self._closed_s_max = closed_s_max
-
-    @property
-    def closed(self) -> bool:
-        """Whether a thread has closed it."""
-        return self._owner is not None
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Hold it open: for one call to the device, never for a wait for anything else."""
-        depth, me = getattr(self._mine, "depth", 0), threading.get_ident()
-        if depth or self._owner == me:
-            yield
-            return
-        with self._changed:
-            self.waiting += 1
-            opened = self._changed.wait_for(lambda: self._owner is None, self._closed_s_max)
-            self.waiting -= 1
-            if not opened:
-                logger.error("graphs are captured for more than %g s: calls to the device go on", self._closed_s_max)
-                self._owner = None
-                self._changed.notify_all()
-            self._inside += 1
-        self._mine.depth = 1
-        try:
-            yield
-        finally:
-            self._mine.depth = 0
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """From now on only this thread calls the device. Closing twice is fine."""
-        with self._changed:
-            self._owner = threading.get_ident()
-            if not self._changed.wait_for(lambda: not self._inside, self._closed_s_max):
-                logger.error("a call to the device does not end: graphs are captured beside it")
-
-    def open(self) -> None:
-        """Whoever waits goes on."""
-        with self._changed:
-            self._owner = None
-            self._changed.notify_all()
-
-
-gate = Gate()
+    def export_dma_buf(self, start: int, size_bytes: int) -> int:
+        """A descriptor of whole pages of the device's memory, which the caller closes. OSError."""
 
 
 # --- one device ---
@@ -228,6 +175,19 @@ class Device:
         """Copy host memory to the device; it is there when this returns. after: what must have been done."""
         with self.calling() as driver:
             driver.wait(self._queue("up", flats, host, after))
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """The first address and the one behind the last of the allocation that this lies in. OSError."""
+        with self.calling() as driver:
+            return driver.allocation(address)
+
+    def export_dma_buf(self, address: int, size_bytes: int) -> tuple[int, int]:
+        """(descriptor, which the caller closes, and offset in it) of a range of the device's memory, for a network
+        card. OSError, with the driver's reason."""
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self.calling() as driver:
+            return driver.export_dma_buf(start, stop - start), address - start
 
     def pieces(self, cut: Cut, ranges: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """Host copies of these ranges, each good until the next one is asked for: that one is on its way meanwhile."""
@@ -360,6 +320,12 @@ class Plain:
     def unregister(self, memory: torch.Tensor) -> None:
         pass
 
+    def allocation(self, address: int) -> tuple[int, int]:
+        return 0, 1 << 64  # nothing is known of it
+
+    def export_dma_buf(self, start: int, size_bytes: int) -> int:
+        raise OSError("this device's memory is not exported")
+
 
 class Cuda(Plain):
     """One CUDA device."""
@@ -434,6 +400,18 @@ class Cuda(Plain):
 
     def unregister(self, memory: torch.Tensor) -> None:
         _cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        self._get_context()
+        return libcuda.allocation(address)
+
+    def export_dma_buf(self, start: int, size_bytes: int) -> int:
+        self._get_context()
+        return libcuda.export_dma_buf(start, size_bytes)
+
+    def _get_context(self) -> None:
+        """From the runtime: torch makes a new thread none on device 0, which it takes to be chosen already."""
+        _cuda.current_stream(self._device).query()
 
 
 @cache

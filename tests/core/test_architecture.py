@@ -16,7 +16,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 # Of core. Later lines import earlier ones, never the other way round; rooms on one line do not know each other.
 LAYERS = [
     {"errors", "log"},
-    {"digests", "kernels"},
+    {"libcuda", "capturing", "digests", "kernels"},
     {"types", "options", "run_log", "deadline", "process", "device"},
     {"manifest"},
     {"protocol", "memory"},
@@ -177,10 +177,13 @@ def inner(found: Iterable[Import]) -> list[str]:
 # How torch and CUDA are asked to touch a device, by the names that stand for it in code.
 OF_A_DEVICE = re.compile(
     r"torch\.(cuda|accelerator|Stream|Event)\b|torch\._C\._cuda|\.(cuda|cpu|pin_memory|is_pinned)\(|cudart|cudaHost"
+    r"|libcuda|\.cu[A-Z]"
     r"|\b(current_|wait_|default_)stream\b|\brecord_stream\b|\bset_device\b"
 )
 TO_A_DEVICE = re.compile(r"(^|\.)device$|^f?['\"](cpu|cuda)")
 DEVICE = "core.device"
+# CUDA's handles of memory, by libcuda: within calls of the device, which it is given.
+HANDLES, OF_LIBCUDA = {"core.libcuda", "core.transports.cuda_ipc.driver"}, re.compile(r"libcuda|\.cu[A-Z]")
 
 
 def touching(package: Path) -> list[str]:
@@ -188,7 +191,11 @@ def touching(package: Path) -> list[str]:
     found = []
     for file in sorted(package.rglob("*.py")):
         module, tree = module_of(file, package), ast.parse(file.read_text())
-        found += [f"{module}: {what}" for what in _touches(tree) if module != DEVICE]
+        found += [
+            f"{module}: {what}"
+            for what in _touches(tree)
+            if module != DEVICE and not (module in HANDLES and OF_LIBCUDA.search(what))
+        ]
     return found
 
 
@@ -197,7 +204,12 @@ def _touches(tree: ast.AST) -> Iterable[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             yield from (f"{base}{a.name}" for a in node.names if OF_A_DEVICE.search(f"{base}{a.name}"))
-        elif isinstance(node, ast.Attribute) and OF_A_DEVICE.search(ast.unparse(node)):
+        elif (
+            isinstance(node, ast.Constant)
+            and str(node.value).startswith("libcuda")
+            or isinstance(node, ast.Attribute)
+            and OF_A_DEVICE.search(ast.unparse(node))
+        ):
             yield ast.unparse(node)
         elif isinstance(node, ast.Call):
             keywords = {keyword.arg: keyword.value for keyword in node.keywords}
@@ -296,6 +308,8 @@ def test_only_one_module_touches_a_device() -> None:
         "one.record_stream(stream)",
         "torch.cuda.current_stream().wait_stream(other)",
         "library.cudaHostRegister(address, size, 0)",
+        "ctypes.CDLL('libcuda.so.1')",
+        "library.cuMemGetHandleForAddressRange(fd, address, size, 1, 0)",
         "torch.Stream()",
         "torch.accelerator.synchronize()",
     ],

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import device
-from tensorhub_plugins.core.device import Cuda, Device, Gate
+from tensorhub_plugins.core.capturing import Gate
+from tensorhub_plugins.core.device import Cuda, Device
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
@@ -494,6 +495,54 @@ def test_where_the_library_is_not_found_a_launch_takes_the_error(cuda, monkeypat
     monkeypatch.setattr(torch, "zeros", zeros)
     assert Cuda(torch.device("cuda", 0)).register(memory) == "error 2"
     assert launches == [2] and cuda.error == 0
+
+
+class FakeDriver:
+    """libcuda: two allocations of 8 KiB that are neighbours. A thread that has asked the runtime for nothing has no
+    context here, and is told so."""
+
+    def __init__(self, cuda, monkeypatch):
+        self.has_context = False
+        self.exported = []
+        cuda.current_stream = lambda device: SimpleNamespace(query=self._make_context)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: self)
+
+    def _make_context(self):
+        self.has_context = True
+
+    def cuMemGetAddressRange_v2(self, start, size, address):
+        if not self.has_context:
+            return 201
+        if not 8192 <= address.value < 3 * 8192:
+            return 1
+        start._obj.value, size._obj.value = address.value // 8192 * 8192, 8192
+        return 0
+
+    def cuMemGetHandleForAddressRange(self, fd, start, size, kind, flags):
+        if not self.has_context:
+            return 201
+        self.exported.append((start.value, size.value, kind.value))
+        fd._obj.value = 77
+        return 0
+
+    def cuGetErrorString(self, code, reason):
+        reason._obj.value = {1: b"invalid argument", 201: b"invalid device context"}[code.value]
+        return 0
+
+
+def test_the_driver_is_asked_by_a_thread_that_has_a_context(cuda, monkeypatch):
+    """A14: torch gives a new thread none on device 0, which it takes to be chosen already."""
+    driver = FakeDriver(cuda, monkeypatch)
+    made = Device("cuda:0", Cuda(torch.device("cuda", 0)))
+    assert made.allocation(8192 + 5) == (8192, 2 * 8192)
+    assert made.export_dma_buf(2 * 4096 + 512, 4096) == (77, 512)
+    assert driver.exported == [(2 * 4096, 2 * 4096, 1)], "whole pages"
+    with pytest.raises(OSError, match="cuMemGetAddressRange_v2: invalid argument"):
+        made.allocation(1)
+    driver.has_context = False
+    driver._make_context = lambda: None
+    with pytest.raises(OSError, match="invalid device context"):
+        made.allocation(8192)
 
 
 def test_nothing_is_pinned_where_no_device_is_used(cuda):

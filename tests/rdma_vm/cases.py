@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,17 +45,18 @@ from calls import (
 from crew import Crew, Member
 
 from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core.device import Cuda, Device, Plain
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import NotServable
 from tensorhub_plugins.core.transports import create as create_transport
-from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.bindings import BINDING_VARIABLE, BINDINGS, VerbsError
 from tensorhub_plugins.core.transports.rdma.link import WINDOW
 from tensorhub_plugins.core.transports.rdma.rails import find_ports
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
-from tensorhub_plugins.core.transports.rdma.verbs import Nic, VerbsError, open_nics
+from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics
 from tensorhub_plugins.core.transports.stream.messages import HEADER
 from tensorhub_plugins.core.types import (
     ShardKey,
@@ -64,6 +67,8 @@ PEERS = 6
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
 RDMA = ("rdma", "tcp")
+REGISTERED_SIZE_BYTES = 64 << 20
+ROUNDS = 3
 
 
 def all_cases() -> dict[str, Callable[[Crew], None]]:
@@ -81,6 +86,7 @@ def all_cases() -> dict[str, Callable[[Crew], None]]:
         not_reached,
         connections_and_registrations_are_kept,
         memory_of_a_device_that_verbs_refuses,
+        other_threads_run_while_memory_is_registered,
         two_rails,
         two_hosts,
     ]
@@ -208,10 +214,10 @@ def connections_and_registrations_are_kept(crew: Crew) -> None:
     registered = []
     register = Nic.register
 
-    def counted(nic: Nic, address: int, size_bytes: int, device: str = "cpu") -> Any:
+    def counted(nic: Nic, address: int, size_bytes: int, owner: Any = None) -> Any:
         if size_bytes > SIZE_BYTES // 2:
             registered.append((nic, address))
-        return register(nic, address, size_bytes, device)
+        return register(nic, address, size_bytes, owner)
 
     Nic.register = counted  # type: ignore[method-assign]
     try:
@@ -237,20 +243,68 @@ def memory_of_a_device_that_verbs_refuses(crew: Crew) -> None:
     """No CUDA here, and soft-RoCE takes no dma-buf: both are asked, each in its real way, and their answers told."""
     nowhere = 1 << 46  # an address of no memory of ours, as a device's is
     nic = open_nics(find_ports()[0])[0]
-    exported = _verbs.export_dma_buf
+
+    class NoDmaBuf(Plain):
+        def export_dma_buf(self, start: int, size_bytes: int) -> int:
+            return os.memfd_create("no dma-buf")
+
     try:
-        for export, reason in ((exported, "libcuda"), (lambda *_: (os.memfd_create("no dma-buf"), 0), "dma-buf MR")):
-            _verbs.export_dma_buf = export
+        for driver, reasons in (
+            (Cuda(torch.device("cuda", 0)), ("CUDA",)),
+            (NoDmaBuf(), ("ibv_reg_dmabuf_mr", "dma-buf MR")),
+        ):
             try:
-                nic.register(nowhere, 4096, "cuda")
+                nic.register(nowhere, 4096, Device("cuda:0", driver))
             except VerbsError as error:
                 print(f"      {error}", flush=True)
-                assert reason in str(error) and "Failed to register a MR" in str(error), error
+                assert any(reason in str(error).rpartition("as a dma-buf")[2] for reason in reasons), error
+                assert "ibv_reg_mr" in str(error) or "Failed to register a MR" in str(error), error
             else:
                 raise AssertionError("memory of nobody was registered")
     finally:
-        _verbs.export_dma_buf = exported
         nic.close()
+
+
+def other_threads_run_while_memory_is_registered(crew: Crew) -> None:
+    """By ctypes. pyverbs keeps the GIL: beside it nothing else runs. And what both read in a second, in turns."""
+    ticks = dict.fromkeys(BINDINGS, 0)
+    seconds: dict[str, list[float]] = {name: [] for name in BINDINGS}
+    memory = torch.zeros(REGISTERED_SIZE_BYTES, dtype=torch.uint8)
+    counter, stopped = itertools.count(), threading.Event()
+
+    def tick() -> None:
+        while not stopped.is_set():
+            next(counter)
+
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    before = os.environ[BINDING_VARIABLE]
+    try:
+        for _ in range(ROUNDS):
+            for name in BINDINGS:
+                os.environ[BINDING_VARIABLE] = name
+                nic = open_nics(find_ports()[0])[0]
+                began = next(counter)
+                nic.register(memory.data_ptr(), memory.numel()).close()
+                ticks[name] += next(counter) - began
+                nic.close()
+        stopped.set()
+        ticking.join()
+        for _ in range(ROUNDS):
+            for name in BINDINGS:
+                os.environ[BINDING_VARIABLE] = name
+                with pair_of_transports() as (source, offer, reader):
+                    endpoint = source.serve(SimpleShelf(offer))
+                    read_it(reader, endpoint)  # connects and registers
+                    began_s = time.monotonic()
+                    read_it(reader, endpoint)
+                    seconds[name].append(time.monotonic() - began_s)
+    finally:
+        stopped.set()
+        os.environ[BINDING_VARIABLE] = before
+    rates = {name: [round(SIZE_BYTES / 1e6 / each, 1) for each in found] for name, found in seconds.items()}
+    print(f"      another thread's steps meanwhile: {ticks}; MB/s: {rates}", flush=True)
+    assert ticks["ctypes"] > 2 * ticks["pyverbs"], ticks
 
 
 def two_rails(crew: Crew) -> None:

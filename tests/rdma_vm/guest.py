@@ -1,7 +1,8 @@
 """What the guests of recipes.rdma_vm run: `guest.py cases [NAME...]` in the first, `guest.py other` in the second.
 
-A line for every case; exits with the number of those that failed. pytest is not used: importing it takes a quarter of a
-minute in here, and processes must be forked before the first thread.
+Every case is run with each binding to verbs, with processes of its own: `ctypes/two_rails`, `pyverbs/two_rails`; a NAME
+is one of these, or means both. A line for each; exits with the number of those that failed. pytest is not used:
+importing it takes a quarter of a minute in here, and processes must be forked before the first thread.
 """
 
 from __future__ import annotations
@@ -30,18 +31,28 @@ def main() -> None:
     import cases
     from crew import Crew
 
+    from tensorhub_plugins.core.transports.rdma.bindings import BINDING_VARIABLE, BINDINGS
+
     print(f"imports took {time.monotonic() - began:.0f} s", flush=True)
     logging.basicConfig(level=logging.WARNING, format="      log: %(name)s: %(message)s")
     if role == "other":
-        cases.be_the_other_host()
+        for binding in reversed(BINDINGS):  # the first host has them in order: each faces the other
+            os.environ[BINDING_VARIABLE] = binding
+            cases.be_the_other_host()
         return
-    wanted = {name: case for name, case in cases.all_cases().items() if not names or name in names}
-    unknown = set(names) - set(wanted)
-    if unknown or not wanted:
+    known = {(binding, name): case for binding in BINDINGS for name, case in cases.all_cases().items()}
+    wanted = {key: case for key, case in known.items() if not names or {key[1], "/".join(key)} & set(names)}
+    unknown = set(names) - {name for key in known for name in (key[1], "/".join(key))}
+    if unknown:
         sys.exit(f"there are no cases {sorted(unknown)}; there are {list(cases.all_cases())}")
-    crew = Crew(members=cases.MEMBERS, peers=cases.PEERS)
+    crews = {}
+    for binding in BINDINGS:
+        os.environ[BINDING_VARIABLE] = binding
+        crews[binding] = Crew(members=cases.MEMBERS, peers=cases.PEERS)
     results = {}
-    for name, case in wanted.items():
+    for (binding, name), case in wanted.items():
+        os.environ[BINDING_VARIABLE] = binding
+        crew, name = crews[binding], f"{binding}/{name}"
         started = time.monotonic()
         faulthandler.dump_traceback_later(CASE_S_MAX, exit=True)
         problem = None
@@ -58,7 +69,7 @@ def main() -> None:
     failed = [name for name, result in results.items() if result["problem"]]
     print(f"{len(results) - len(failed)} of {len(results)} cases passed; failed: {failed}", flush=True)
     sys.stdout.flush()
-    os._exit(min(len(failed), 100))  # the crew's processes have nothing to say any more
+    os._exit(min(len(failed), 100))  # the crews' processes have nothing to say any more
 
 
 if __name__ == "__main__":

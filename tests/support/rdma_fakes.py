@@ -6,16 +6,21 @@ was never registered, a peer that is gone. Completions come a few at a time, whe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
+
+from tensorhub_plugins.core.transports.rdma import link, source, transport
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.rails import Port
-from tensorhub_plugins.core.transports.rdma.verbs import Endpoint, ReadFailed, VerbsError
+from tensorhub_plugins.core.transports.rdma.verbs import Endpoint, ReadFailed
 
 READS_PER_POLL = 7
 
@@ -40,7 +45,7 @@ class Region:
 
 
 class Nic:
-    """register_size_bytes_max: what is left of the locked-memory limit; None: no limit."""
+    """register_size_bytes_max: what is left of the locked-memory limit; None: no limit. No device's memory is taken."""
 
     def __init__(self, port: Port, register_size_bytes_max: int | None = None) -> None:
         self.port = port
@@ -48,7 +53,9 @@ class Nic:
         self.registered: list[tuple[int, int]] = []
         self.left = register_size_bytes_max
 
-    def register(self, address: int, size_bytes: int, device: str = "cpu") -> Region:
+    def register(self, address: int, size_bytes: int, owner: object = None) -> Region:
+        if owner is not None:
+            raise VerbsError("cannot register a device's memory: no peer memory, no dma-buf")
         if self.left is not None:
             if size_bytes > self.left:
                 raise VerbsError("cannot register: raise `ulimit -l`")
@@ -140,3 +147,17 @@ class ReadQueuePair:
             self._pair.close()
             os.close(self.fd)
             os.close(self._write)
+
+
+PORT = Port("fake0", 1, "Ethernet", 1, "0000:0000:0000:0000:0000:ffff:0a00:0001", 100.0)
+
+
+@contextlib.contextmanager
+def installed(ports: Callable[[], list[Port]] = lambda: [PORT], make: Callable[[Port], Nic] = Nic) -> Iterator[None]:
+    """Transports that are made now find these ports, and verbs that are fake."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "find_ports", lambda gid_index=None: (ports(), []))
+        patch.setattr(transport, "open_nics", lambda chosen: [make(port) for port in chosen])
+        patch.setattr(link, "ReadQueuePair", ReadQueuePair)
+        patch.setattr(source, "QueuePair", QueuePair)
+        yield

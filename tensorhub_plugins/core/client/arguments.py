@@ -12,7 +12,14 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
-from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, Transport, TransportLimits, create, unavailable
+from tensorhub_plugins.core.transports import (
+    DEFAULT_TRANSPORTS,
+    Transport,
+    TransportLimits,
+    create,
+    expected,
+    unavailable,
+)
 from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text
 
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
@@ -96,10 +103,10 @@ def usable(
                     made.close()
                 raise
         else:
-            # Nobody who names no transport wants to hear on every worker that it has no RDMA card.
-            log.log(
-                logging.INFO if tuple(names) == DEFAULT_TRANSPORTS else logging.WARNING, "no %s here: %s", name, reason
-            )
+            # Nobody who names no transport wants to hear on every worker that it has no RDMA card; but that it has one
+            # and does not use it.
+            quiet = tuple(names) == DEFAULT_TRANSPORTS and not expected(name)
+            log.log(logging.INFO if quiet else logging.WARNING, "no %s here: %s", name, reason)
     if not transports:
         raise UsageError(f"none of the transports {list(names)} works here: name another, for example tcp")
     return transports

@@ -212,15 +212,19 @@ class Slab:
             yield views
 
     @contextmanager
-    def writable_ranges(self, ranges: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
-        """`writable` for several stream ranges at once, their views one after the other."""
+    def writable_ranges(
+        self, ranges: Sequence[tuple[int, int]], host: torch.Tensor | None = None
+    ) -> Iterator[list[memoryview]]:
+        """`writable` for several stream ranges at once, their views one after the other. host: uint8 memory, at least
+        as large, that copies to the slab's device are fast from; None: some of the device's own."""
         for start, stop in ranges:
             self._check_range(start, stop)
         if self._device is None:
             with self._runs.receiving(ranges) as views:
                 yield views
             return
-        host = self._device.buffer(sum(stop - start for start, stop in ranges))
+        size_bytes = sum(stop - start for start, stop in ranges)
+        host = self._device.buffer(size_bytes) if host is None else host[:size_bytes]
         yield [memory_of(part) for part in torch.split(host, [stop - start for start, stop in ranges])]
         self._device.up(host, [flat for start, stop in ranges for flat in self._cut_flats(start, stop)])
 

@@ -478,6 +478,16 @@ class Simulated:
         self._simulation.called("unregister")
         del self._simulation.registered[memory.data_ptr()]
 
+    def allocation(self, address: int) -> tuple[int, int]:
+        self._simulation.called("allocation")
+        region = self._simulation._region(address)
+        if region is None:
+            raise OSError(f"{address:#x} is none of this device's")
+        return region.start, region.stop
+
+    def export_dma_buf(self, start: int, size_bytes: int) -> int:
+        raise OSError("simulated memory is not exported")
+
 
 @torch.inference_mode()  # in which a model's inference tensors can be written, and others
 def _set(target: torch.Tensor, source: torch.Tensor) -> None:

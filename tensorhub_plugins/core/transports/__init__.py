@@ -35,6 +35,7 @@ __all__ = [
     "TransportLimits",
     "choices",
     "create",
+    "expected",
     "unavailable",
 ]
 
@@ -73,6 +74,11 @@ def create(
 def unavailable(name: str) -> str | None:
     """Why this transport does not work on this machine, as half a sentence; None: it does. UsageError: no such name."""
     return cast("str | None", _kind(name).available())
+
+
+def expected(name: str) -> bool:
+    """Whether this machine has the hardware for it, so that someone should hear that it does not work here."""
+    return bool(getattr(_kind(name), "expected", bool)())
 
 
 def _kind(name: str) -> Any:

@@ -68,12 +68,14 @@ class ReadPlan:
         self._offsets.append(offset)
 
     @contextmanager
-    def receiving(self, segment: int) -> Iterator[list[memoryview]]:
+    def receiving(self, segment: int, host: torch.Tensor | None = None) -> Iterator[list[memoryview]]:
         """Memory for exactly this segment's bytes, in order. Left without an exception, the bytes are digested (so that
-        the caller can verify them) and, for a device, committed. Unwanted bytes go to memory that is dropped."""
+        the caller can verify them) and, for a device, committed. Unwanted bytes go to memory that is dropped.
+
+        host: as of `Slab.writable_ranges`."""
         pieces = list(self._pieces(*self._manifest.segment_range(segment)))
         wanted = [(offset, offset + count) for offset, count in pieces if offset != UNWANTED]
-        with self._target.writable_ranges(wanted) as views:
+        with self._target.writable_ranges(wanted, host) as views:
             if len(wanted) != len(pieces):
                 views = _with_spill(pieces, views)
             yield views

@@ -1,16 +1,23 @@
 """Every transport between sources and readers whose tensors are on a device: the suite, on the simulated one."""
 
+import contextlib
 import functools
+import time
 
 import pytest
+import rdma_fakes
 import torch
 
 from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.testing import ConformanceError, TransportSuite
+from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
+from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.testing.simulated import Simulation
+from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.inproc import MemoryTransport
+from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpTransport
+from tensorhub_plugins.core.types import ShardKey
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -18,6 +25,7 @@ TRANSPORTS = {
     "memory": (MemoryTransport, {"processes": False, "slabs": "adopted"}),
     "tcp": (TcpTransport, {"slabs": "adopted"}),
     "tcp-3-streams": (functools.partial(TcpTransport, streams=3, offload_size_bytes=0), {"slabs": "adopted"}),
+    "rdma": (RdmaTransport, {"processes": False, "slabs": "adopted"}),  # over fake verbs, which take no device memory
     "shm": (ShmTransport, {"slabs": "adopted"}),
 }
 CASES = [case for case in TransportSuite.CASES if "garbage" not in case]  # which counts all memory of this process
@@ -27,6 +35,7 @@ CASES = [case for case in TransportSuite.CASES if "garbage" not in case]  # whic
 def device_and_suite(request):
     make, options = TRANSPORTS[request.param]
     with (
+        rdma_fakes.installed(),
         Simulation(0) as simulation,
         TransportSuite(make, **options, patience_s=60.0, adopt=simulation.adopt_in_place) as suite,
     ):
@@ -59,6 +68,49 @@ def test_copies_that_nobody_waits_for_are_found(monkeypatch, direction):
             pytest.raises(ConformanceError),
         ):
             suite.run("exact_bytes")
+
+
+@pytest.mark.parametrize("direction", ["down", "up"])
+def test_over_rdma_a_device_is_copied_from_and_to_what_the_card_reads(monkeypatch, direction):
+    """One copy at each end: through memory that is registered with the card and pinned for the device."""
+    copied = set()
+    queue = Device._queue
+
+    def asked(self, way, flats, host, after):
+        copied.add((way, host.data_ptr()))
+        return queue(self, way, flats, host, after)
+
+    registered = []
+    register = rdma_fakes.Nic.register
+
+    def noted(self, address, size_bytes, owner=None):
+        registered.append(range(address, address + size_bytes))
+        return register(self, address, size_bytes, owner)
+
+    monkeypatch.setattr(Device, "_queue", asked)
+    monkeypatch.setattr(rdma_fakes.Nic, "register", noted)
+    with rdma_fakes.installed(), Simulation(0) as simulation:
+        content = torch.arange(40_001 * 8)
+        source = {"w": content.clone()}
+        target = {"w": torch.zeros_like(content)}
+        with (
+            contextlib.closing(RdmaTransport()) as serves,
+            contextlib.closing(RdmaTransport()) as reads,
+            simulation.adopt_in_place(source) as mine,
+            simulation.adopt_in_place(target) as theirs,
+        ):
+            offer = Offer(ShardKey(1, "checkpoint"), mine.manifest(20_000), mine)
+            offer.mark_all_ready()
+            copied.clear()
+            deadline = time.monotonic() + 60
+            with contextlib.closing(reads.connect(serves.serve(SimpleShelf(offer)), deadline=deadline)) as link:
+                segments = range(link.open(offer.key, 1, deadline=deadline).segment_count)
+                assert sorted(read_equal(link, segments, theirs, deadline=deadline)) == list(segments)
+            offer.withdraw()
+        simulation.check()
+        assert torch.equal(target["w"], content)
+        places = [address for way, address in copied if way == direction]
+        assert places and all(any(address in known for known in registered) for address in places)
 
 
 def test_in_place_means_that_tests_see_what_the_device_has():

@@ -19,6 +19,7 @@ from tensorhub_plugins.core.transports.rdma.rails import (
     chunks,
     cut_reads,
     find_ports,
+    has_link,
     pair,
     regions,
 )
@@ -90,6 +91,15 @@ def test_what_cannot_be_used_and_why(sysfs: Path) -> None:
 
 def test_no_sysfs_at_all(tmp_path: Path) -> None:
     assert find_ports(tmp_path / "missing") == ([], [])
+    assert not has_link(tmp_path / "missing")
+
+
+def test_a_card_that_has_a_link_is_missed_when_it_is_not_used(sysfs: Path) -> None:
+    device(sysfs, "down", state="1: DOWN")
+    device(sysfs, "efa_0", driver="efa", pci="pci0000:00/0000:00:02.0")
+    assert not has_link(sysfs)
+    device(sysfs, "nogid", gids=((EMPTY, ""),))
+    assert has_link(sysfs)
 
 
 def test_a_configured_gid_index_holds(sysfs: Path) -> None:
@@ -180,6 +190,19 @@ def test_much_memory_is_registered_piece_by_piece() -> None:
     assert chunks([(0, 10, 100)], limit=4) == [(100, 4), (104, 4), (108, 2)]
 
 
+def test_neighbours_of_two_allocations_are_registered_one_by_one() -> None:
+    """A15: a GPU's driver exports one allocation at a time, wherever the next one begins."""
+    page = PAGE_SIZE_BYTES
+
+    def allocation(address: int) -> tuple[int, int]:
+        assert 2 * page <= address < 8 * page
+        return (2 * page, 5 * page) if address < 5 * page else (5 * page, 8 * page)
+
+    extents = [(0, page, 2 * page), (page, 3 * page, 3 * page), (4 * page, 10, 6 * page), (4 * page + 10, 0, 0)]
+    assert chunks(extents) == [(2 * page, 4 * page + 10)]
+    assert chunks(extents, allocation=allocation) == [(2 * page, 3 * page), (5 * page, page + 10)]
+
+
 def test_one_region_where_stream_and_memory_go_on_together() -> None:
     registered = [(1000, 100, 1000, (1, 2))]
     assert regions([(0, 40, 1000), (40, 60, 1040)], registered) == [Region(0, 100, 1000, (1, 2))]
@@ -245,16 +268,31 @@ def test_reads_move_every_byte_to_its_place(
     assert moved == list(zip(each(remote), each(local), strict=True))
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9000)), min_size=1, max_size=20), st.integers(50, 400))
-def test_every_byte_is_registered_and_found_again(tensors: list[tuple[int, int]], limit: int) -> None:
-    """Tensors of any size with any gaps between them, in memory in another order than in the stream."""
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9000)), min_size=1, max_size=20),
+    st.integers(50, 400),
+    st.none() | st.integers(100, 5000),
+)
+def test_every_byte_is_registered_and_found_again(
+    tensors: list[tuple[int, int]], limit: int, allocation_size_bytes: int | None
+) -> None:
+    """Tensors of any size with any gaps between them, in memory in another order than in the stream. Allocations of one
+    size, or none that are known."""
+
+    def allocation(address: int) -> tuple[int, int]:
+        assert allocation_size_bytes is not None
+        first = address // allocation_size_bytes * allocation_size_bytes
+        return first, first + allocation_size_bytes
+
     extents, stream, address = [], 0, 1 << 20
     for size, gap in tensors:
         extents.append((stream, size, address))
         stream, address = stream + size, address + size + gap
     extents = [(start, size, (2 << 20) - at - size) for start, size, at in extents]  # backwards
-    pieces = chunks(extents, limit=limit)
+    pieces = chunks(extents, limit=limit, allocation=allocation if allocation_size_bytes else None)
     assert all(0 < size <= limit for _, size in pieces)
+    if allocation_size_bytes:
+        assert all(at + size <= allocation(at)[1] for at, size in pieces)
     registered = [(at, size, at, (index,)) for index, (at, size) in enumerate(pieces)]
     told = regions(extents, registered)
     memory = RemoteMemory(told, stream, 1)

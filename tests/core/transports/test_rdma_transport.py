@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 import rdma_fakes
 import torch
 
 from recipes.bench.rdma import __main__ as bench
+from tensorhub_plugins.core.client.arguments import usable
+from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.adoption import ADOPTIONS_MAX
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.transports import LinkProgress, NotServable, Offer, TransportLimits, create
+from tensorhub_plugins.core.transports import (
+    DEFAULT_LIMITS,
+    DEFAULT_TRANSPORTS,
+    LinkProgress,
+    NotServable,
+    Offer,
+    TransportLimits,
+    create,
+    read_plan,
+)
 from tensorhub_plugins.core.transports.rdma import link as rdma_link
-from tensorhub_plugins.core.transports.rdma import source as rdma_source
 from tensorhub_plugins.core.transports.rdma import transport as rdma
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.messages import RING_SLOTS, Taken
 from tensorhub_plugins.core.transports.rdma.rails import Port
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
@@ -37,7 +52,7 @@ SIZE = 40 * SEGMENT + 1
 
 
 def port(name: str = "fake0", link_layer: str = "Ethernet") -> Port:
-    return Port(name, 1, link_layer, 1, "0000:0000:0000:0000:0000:ffff:0a00:0001", 100.0)
+    return msgspec.structs.replace(rdma_fakes.PORT, device=name, link_layer=link_layer)
 
 
 class Fakes:
@@ -47,18 +62,12 @@ class Fakes:
         self.ports = [port()]
         self.limit: int | None = None
 
-    def open(self, ports: list[Port]) -> list[rdma_fakes.Nic]:
-        return [rdma_fakes.Nic(each, self.limit) for each in ports]
-
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+def fakes() -> Iterator[Fakes]:
     found = Fakes()
-    monkeypatch.setattr(rdma, "find_ports", lambda gid_index=None: (found.ports, []))
-    monkeypatch.setattr(rdma, "open_nics", found.open)
-    monkeypatch.setattr(rdma_link, "ReadQueuePair", rdma_fakes.ReadQueuePair)
-    monkeypatch.setattr(rdma_source, "QueuePair", rdma_fakes.QueuePair)
-    return found
+    with rdma_fakes.installed(lambda: found.ports, lambda port: rdma_fakes.Nic(port, found.limit)):
+        yield found
 
 
 @pytest.mark.parametrize("case", TransportSuite.CASES)
@@ -154,6 +163,48 @@ def test_the_source_closes_the_oldest_of_too_many_idle_connections() -> None:
         assert [channel.is_cut() for channel in channels] == [True, False, False]
 
 
+def test_the_thread_that_polls_digests_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads go on while one segment is digested: the window is what is kept from the source, not one segment."""
+    digested: set[str] = set()
+    held, landed = threading.Event(), threading.Semaphore(0)
+
+    def slow(views: Any, algorithm: str) -> bytes:
+        digested.add(threading.current_thread().name)
+        assert held.wait(20)
+        return digest_of(views, algorithm)
+
+    land = rdma_link._RdmaStream._land
+
+    def counted(self: rdma_link._RdmaStream, segment: int) -> None:
+        land(self, segment)
+        landed.release()
+
+    with serving() as (_, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
+        monkeypatch.setattr(read_plan, "digest_of", slow)
+        monkeypatch.setattr(rdma_link._RdmaStream, "_land", counted)
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(read, reader, endpoint)
+            for _ in range(rdma_link.WINDOW):
+                assert landed.acquire(timeout=20), "reading waited for a digest"
+            held.set()
+            reading.result(20).close()
+    assert digested and all(name.startswith("tensorhub-rdma-finish") for name in digested)
+
+
+def test_a_digest_that_fails_ends_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(views: Any, algorithm: str) -> bytes:
+        raise MemoryError("no room to digest")
+
+    monkeypatch.setattr(read_plan, "digest_of", fails)
+    with (
+        serving() as (_, _, endpoint),
+        contextlib.closing(rdma.RdmaTransport()) as reader,
+        pytest.raises(MemoryError, match="no room to digest"),
+    ):
+        read(reader, endpoint)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorhub-rdma-finish")]
+
+
 def test_several_rails_share_the_segments(fakes: Fakes) -> None:
     fakes.ports = [port("fake0"), port("fake1"), port("fake2")]
     with serving() as (source, _, endpoint), contextlib.closing(rdma.RdmaTransport()) as reader:
@@ -239,6 +290,7 @@ def test_the_slots_of_a_ring_are_filled_again_only_when_they_were_taken(fakes: F
             channel.send_message(Taken(2), far())
             stream.announced(deque([RING_SLOTS]))
             assert stream._slots[RING_SLOTS] == 2
+            stream.close()
             link.close()
 
 
@@ -366,6 +418,44 @@ def test_what_ib_read_bw_prints() -> None:
 """
     assert bench.parse_perftest(printed) == pytest.approx(24.55)
     assert bench.parse_perftest("Couldn't connect to 10.0.0.1:18515") is None
+
+
+def test_a_card_that_cannot_be_opened_is_not_counted_on(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that shows a card in sysfs, and has no /dev/infiniband: the client goes over tcp, and runs."""
+
+    class Closed:
+        def __init__(self, port: Port) -> None:
+            raise VerbsError(f"cannot open {port.device}: Permission denied")
+
+    monkeypatch.setattr(rdma, "why_not", lambda: None)
+    monkeypatch.setattr(rdma, "Nic", Closed)
+    assert rdma.RdmaTransport.available() == "cannot open fake0: Permission denied"
+    monkeypatch.setattr(rdma, "Nic", rdma_fakes.Nic)
+    assert rdma.RdmaTransport.available() is None
+
+
+@pytest.mark.parametrize(
+    ("has_card", "names", "level"),
+    [
+        (True, DEFAULT_TRANSPORTS, logging.WARNING),
+        (False, DEFAULT_TRANSPORTS, logging.INFO),
+        (False, ("rdma", "tcp"), logging.WARNING),
+    ],
+)
+def test_who_has_a_card_hears_that_it_is_not_used(
+    has_card: bool,
+    names: tuple[str, ...],
+    level: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(rdma, "why_not", lambda: "libibverbs.so.1 cannot be loaded")
+    monkeypatch.setattr(rdma, "has_link", lambda: has_card)
+    with caplog.at_level(logging.INFO):
+        for transport in usable(names, "127.0.0.1", DEFAULT_LIMITS, None).values():
+            transport.close()
+    (record,) = [record for record in caplog.records if "no rdma here" in record.getMessage()]
+    assert record.levelno == level and "libibverbs.so.1" in record.getMessage()
 
 
 def test_where_there_is_no_device_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import select
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import More, NotServable
-from tensorhub_plugins.core.transports.pump import pump
+from tensorhub_plugins.core.transports.pump import OrderedWork, pump
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.messages import (
     DIAL_SIZE_BYTES_MAX,
     RING_SLOTS,
@@ -29,7 +33,7 @@ from tensorhub_plugins.core.transports.rdma.messages import (
 )
 from tensorhub_plugins.core.transports.rdma.rails import Region, RemoteMemory, cut_reads, pair
 from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registration, address_of, log_once
-from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair, VerbsError
+from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
 from tensorhub_plugins.core.transports.stream.link import SocketLink
@@ -39,6 +43,8 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 
 WINDOW = 16  # segments in flight: 64 MiB is more than any path holds
+FINISH_THREADS_MAX = 4  # at 9 GB/s each they digest what the fastest card brings
+CORES_PER_FINISH_THREAD = 2
 PROBE_SIZE_BYTES = 8
 PROBE_S_MAX = 8.0  # longer than the retries of a queue pair
 
@@ -74,12 +80,21 @@ class Connection:
 
 
 class _Arriving:
-    """A segment whose reads are in flight."""
+    """A segment whose reads are in flight, or which is being finished."""
 
-    def __init__(self) -> None:
+    def __init__(self, segment: int) -> None:
+        self.segment = segment
         self.stack = ExitStack()  # of ReadPlan.receiving
         self.bounce: BounceBuffer | None = None
         self.buffered: list[tuple[int, memoryview]] = []  # offset in the bounce buffer, and where it goes from there
+
+    def finish(self) -> list[int]:
+        """Copy, digest, commit to a device. In any thread."""
+        if self.bounce is not None:
+            for start, view in self.buffered:
+                copy_views([self.bounce.view[start : start + len(view)]], [view])
+        self.stack.close()
+        return [self.segment]
 
     def give_up(self) -> None:
         with suppress(_GivenUp):
@@ -101,6 +116,7 @@ class RdmaLink(SocketLink):
         self._remote: RemoteMemory | None = None
         self._ring: Region | None = None  # of the source, where its memory is not registered
         self._target: Registration | None = None
+        self._device: Device | None = None  # of the target: it is read by way of bounce buffers that are pinned for it
         self._free: list[BounceBuffer] = []
         self._rested = False  # the last offer was ended properly: another link may use the connection
         self._given = False  # and does
@@ -230,6 +246,9 @@ class RdmaLink(SocketLink):
         more: More | None = None,
     ) -> Iterator[int]:
         reading = super().read(segments, target, moves, deadline=deadline, more=more)
+        if target.device is not self._device:
+            self._drop_bounce_buffers()
+        self._device = target.device
         self._target = self._register(target)
         return reading
 
@@ -242,10 +261,8 @@ class RdmaLink(SocketLink):
 
     def _register(self, target: Slab) -> Registration | None:
         """None: this memory has to be read by way of a bounce buffer."""
-        tensors = target.tensors()
-        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
-        if device != "cpu":
-            log_once(logging.INFO, "rdma: %s memory is read by way of pinned host memory", device)
+        if target.device is not None:
+            log_once(logging.INFO, "rdma: %s is read into by way of pinned host memory", target.device.name)
             return None
         if target.runs.scattered:
             return None
@@ -264,7 +281,7 @@ class RdmaLink(SocketLink):
 
 
 class _RdmaStream:
-    """Segments that the source announces and queue pairs read, which end in any order."""
+    """Segments that the source announces and queue pairs read, which end in any order. Other threads finish them."""
 
     window = WINDOW
     batch = 1
@@ -282,13 +299,19 @@ class _RdmaStream:
         self._awaited = 0  # segments that the source has not announced
         self._slots: dict[int, int] = {}  # of the source's ring, by segment, from its announcement to its end
         self._arriving: dict[int, _Arriving] = {}
+        self._landed: dict[int, _Arriving] = {}  # read completely, being finished
+        self._finishing = OrderedWork()
+        threads = min(FINISH_THREADS_MAX, max(1, (os.cpu_count() or 1) // CORES_PER_FINISH_THREAD))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-rdma-finish")
+        self._finished = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when one of them has been
         self._blocked = False  # there is no bounce buffer for the next segment
+        self._lost: Exception | None = None  # the source, and why
         self._moved_at = time.monotonic()
         self._yielded = False  # the caller had the segments that finished last: its time is not the source's
 
     @property
     def in_flight(self) -> int:
-        return len(self._arriving)
+        return len(self._arriving) + len(self._landed)
 
     def additional(self, due: int) -> Sequence[int]:
         """Over a ring only once all has ended: until then the source listens for `Taken` alone."""
@@ -326,13 +349,16 @@ class _RdmaStream:
         if self._ring is not None:
             first = self._slots[segment] * self._manifest.segment_size_bytes
             start, stop = first, first + stop - start
-        begun = _Arriving()
+        begun = _Arriving(segment)
         try:
-            views = begun.stack.enter_context(self._plan.receiving(segment))
+            if self._link._device is not None:
+                begun.bounce = self._bounce_buffer()
+            host = None if begun.bounce is None else begun.bounce.host
+            views = begun.stack.enter_context(self._plan.receiving(segment, host))
             local = self._local(views, rail.nic, begun)
         except VerbsError as error:
             begun.give_up()
-            self._blocked = bool(self._arriving)
+            self._blocked = self.in_flight > 0
             if self._blocked:
                 return False
             # Not even one bounce buffer: this reader cannot use rdma now.
@@ -346,59 +372,94 @@ class _RdmaStream:
     def finished(self, *, wait: bool) -> list[int]:
         if self._yielded:
             self._moved_at, self._yielded = time.monotonic(), False
-        done = [segment for rail in self._connection.rails for segment in rail.pair.poll()]
-        if self._channel.is_cut():
-            raise Disconnected("cut the connection")
+        if self._lost is None:
+            self._lost = self._poll()
+        done = []
+        # What has come is not lost with its source: it is waited for, and handed out first.
+        while ended := self._finishing.take(wait=self._lost is not None):
+            done += ended
+        if self._lost is not None and not done:
+            raise self._lost
         if not done and wait:
             listens = bool(self._awaited) and self.in_flight < self.window and not self._blocked
-            stalls_at = self._moved_at + self._link._stall_s
-            _wait(self._channel, self._connection.rails, self._deadline, stalls_at, listens=listens)
+            stalls_at = self._deadline if self._landed else self._moved_at + self._link._stall_s
+            beside = self._finished if self._landed else None
+            _wait(self._channel, self._connection.rails, self._deadline, stalls_at, listens=listens, beside=beside)
         for segment in done:
-            self._finish(self._arriving[segment])
-            del self._arriving[segment]
-            slot = self._slots.pop(segment)
-            if self._ring is not None:
-                self._channel.send_message(Taken(slot), self._deadline)
+            bounce = self._landed.pop(segment).bounce
+            if bounce is not None:
+                self._link._free.append(bounce)
         if done:
             self._blocked, self._yielded = False, True
         return done
+
+    def _poll(self) -> Exception | None:
+        """Take what has been read; why no more will be."""
+        try:
+            for rail in self._connection.rails:
+                for segment in rail.pair.poll():
+                    self._land(segment)
+        except (VerbsError, Disconnected) as error:
+            return error
+        return Disconnected("cut the connection") if self._channel.is_cut() else None
+
+    def _land(self, segment: int) -> None:
+        """All of it has been read; the source's slot is free, and the rest is done beside."""
+        self._landed[segment] = self._arriving.pop(segment)
+        self._moved_at = time.monotonic()
+        future = self._pool.submit(self._landed[segment].finish)
+        future.add_done_callback(lambda _: os.eventfd_write(self._finished, 1))
+        self._finishing.add(future)
+        slot = self._slots.pop(segment)
+        if self._ring is not None:
+            self._channel.send_message(Taken(slot), self._deadline)
 
     def close(self) -> None:
         if self._arriving:
             self._connection.hang_up()  # before the target's memory is let go of
             for begun in self._arriving.values():
                 begun.give_up()
+        self._pool.shutdown()
+        os.close(self._finished)
 
     def _local(self, views: Sequence[memoryview], nic: int, begun: _Arriving) -> list[tuple[int, int, int]]:
         """Registered memory for these views: their own, or a bounce buffer that is copied to them at the end."""
-        link = self._link
         pieces: list[tuple[int, int, int]] = []
-        used = 0
-        for view in views:
+        inside = [None if begun.bounce is None else begun.bounce.find(view) for view in views]  # for a device
+        used = sum(len(view) for view, start in zip(views, inside, strict=True) if start is not None)
+        for view, start in zip(views, inside, strict=True):
             if not len(view):
                 continue
-            found = link._in_place(view, nic)
+            found = None if start is not None else self._link._in_place(view, nic)
             if found is not None:
                 pieces += found
                 continue
             if begun.bounce is None:
-                nics, size_bytes = link._transport.nics, self._manifest.segment_size_bytes
-                begun.bounce = link._free.pop() if link._free else BounceBuffer(nics, size_bytes)
-            pieces.append(begun.bounce.piece(used, len(view), nic))
-            begun.buffered.append((used, view))
-            used += len(view)
+                begun.bounce = self._bounce_buffer()
+            pieces.append(begun.bounce.piece(used if start is None else start, len(view), nic))
+            if start is None:
+                begun.buffered.append((used, view))
+                used += len(view)
         return pieces
 
-    def _finish(self, done: _Arriving) -> None:
-        if done.bounce is not None:
-            for start, view in done.buffered:
-                copy_views([done.bounce.view[start : start + len(view)]], [view])
-            self._link._free.append(done.bounce)
-        done.stack.close()  # digests, and commits to a device
+    def _bounce_buffer(self) -> BounceBuffer:
+        free, link = self._link._free, self._link
+        if free:
+            return free.pop()
+        return BounceBuffer(link._transport.nics, self._manifest.segment_size_bytes, link._device)
 
 
-def _wait(channel: Channel, rails: Sequence[_Rail], deadline: float, stalls_at: float, *, listens: bool) -> None:
-    """Until something may have been read, or (listens) said, or the connection was cut. Silent when it is too late.
+def _wait(
+    channel: Channel,
+    rails: Sequence[_Rail],
+    deadline: float,
+    stalls_at: float,
+    *,
+    listens: bool,
+    beside: int | None = None,
+) -> None:
+    """Until something may have been read, or (listens) said, or the connection was cut, or (beside) this event
+    happened. Silent when it is too late.
 
     Returns at once when it has asked for events that had not been asked for: what completed before makes none.
     """
@@ -410,6 +471,8 @@ def _wait(channel: Channel, rails: Sequence[_Rail], deadline: float, stalls_at: 
     poll.register(channel.sock, select.POLLIN | cut if listens else cut)
     for each in pairs:
         poll.register(each.fd, select.POLLIN)
+    if beside is not None:
+        poll.register(beside, select.POLLIN)
     now = time.monotonic()
     if now >= deadline:
         raise Silent("the deadline passed")
@@ -419,3 +482,5 @@ def _wait(channel: Channel, rails: Sequence[_Rail], deadline: float, stalls_at: 
     for each in pairs:
         if each.fd in ready:
             each.take_event()
+    if beside in ready:
+        os.eventfd_read(beside)

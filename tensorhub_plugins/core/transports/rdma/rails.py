@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from tensorhub_plugins.core.errors import ProtocolError, UsageError
 
 SYSFS = Path("/sys/class/infiniband")
 RAILS_MAX = 4  # side by side; one host's cards beyond that belong to its other workers
+UNRELIABLE = {"efa"}  # drivers of devices without reliable connections
 GIDS_MAX = 256  # entries of a port's table that are looked at
 PAGE_SIZE_BYTES = 4096  # registration is by whole pages
 REGION_SIZE_BYTES_MAX = 1 << 30  # registering holds the GIL: 0.1 to 0.3 s for this much, and not for a whole shard
@@ -47,12 +48,19 @@ class Port(msgspec.Struct, frozen=True):
         return f"{self.name} ({self.link_layer}, {address.ipv4_mapped or address}, {self.rate_gbps:g} Gb/s)"
 
 
+def has_link(sysfs: Path = SYSFS) -> bool:
+    """Whether a port is active, of a device that has reliable connections."""
+    return any(
+        "ACTIVE" in _read(state) and _driver(state.parents[2]) not in UNRELIABLE
+        for state in sysfs.glob("*/ports/*/state")
+    )
+
+
 def find_ports(sysfs: Path = SYSFS, gid_index: int | None = None) -> tuple[list[Port], list[str]]:
     """(the usable ports by name, why others are not). gid_index: this entry of every port's table, whatever it is."""
     ports, reasons = [], []
     for device in sorted(sysfs.iterdir()) if sysfs.is_dir() else []:
-        driver = Path(os.path.realpath(device / "device" / "driver")).name
-        if driver == "efa":
+        if _driver(device) in UNRELIABLE:
             reasons.append(f"{device.name} is an EFA, which has no reliable connections")
             continue
         folders = device / "ports"
@@ -132,6 +140,10 @@ def _closeness(path: str, near: str) -> int:
     return len(os.path.commonpath([path, near]).split("/"))
 
 
+def _driver(device: Path) -> str:
+    return Path(os.path.realpath(device / "device" / "driver")).name
+
+
 def _gids(port: Path) -> list[tuple[int, str, str]]:
     found = []
     for index in range(GIDS_MAX):
@@ -156,21 +168,33 @@ Extent = tuple[int, int, int]  # stream offset, size in bytes, address
 
 
 def chunks(
-    extents: Iterable[Extent], page_size_bytes: int = PAGE_SIZE_BYTES, limit: int = REGION_SIZE_BYTES_MAX
+    extents: Iterable[Extent],
+    page_size_bytes: int = PAGE_SIZE_BYTES,
+    limit: int = REGION_SIZE_BYTES_MAX,
+    *,
+    allocation: Callable[[int], tuple[int, int]] | None = None,
 ) -> list[tuple[int, int]]:
     """(address, size) of the pieces to register for these extents: as few as possible, none above `limit`.
 
     Extents whose pages touch become one piece, with what lies between them; pages in between are never taken.
+    allocation: (first, behind the last address) of the one that an address lies in. No piece lies in two: neighbours in
+    a GPU's memory are exported one by one.
     """
     merged: list[tuple[int, int]] = []
+    first, end = 0, 0  # of the allocation of the last piece
     for _, size_bytes, address in sorted(extents, key=lambda extent: extent[2]):
-        if not size_bytes:
-            continue
         stop = address + size_bytes
-        if merged and address // page_size_bytes <= -(-merged[-1][1] // page_size_bytes):
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((address, stop))
+        while address < stop:
+            is_other = allocation is not None and not first <= address < end
+            if allocation is not None and is_other:
+                first, end = allocation(address)
+            part = stop if allocation is None else min(stop, end)
+            touches = merged and address // page_size_bytes <= -(-merged[-1][1] // page_size_bytes)
+            if touches and not is_other:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], part))
+            else:
+                merged.append((address, part))
+            address = part
     return [(start, min(limit, stop - start)) for first, stop in merged for start in range(first, stop, limit)]
 
 

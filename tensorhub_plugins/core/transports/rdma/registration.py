@@ -8,15 +8,17 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import numpy as np
+import torch
 
 from tensorhub_plugins.core.device import Device, of
-from tensorhub_plugins.core.memory.runs import Runs
+from tensorhub_plugins.core.memory.runs import Runs, memory_of
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.rails import Extent, Region, chunks, regions
-from tensorhub_plugins.core.transports.rdma.verbs import Memory, Nic, VerbsError
+from tensorhub_plugins.core.transports.rdma.verbs import Memory, Nic
 
 SAID_MAX = 100
 
@@ -31,15 +33,17 @@ class Registration:
         nics: Sequence[Nic],
         extents: Sequence[Extent],
         keepalive: object,
-        device: str,
         owner: Device | None = None,
     ) -> None:
-        """owner: the device whose memory it is, which the thread that registers it must have chosen."""
+        """owner: the device whose memory it is. VerbsError."""
         self.extents = extents
         self._nics = nics
-        self._device, self._owner = device, owner
+        self._owner = owner
         self._keepalive = keepalive  # the storages, whose memory verbs knows by address only
-        self._chunks = chunks(extents)
+        try:
+            self._chunks = chunks(extents, allocation=None if owner is None else owner.allocation)
+        except OSError as error:
+            raise VerbsError(f"it is not known which allocations it lies in: {error}") from error
         self._starts = [address for address, _ in self._chunks]
         self._regions: list[list[Memory] | None] = [None] * len(self._chunks)
         self._guard = threading.Lock()
@@ -76,10 +80,9 @@ class Registration:
                 known = self._regions[index]
                 if known is None:
                     address, size_bytes = self._chunks[index]
-                    with nullcontext() if self._owner is None else self._owner.calling():
-                        known = [nic.register(address, size_bytes, self._device) for nic in self._nics]
+                    known = [nic.register(address, size_bytes, self._owner) for nic in self._nics]
                     self._regions[index] = known
-                    if self._device != "cpu":
+                    if self._owner is not None:
                         log_once(logging.INFO, "rdma: device memory is served %s", known[0].how)
         return known
 
@@ -112,9 +115,8 @@ class Registry:
                 extents = [(run.start, run.size_bytes, run.address) for run in slab.runs.all]
                 # The storages, not the tensors: the memory must stay, the tensors are free to go and take this along.
                 storages = [tensor.untyped_storage() for tensor in tensors]
-                device = tensors[0].device.type if tensors else "cpu"
                 owner = of(tensors[0]) if tensors else None
-                found = self._known[slab.runs] = Registration(self._nics, extents, storages, device, owner)
+                found = self._known[slab.runs] = Registration(self._nics, extents, storages, owner)
             return found
 
     def clear(self) -> None:
@@ -124,13 +126,16 @@ class Registry:
 
 
 class BounceBuffer:
-    """Registered host memory that no slab owns, for what cannot be read in place."""
+    """Registered host memory that no slab owns, for what cannot be read in place. host: it, as uint8."""
 
-    def __init__(self, nics: Sequence[Nic], size_bytes: int) -> None:
-        self._block = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE))
-        self.view = memoryview(self._block)
+    def __init__(self, nics: Sequence[Nic], size_bytes: int, owner: Device | None = None) -> None:
+        """owner: pinned for copies from and to this device as well. VerbsError."""
+        size_bytes = max(size_bytes, mmap.PAGESIZE)
+        block = mmap.mmap(-1, size_bytes) if owner is None else None
+        self.host = torch.frombuffer(block, dtype=torch.uint8) if owner is None else owner.buffer(size_bytes)
+        self.view = memory_of(self.host)
         self._address = address_of(self.view)
-        self._regions = [nic.register(self._address, len(self.view)) for nic in nics]
+        self._regions = [nic.register(self._address, size_bytes) for nic in nics]
 
     def region(self, size_bytes: int) -> Region:
         """Its first bytes as peers may read them."""
@@ -139,6 +144,11 @@ class BounceBuffer:
     def piece(self, start: int, size_bytes: int, nic: int) -> tuple[int, int, int]:
         """(address, size, local key) of a part of it, for one card."""
         return self._address + start, size_bytes, self._regions[nic].lkey
+
+    def find(self, view: memoryview) -> int | None:
+        """Where in it this memory begins; None: it is other memory."""
+        start = address_of(view) - self._address
+        return start if 0 <= start <= len(self.view) - len(view) else None
 
     def close(self) -> None:
         for region in self._regions:

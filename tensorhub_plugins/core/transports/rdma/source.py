@@ -9,11 +9,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
-from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import format_address
 from tensorhub_plugins.core.transports.limits import TransportLimits
 from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.messages import (
     DIAL_SIZE_BYTES_MAX,
     RING_SLOTS,
@@ -25,7 +27,7 @@ from tensorhub_plugins.core.transports.rdma.messages import (
 )
 from tensorhub_plugins.core.transports.rdma.rails import Region
 from tensorhub_plugins.core.transports.rdma.registration import BounceBuffer, Registry, log_once
-from tensorhub_plugins.core.transports.rdma.verbs import Nic, QueuePair, VerbsError
+from tensorhub_plugins.core.transports.rdma.verbs import Nic, QueuePair
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.tcp_socket import tune
@@ -104,13 +106,13 @@ class RdmaSource(SourceBackend):
             return self._memory.of(offer.slab).offer(), None
         except (VerbsError, UsageError) as error:
             why = str(error)
-        slot_size_bytes = offer.manifest.segment_size_bytes
+        kind = offer.manifest.segment_size_bytes, offer.slab.device
         with self._guard:
-            fitting = [ring for ring in self._spare_rings if ring.slot_size_bytes == slot_size_bytes]
+            fitting = [ring for ring in self._spare_rings if ring.kind == kind]
             if fitting:
                 self._spare_rings.remove(fitting[0])
         try:
-            ring = fitting[0] if fitting else _SlotRing(self._nics, slot_size_bytes)
+            ring = fitting[0] if fitting else _SlotRing(self._nics, *kind)
         except VerbsError as error:
             raise VerbsError(f"{why}; nor can a ring of host memory that it would pass through: {error}") from error
         log_once(logging.INFO, "rdma: served by way of a ring of host memory, as it is itself not registered: %s", why)
@@ -136,7 +138,7 @@ class RdmaSource(SourceBackend):
             return []
         if ring.is_full:
             ring.taken(channel.receive_message(taken_decoder, DIAL_SIZE_BYTES_MAX, deadline).slot)
-        return [memoryview(SLOT.pack(ring.fill(offer.slab.readable(start, stop))))]
+        return [memoryview(SLOT.pack(ring.fill(offer.slab, start, stop)))]
 
     def flush(self, channel: Channel, deadline: float) -> None:
         ring = self._rings.get(channel)
@@ -164,11 +166,14 @@ class RdmaSource(SourceBackend):
 
 
 class _SlotRing:
-    """Registered host memory in as many slots as segments may be on their way from it. VerbsError."""
+    """Registered host memory in as many slots as segments may be on their way from it. VerbsError.
 
-    def __init__(self, nics: Sequence[Nic], slot_size_bytes: int) -> None:
-        self.slot_size_bytes = slot_size_bytes
-        self._memory = BounceBuffer(nics, RING_SLOTS * slot_size_bytes)
+    What lies on a device is copied straight into it: the ring is pinned for that device too."""
+
+    def __init__(self, nics: Sequence[Nic], slot_size_bytes: int, device: Device | None) -> None:
+        self.kind = slot_size_bytes, device
+        self._slot_size_bytes = slot_size_bytes
+        self._memory = BounceBuffer(nics, RING_SLOTS * slot_size_bytes, device)
         self.region = self._memory.region(RING_SLOTS * slot_size_bytes)
         self._free = deque(range(RING_SLOTS))
 
@@ -180,11 +185,11 @@ class _SlotRing:
     def is_empty(self) -> bool:
         return len(self._free) == RING_SLOTS
 
-    def fill(self, views: Sequence[memoryview]) -> int:
+    def fill(self, slab: Slab, start: int, stop: int) -> int:
         """Copy a segment into a free slot; says which."""
         slot = self._free.popleft()
-        at = slot * self.slot_size_bytes
-        copy_views(views, [self._memory.view[at : at + sum(map(len, views))]])
+        at = slot * self._slot_size_bytes
+        slab.read_into(start, stop, [self._memory.view[at : at + stop - start]])
         return slot
 
     def taken(self, slot: int) -> None:

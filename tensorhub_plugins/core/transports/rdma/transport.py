@@ -46,11 +46,12 @@ from tensorhub_plugins.core.protocol.address import check_advertised, format_add
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.link import Connection, RdmaLink
-from tensorhub_plugins.core.transports.rdma.rails import choose_ports, find_ports
+from tensorhub_plugins.core.transports.rdma.rails import choose_ports, find_ports, has_link
 from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.source import RdmaSource
-from tensorhub_plugins.core.transports.rdma.verbs import Nic, VerbsError, open_nics, why_not
+from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics, why_not
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen
 
@@ -103,7 +104,18 @@ class RdmaTransport:
         if reason is not None:
             return reason
         ports, reasons = find_ports(gid_index=_configured_gid_index())
-        return None if ports else "; ".join(reasons) or "no device has a port"
+        for port in choose_ports(ports, _configured_devices(), _sysfs_of_device()):
+            try:
+                Nic(port).close()  # a container may show a card, and not let it be opened
+                return None
+            except VerbsError as error:
+                reasons.append(str(error))
+        return "; ".join(reasons) or "no device has a port"
+
+    @staticmethod
+    def expected() -> bool:
+        """Whether a card here has a link: that it is not used is worth a warning."""
+        return has_link()
 
     def serve(self, shelf: Shelf) -> str:
         if self._closed or self._server is not None:

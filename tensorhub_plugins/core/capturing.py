@@ -1,0 +1,70 @@
+"""While an engine captures CUDA graphs, any other thread's call to the device invalidates the capture: they wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
+
+CLOSED_S_MAX = 1800.0  # as long as an engine may take to compile and capture; then we go on and say so
+
+
+class Gate:
+    """Open, but while a thread captures: all others' calls are out before that begins, and wait until it ends."""
+
+    def __init__(self, closed_s_max: float = CLOSED_S_MAX) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._inside = 0
+        self.waiting = 0  # threads that wait until it is open
+        self._mine = threading.local()
+        self._closed_s_max = closed_s_max
+
+    @property
+    def closed(self) -> bool:
+        """Whether a thread has closed it."""
+        return self._owner is not None
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Hold it open: for one call to the device, never for a wait for anything else."""
+        depth, me = getattr(self._mine, "depth", 0), threading.get_ident()
+        if depth or self._owner == me:
+            yield
+            return
+        with self._changed:
+            self.waiting += 1
+            opened = self._changed.wait_for(lambda: self._owner is None, self._closed_s_max)
+            self.waiting -= 1
+            if not opened:
+                logger.error("graphs are captured for more than %g s: calls to the device go on", self._closed_s_max)
+                self._owner = None
+                self._changed.notify_all()
+            self._inside += 1
+        self._mine.depth = 1
+        try:
+            yield
+        finally:
+            self._mine.depth = 0
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """From now on only this thread calls the device. Closing twice is fine."""
+        with self._changed:
+            self._owner = threading.get_ident()
+            if not self._changed.wait_for(lambda: not self._inside, self._closed_s_max):
+                logger.error("a call to the device does not end: graphs are captured beside it")
+
+    def open(self) -> None:
+        """Whoever waits goes on."""
+        with self._changed:
+            self._owner = None
+            self._changed.notify_all()
+
+
+gate = Gate()
