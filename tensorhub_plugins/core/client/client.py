@@ -488,8 +488,7 @@ class Client:
 
     def _copy(self, version: int) -> None:
         """For others, see copies.py."""
-        into = Destinations(self._serving, serve=True)
-        into.for_others = True
+        into = Destinations(self._serving, serve=True, for_others=True)
         self._transfer(into, version, (CHECKPOINT,), READ_TIMEOUT_S, claim=False)
         self._releaser(into.allocated.values())()  # what was here before is not offered a second time
 
