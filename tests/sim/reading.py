@@ -236,7 +236,7 @@ class Transfer:
             limits=SMALL,
         )
         self.created_after = worker.machine.last_request_id + 1
-        self.read = worker.shelf.begin_read(self.created_after)
+        self.read = worker.shelf.begin_read(self.created_after, is_for_others=asked.for_others)
         self.requests: list[int] = []
         self.buffers: dict[int, list[bytes]] = {}
         self.links: dict[tuple[int, bytes], Link] = {}

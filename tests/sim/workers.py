@@ -18,7 +18,17 @@ from world import World
 
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.client.copies import has_whole
-from tensorhub_plugins.core.client.shelf import Announce, Effect, MarkReady, Retain, Retract, Shelf, Ticket, Withdraw
+from tensorhub_plugins.core.client.shelf import (
+    Announce,
+    Effect,
+    GiveWay,
+    MarkReady,
+    Retain,
+    Retract,
+    Shelf,
+    Ticket,
+    Withdraw,
+)
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.transfer import replication as r
@@ -314,7 +324,7 @@ class Worker:
                     offer.ready |= set(range(SEGMENTS)) if segment is None else {segment}
                 case Retract(keys):
                     self.ask(lambda number, keys=keys: m.Unpublish(number, keys, 0.0, gone=True), INFINITY, ignore)
-                case Withdraw(_, offer):
+                case Withdraw(_, offer) | GiveWay(_, offer, _):
                     self.withdraw(offer)
                 case Retain(key, offer):
                     moved = Offer(key, list(offer.buffer), offer.manifest, offer.birth, True, ready=offer.ready)
@@ -368,15 +378,12 @@ class Worker:
         """A copy for others, as client/copies.py reads it."""
         if any(transfer.machine.for_others and transfer.machine.version == version for transfer in self.transfers):
             return
-        before = set(self.offers)
-        if has_whole(before, version):
+        if has_whole(self.offers, version):
             return
         got = yield Replicate(version, 0, (CHECKPOINT,), False, 30.0, for_others=True)
         if isinstance(got, Got):
             self.world.counts["held_for_others"] += 1
-            came = sorted(set(self.offers) - before)
-            keys = [key for key in came if (key.version, key.layout) == (version, CHECKPOINT)]
-            yield from self.unpublish(self.shelf.may_release(keys))
+            yield from self.unpublish(self.shelf.copies(version))
 
     def whole(self, key: ShardKey) -> None:
         """All of this shard is here; perhaps all shards of its replica now are, as far as anybody can know: ranks of a

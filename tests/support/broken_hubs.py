@@ -147,7 +147,7 @@ def shows_what_is_superseded() -> Iterator[None]:
 @contextmanager
 def hears_zombies() -> Iterator[None]:
     with (
-        mock.patch.object(hub, "over", lambda worker, message: None),
+        mock.patch.object(hub, "over", lambda worker: None),
         answers(Publishing, "is_of_the_past", None),
     ):
         yield

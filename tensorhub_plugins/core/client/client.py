@@ -44,7 +44,7 @@ from tensorhub_plugins.core.memory.tensors import check_tensors, copied_spec
 from tensorhub_plugins.core.process import check_not_forked, identity
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import address_towards
-from tensorhub_plugins.core.security import secret
+from tensorhub_plugins.core.security import secret, tls
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transfer import replication
@@ -470,6 +470,7 @@ class Client:
             process=identity(),
             job=self._job,
             preemptible=self._preemptible,
+            tls_only=tls.is_required_of(self._location.data_center),
         )
 
     def _link(self, address: str, identity: messages.Hello, connect_timeout_s: float, keys: Keys | None) -> HubLink:
@@ -488,8 +489,7 @@ class Client:
 
     def _copy(self, version: int) -> None:
         """For others, see copies.py."""
-        into = Destinations(self._serving, serve=True)
-        into.for_others = True
+        into = Destinations(self._serving, serve=True, for_others=True)
         self._transfer(into, version, (CHECKPOINT,), READ_TIMEOUT_S, claim=False)
         self._releaser(into.allocated.values())()  # what was here before is not offered a second time
 

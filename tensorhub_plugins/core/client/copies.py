@@ -51,14 +51,14 @@ class Copies:
         """What was read is given up at once: the hub says "keep it", and later when it may go, as of any last copy."""
         try:
             with self._one_at_a_time:
-                before = set(self._serving.keys())  # what its owner has put here is its owner's to give up
-                if self._closed or has_whole(before, version):
+                if self._closed or has_whole(self._serving.keys(), version):
                     return  # the hub did not know yet what had come
                 self._read(version)
-            came = set(self._serving.keys()) - before
-            self._serving.may_release(sorted(k for k in came if (k.version, k.layout) == (version, CHECKPOINT)))
-        except TensorHubError as error:
-            log.warning("%s: has no copy of version %d for others: %s", self._serving.worker, version, error)
+            self._serving.give_up_copies(version)
+        except Exception as error:  # also out of memory, say: the hub asks another worker
+            known = isinstance(error, TensorHubError)
+            text = "%s: has no copy of version %d for others: %s"
+            log.warning(text, self._serving.worker, version, error, exc_info=not known)
         finally:
             with self._lock:
                 self._threads.pop(version, None)

@@ -60,6 +60,7 @@ class Destinations:
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
+    for_others: it is read for them only, see copies.py.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class Destinations:
         into: LiveMemory | None = None,
         in_place: str | None = None,
         wanted: TensorTable | None = None,
+        for_others: bool = False,
     ) -> None:
         if into is not None and wanted is not None:
             raise UsageError("into= and wanted= are two places to read into: pass one of them")
-        self.serve, self.for_others = serve, False  # for_others: as in `Acquire`
+        self.serve, self.for_others = serve, for_others
         self.worker = serving.worker
         self._serving = serving
         self._into = into
@@ -93,7 +95,7 @@ class Destinations:
         if self._into is not None:
             self._into.live.settle()
         if self.serve:
-            self._read = self._serving.begin_read()
+            self._read = self._serving.begin_read(for_others=self.for_others)
 
     # --- for the transfer ---
 
@@ -164,7 +166,7 @@ class Destinations:
             return self._place_wanted(self._wanted).of(key, manifest)
         if key.layout == CHECKPOINT and has_parts(manifest.tensors):
             return self._place_parts(key.shard, manifest.tensors)
-        slab = self.allocated[key.shard] = self._serving.take(manifest.tensors, self._deadline)
+        slab = self.allocated[key.shard] = self._take(manifest.tensors)
         return slab
 
     def _place_wanted(self, wanted: TensorTable) -> LiveMemory:
@@ -187,13 +189,16 @@ class Destinations:
             wanted = TensorTable.of(missing)
             if not blocks:  # what came in parts the last time, at once: so it fits the slabs in the pool
                 wanted = self._serving.parts_as_before(shard, table) or wanted
-            self.allocated[-1 - len(blocks)] = slab = self._serving.take(wanted, self._deadline)
+            self.allocated[-1 - len(blocks)] = slab = self._take(wanted)
             blocks.append(slab)
         alone = TensorTable.of(spec for spec in table if spec.part is None)
         if alone:
-            self.allocated[shard] = slab = self._serving.take(alone, self._deadline)
+            self.allocated[shard] = slab = self._take(alone)
             blocks.insert(0, slab)
         return view_of(table, blocks)
+
+    def _take(self, table: TensorTable) -> Slab:
+        return self._serving.take(table, self._deadline, for_others=self.for_others)
 
     def _drop(self, *, restarts: bool) -> None:
         if self.serve:

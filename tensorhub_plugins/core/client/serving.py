@@ -7,13 +7,11 @@ are taken under one lock; what they have led to, a word to the hub or a reader t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -26,6 +24,7 @@ from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
+from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -38,8 +37,6 @@ from tensorhub_plugins.core.types import ShardKey
 log = logging.getLogger("tensorhub.client")
 
 BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # "max": none
-MEMORY_NOW = Path("/proc/meminfo")
 NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
 SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
 ANNOUNCE_S = 0.3  # a hub that is there has long answered by then; one that is away is told when it is back
@@ -54,7 +51,7 @@ class Serving:
         """budget_bytes, refuses: as in `Client`."""
         self.worker = worker
         self.pool = pool
-        self._budget_bytes = half_of_memory_bytes() if budget_bytes is None else budget_bytes
+        self._budget_bytes = machine.total_bytes() // 2 if budget_bytes is None else budget_bytes
         self._refuses = refuses
         self._is_over = False
         self._shelf: Shelf[Offer] = Shelf()
@@ -124,6 +121,13 @@ class Serving:
         """The hub says that these copies need not be retained any more. Does not block."""
         with self._changed:
             ticket = self._shelf.may_release(keys)
+        with suppress(RuntimeError):  # closed meanwhile
+            self._background.submit(self._release, ticket)
+
+    def give_up_copies(self, version: int) -> None:
+        """What was read for others is here: whether it has to stay, and until when, says the hub. Does not block."""
+        with self._changed:
+            ticket = self._shelf.copies(version)
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._release, ticket)
 
@@ -229,10 +233,10 @@ class Serving:
 
     # --- what is read is served on ---
 
-    def begin_read(self) -> int:
+    def begin_read(self, *, for_others: bool) -> int:
         """A transfer begins: its number, by which the calls below name it."""
         with self._changed:
-            return self._shelf.begin_read(self.hub.last_request_id + 1)
+            return self._shelf.begin_read(self.hub.last_request_id + 1, is_for_others=for_others)
 
     def grant(self, read: int, key: ShardKey) -> None:
         """This transfer was just told to read this shard: readers may be sent here for it, and wait."""
@@ -284,18 +288,23 @@ class Serving:
                     "these tensors are published: unpublish that version before they change", version=key.version
                 )
 
-    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
-        """A slab for these tensors, a used one where there is one."""
+    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, *, for_others: bool = False) -> Slab:
+        """A slab for these tensors, a used one where there is one. for_others: UsageError when there is no room."""
         table = TensorTable.of(specs)
-        self._spend(table.size_bytes, refuses=self._refuses and deadline == NEVER)  # what is read is not refused
+        if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
+            raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
+        if not for_others:
+            self._spend(table.size_bytes, refuses=self._refuses and deadline == NEVER)  # what is read is not refused
         slab = self.pool.take(table, deadline)
         self._fetched.discard(slab)
         return slab
 
     def _spend(self, size_bytes: int, *, refuses: bool) -> None:
-        """So much is about to be added to what is offered from memory of our own."""
+        """So much is about to be added to what is offered from memory of our own. Copies for others do not count: they
+        were made in what was left."""
         with self._changed:
-            offered = [(key, entry) for key, entry in self._shelf.entries.items() if entry.offer.slab.kind != "adopted"]
+            entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
+        offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind != "adopted"]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget_bytes
         if not self._is_over or (was_over and not refuses):  # said once, until it was below again
@@ -315,10 +324,11 @@ class Serving:
         log.warning("%s", text)
 
     def room_bytes(self) -> int:
-        """For copies that others need: what the budget leaves, and no more than half of what the machine has."""
+        """For copies that others need: what the budget leaves, and no more than half of what is free."""
         with self._changed:
             offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind != "adopted"]
-        return max(0, min(self._budget_bytes - sum(slab.size_bytes for slab in offered), available_memory_bytes() // 2))
+        left = self._budget_bytes - sum(slab.size_bytes for slab in offered)
+        return max(0, min(left, machine.available_bytes() // 2))
 
     def holds_fetched(self, slabs: Iterable[Slab]) -> None:
         """These slabs hold what was read from others, until they are used for something else."""
@@ -394,6 +404,8 @@ class Serving:
                 case shelf.Withdraw(_, offer):
                     offer.withdraw()
                     self.recycle(offer.slab)
+                case shelf.GiveWay(_, offer, is_arriving):
+                    self._give_way(offer, is_arriving=is_arriving)
                 case shelf.Retain(key, offer):
                     self._retain(key, offer, deadline)
                 case _:
@@ -410,6 +422,14 @@ class Serving:
         with suppress(UsageError):  # closed meanwhile: the hub knows, or will
             deadline = Deadline.after(BACKGROUND_TIMEOUT_S)
             self.hub.ask(lambda n: messages.Unpublish(n, keys, 0.0, gone=True), deadline)
+
+    def _give_way(self, offer: Offer, *, is_arriving: bool) -> None:
+        """Its read may be about to give its memory back, so that nobody else is to get it before."""
+        offer.withdraw()
+        with self._changed:
+            blocks = self._lent.pop(offer.slab, (offer.slab,))
+        for block in () if is_arriving else blocks:
+            self.pool.discard(block)
 
     def _retain(self, key: ShardKey, offer: Offer, deadline: Deadline) -> None:
         """Rule 4: serve the last copy on, from memory that the caller does not touch."""
@@ -433,22 +453,6 @@ class Serving:
         """Whether operators make the fleet go back from the newest version that was published here to this one."""
         directive, last = self.hub.directive, self._shelf.published.get(key.layout)
         return key.version == directive.pin or (last is not None and last.version in directive.withdrawn)
-
-
-def half_of_memory_bytes() -> int:
-    """Half of what this process may have, as far as the system says."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        total = min(total, int(CONTAINER_LIMIT.read_text()))
-    return total // 2
-
-
-def available_memory_bytes(meminfo: Path = MEMORY_NOW) -> int:
-    """What this machine could give without swapping, as the kernel says."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = meminfo.read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    return 0
 
 
 def sample(count: int, seed: int) -> list[int]:

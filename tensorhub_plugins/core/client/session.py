@@ -170,6 +170,7 @@ class Session:
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
     retain: m.Retain | None = None  # the last that was asked for
+    retain_serial: int = 0  # of the last that was answered
     seen: int = 0  # the newest version the hub has told us of
     resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
     generation: int = 0
@@ -395,6 +396,8 @@ class Session:
                 self._direct(m.Directive(attempts=(attempt,)))
             case m.Wait() | m.Target(), m.Visible(_, version):
                 self._has_seen(version)
+            case m.Retain(), m.Done(_, serial):
+                self.retain_serial = max(self.retain_serial, serial)
             case _:
                 pass
         self._effects.append(Answered(reply.request_id, reply))
@@ -508,6 +511,7 @@ class Session:
                 retain_newest=None if self.retain is None else self.retain.newest,
                 retain_domains=1 if self.retain is None else self.retain.domains,
                 retain_across="host" if self.retain is None else self.retain.across,
+                retain_serial=self.retain_serial,
                 request_id=self.next_request_id(),
                 pending=tuple(self.asked),
                 seen=self.seen,

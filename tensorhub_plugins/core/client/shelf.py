@@ -6,6 +6,8 @@ A shard on the shelf is
     retained   whole, and the hub wants it kept: it may be the last copy of a retained version (rule 4).
 A shard that is not there may be
     expected   this worker has asked for sources, or is about to read it, so the hub may have sent a peer here for it.
+What the hub has asked this worker to hold for others (copies.py) keeps its owner from nothing: a publish takes its
+place.
 
     publish ------------------------------> whole  --unpublish--> asked --unpublished--> gone, or retained
     begin_read -> grant -> prepare -> arriving  --complete--> whole
@@ -65,6 +67,16 @@ class Withdraw(Generic[OfferT]):
 
 
 @dataclass(frozen=True)
+class GiveWay(Generic[OfferT]):
+    """Cut off the readers of a copy for others: its owner has put the same shard here. is_arriving: it is still read,
+    into memory that its read gives back."""
+
+    key: ShardKey
+    offer: OfferT
+    is_arriving: bool
+
+
+@dataclass(frozen=True)
 class Retain(Generic[OfferT]):
     """Serve it on from memory that its owner does not touch; `replace` says where that is."""
 
@@ -72,7 +84,9 @@ class Retain(Generic[OfferT]):
     offer: OfferT
 
 
-Effect: TypeAlias = "Announce[OfferT] | MarkReady[OfferT] | Retract | Withdraw[OfferT] | Retain[OfferT]"
+Effect: TypeAlias = (
+    "Announce[OfferT] | MarkReady[OfferT] | Retract | Withdraw[OfferT] | GiveWay[OfferT] | Retain[OfferT]"
+)
 
 # --- the machine ---
 
@@ -87,6 +101,8 @@ class Entry(Generic[OfferT]):
     offering: int
     is_arriving: bool = False
     is_retained: bool = False
+    is_for_others: bool = False  # a copy that the hub has asked for
+    is_known: bool = False  # the hub knew of such a copy here before
 
 
 @dataclass
@@ -98,6 +114,7 @@ class Reading:
 
     created_after: int
     granted: set[ShardKey] | None = None
+    is_for_others: bool = False
     arriving: set[ShardKey] = field(default_factory=set)
 
 
@@ -142,7 +159,7 @@ class Shelf(Generic[OfferT]):
         """
         if self.closed:
             raise UsageError("the client is closed")
-        if key in self.entries:
+        if key in self.entries and not self.entries[key].is_for_others:
             raise UsageError("this version is published here already: unpublish it first", version=key.version)
         last = self.published.get(key.layout)
         if last is not None and key.version < last.version and not returns:
@@ -161,8 +178,12 @@ class Shelf(Generic[OfferT]):
             raise UsageError(
                 f"version {last.version} of layout {key.layout} was published here before with other bytes"
             )
-        self._put(key, offer)
-        return [Announce(offer, True, was_read)]
+        copy = self.entries.pop(key, None)
+        self._put(key, offer).is_known = copy is not None
+        for reading in self.readings.values():
+            reading.arriving.discard(key)
+        way = [] if copy is None else [GiveWay(key, copy.offer, copy.is_arriving)]
+        return [*way, Announce(offer, True, was_read)]
 
     def announced(self, key: ShardKey, manifest: Manifest) -> None:
         """The hub knows of what was published."""
@@ -170,14 +191,16 @@ class Shelf(Generic[OfferT]):
 
     def refused(self, key: ShardKey, offer: OfferT) -> list[Effect[OfferT]]:
         """The hub does not want it, or was not heard in time: nothing was published."""
-        return self._remove([key] if self.find(key) is offer else [])
+        keys = [key] if self.find(key) is offer else []
+        return self._take_back(keys) if keys and self.entries[key].is_known else self._remove(keys)
 
     def unpublish(self, version: int, layout: str | None = None) -> Ticket:
         """What is to be asked of the hub, in order to give this version up (layout None: in every layout).
 
-        UsageError while it is still being read here.
+        UsageError while it is still being read here, by its owner: what arrives for others is given up when it is here.
         """
-        keys = [key for key in self.entries if key.version == version and layout in (None, key.layout)]
+        meant = {k: e for k, e in self.entries.items() if k.version == version and layout in (None, k.layout)}
+        keys = [key for key, entry in meant.items() if not (entry.is_arriving and entry.is_for_others)]
         if any(self.entries[key].is_arriving for key in keys):
             raise UsageError("it is still being read here: let replicate or fetch return first", version=version)
         return self._ticket(keys)
@@ -185,6 +208,11 @@ class Shelf(Generic[OfferT]):
     def may_release(self, keys: Iterable[ShardKey]) -> Ticket:
         """The hub says that these need not be kept any more: what is to be asked about them."""
         return self._ticket(key for key in keys if key in self.entries and not self.entries[key].is_arriving)
+
+    def copies(self, version: int) -> Ticket:
+        """What is here of this version for others, and nothing that its owner has put here."""
+        keys = [key for key, entry in self.entries.items() if key.version == version and entry.is_for_others]
+        return self.may_release(keys)
 
     def still_meant(self, ticket: Ticket) -> Ticket:
         """Without what has gone, or was put here anew, since the ticket was made."""
@@ -228,10 +256,10 @@ class Shelf(Generic[OfferT]):
 
     # --- what is read is served on ---
 
-    def begin_read(self, created_after: int) -> int:
+    def begin_read(self, created_after: int, *, is_for_others: bool = False) -> int:
         """Sources are asked for from now on. The number by which the read is named below."""
         self.offerings += 1
-        self.readings[self.offerings] = Reading(created_after)
+        self.readings[self.offerings] = Reading(created_after, is_for_others=is_for_others)
         return self.offerings
 
     def grant(self, read: int, key: ShardKey) -> None:
@@ -243,8 +271,9 @@ class Shelf(Generic[OfferT]):
         """There is memory for it, and nothing in it yet. What is here already stays, and is complete."""
         if key in self.entries or self.closed:
             return []
-        self._put(key, offer).is_arriving = True
-        self.readings[read].arriving.add(key)
+        reading, entry = self.readings[read], self._put(key, offer)
+        entry.is_arriving, entry.is_for_others = True, reading.is_for_others
+        reading.arriving.add(key)
         return [Announce(offer, False, True)]
 
     def verified(self, read: int, key: ShardKey, segment: int) -> list[Effect[OfferT]]:

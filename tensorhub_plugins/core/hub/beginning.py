@@ -83,18 +83,20 @@ class Beginning:
         return [w for w in history.workers.values() if w.hello.process in gone and is_trainer(w)] if gone else []
 
 
-def over(worker: Worker, message: m.Request) -> str | None:
-    """Why who belongs to a former attempt is refused this; None: it is not. It may read, and say what it has lost."""
+def changes(message: m.Request) -> bool:
+    """Whether this says what others have, and not only what its worker reads, or has lost."""
     match message:
         case m.Publish(_, holding):
-            changes = holding.origin == "published"
+            return holding.origin == "published"
         case m.Unpublish():
-            changes = not message.gone
-        case m.Retain() | m.Pin() | m.Withdraw():
-            changes = True
+            return not message.gone
         case _:
-            changes = False
-    if not changes or not worker.is_zombie:
+            return isinstance(message, m.Retain | m.Pin | m.Withdraw)
+
+
+def over(worker: Worker) -> str | None:
+    """Why who belongs to a former attempt is refused what `changes`; None: it is not."""
+    if not worker.is_zombie:
         return None
     newest = worker.history.directive.attempts[-1]
     return (

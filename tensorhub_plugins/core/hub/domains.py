@@ -24,6 +24,8 @@ from tensorhub_plugins.core.types import CHECKPOINT, domain, version_text
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 3.0  # before a copy is asked for: engines that read the version anyway often bring it
 BEGIN_S = 10.0  # who was asked has begun to read by then, or another one is asked
+COPY_S = 600.0  # and has read it by then, as long as a client reads for others; one that lies reads for ever
+TRIED_MAX = 4  # versions for which all workers are looked at, each time
 AGAIN_S = 60.0  # before a worker that did not is asked once more
 NAMED_MAX = 3  # workers that a line for people names
 
@@ -60,6 +62,7 @@ class Spread:
     alone: set[bytes] = field(default_factory=set)  # of the holders, those without whom a shard has no source
     short: int = 0  # shards that are in too few
     present: Counter[Domain] = field(default_factory=Counter)  # how many of those are in this domain
+    on_the_way: set[Domain] = field(default_factory=set)  # where somebody reads it, or was just asked to
 
     def lacks(self, place: Domain) -> bool:
         """Whether a copy there helps."""
@@ -81,10 +84,16 @@ class FailureDomains:
         found = {number: self._short(history, number) for number in sorted(history.retained())}
         for number in [n for n in history.missing if found.get(n) is None]:
             del history.missing[number]
-        for number, spread in found.items():
-            if spread is not None:
-                missing = history.missing.setdefault(number, Missing(now))
-                missing.why = self._ask(history, number, spread, missing, now)
+        short = {number: spread for number, spread in found.items() if spread is not None}
+        for number in short:
+            missing = history.missing.setdefault(number, Missing(now))
+            missing.asked = {s: at for s, at in missing.asked.items() if s in history.workers}
+        promised = _promised_bytes(history, now)
+        untried = [n for n, spread in short.items() if self._lacks(history, n, spread, now)]
+        # The newest first, and all of them in turn: there may be a thousand, and thousands of workers.
+        for number in sorted(untried, key=lambda n: (history.missing[n].tried_at, -n))[:TRIED_MAX]:
+            history.missing[number].tried_at = now
+            history.missing[number].why = self._ask(history, number, short[number], promised, now)
         self._say_once(history)
 
     def _short(self, history: History, number: int) -> Spread | None:
@@ -101,51 +110,50 @@ class FailureDomains:
         best = max(spreads, key=lambda spread: spread.domains, default=Spread(1, 0, 0, []))
         return best if best.domains < wanted else None
 
-    def _ask(self, history: History, number: int, spread: Spread, missing: Missing, now: float) -> str:
-        """Ask somebody for a copy, unless one is on its way; else why nobody can be asked."""
-        workers, across = self._registry.workers, history.retain_across
-        coming = [
-            workers[s] for s, at in missing.asked.items() if s in workers and _is_coming(workers[s], number, at, now)
-        ]
+    def _lacks(self, history: History, number: int, spread: Spread, now: float) -> bool:
+        """Whether somebody has to be asked: what is on its way is not enough, and was waited for."""
+        missing, across = history.missing[number], history.retain_across
+        coming = [w for w in map(history.workers.__getitem__, missing.asked) if _is_coming(w, number, missing, now)]
         for worker in coming:
             if now > missing.asked[worker.session] and not _reads(worker, number):
                 self._outbox.send(worker.session, m.Alive(hold=number))  # the first word may have been lost
-        on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
+        spread.on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
         is_urgent = any(worker.is_leaving for worker in spread.holders)
-        if spread.domains + len({d for d in on_the_way if spread.lacks(d)}) >= history.retain_domains:
-            return ""
-        if now < missing.since + PATIENCE_S and not is_urgent:
-            return ""
+        enough = spread.domains + sum(map(spread.lacks, spread.on_the_way)) >= history.retain_domains
+        lacks = not enough and (is_urgent or now >= missing.since + PATIENCE_S)
+        if coming or not lacks:
+            missing.why = ""
+        return lacks
+
+    def _ask(self, history: History, number: int, spread: Spread, promised: Counter[bytes], now: float) -> str:
+        """Ask somebody for a copy; else why nobody can be asked. promised: bytes of their room, by session."""
         if not spread.holders:
             return "nobody holds its checkpoint layout any more, and no other is copied"
+        missing, across = history.missing[number], history.retain_across
         near = {holder.hello.location.data_center for holder in spread.holders}
-        best: tuple[bool, int, Worker] | None = None
+        best: tuple[bool, bool, int, Worker] | None = None
         reasons: list[str] = []
         for worker in history.workers.values():
             place = domain(worker.hello.location, across)
-            if not spread.lacks(place) or place in on_the_way:
+            if not spread.lacks(place) or place in spread.on_the_way:
                 continue
-            room = worker.room_bytes - self._promised_bytes(history, worker, now)
+            room = worker.room_bytes - promised[worker.session]
             reason = _refusal(worker, room, spread, missing, now)
             if reason:
-                reasons.append(f"{worker.name} {reason}")
+                reasons.append(reason if len(reasons) >= NAMED_MAX else f"{worker.name} {reason}")
                 continue
-            rank = worker.hello.location.data_center in near, room
-            if best is None or rank > best[:2]:
+            is_new = worker.session not in missing.asked  # who had its chance comes after all others
+            rank = is_new, worker.hello.location.data_center in near, room
+            if best is None or rank > best[:3]:
                 best = *rank, worker
         if best is not None:
-            worker = best[2]
+            worker = best[3]
             missing.asked[worker.session] = now
+            promised[worker.session] += spread.size_bytes
             self._outbox.send(worker.session, m.Alive(hold=number))
             self._outbox.log(f"{history.name}: {worker.name} is asked to hold a copy of version {version_text(number)}")
             return ""
-        return "" if coming else _nobody(history, spread, reasons)
-
-    def _promised_bytes(self, history: History, worker: Worker, now: float) -> int:
-        """What it was asked to hold, and will take of the room that it has said."""
-        asked = (n for n, each in history.missing.items() if worker.session in each.asked)
-        coming = (n for n in asked if _is_coming(worker, n, history.missing[n].asked[worker.session], now))
-        return sum(size for n in coming for size in _sizes(history.versions[n], None) if n in history.versions)
+        return "" if spread.on_the_way else _nobody(history, spread, reasons)
 
     def _say_once(self, history: History) -> None:
         """That nobody can hold what is short, until all of it was held again."""
@@ -187,9 +195,21 @@ def _reads(worker: Worker, number: int) -> bool:
     return any(key.version == number for key in worker.reading)
 
 
-def _is_coming(worker: Worker, number: int, asked_at: float, now: float) -> bool:
-    """Whether a copy that was asked for may still come."""
-    return now < asked_at + BEGIN_S or _reads(worker, number)
+def _is_coming(worker: Worker, number: int, missing: Missing, now: float) -> bool:
+    """Whether the copy that it was asked for may still come."""
+    since = now - missing.asked[worker.session]
+    return since < BEGIN_S or (since < COPY_S and _reads(worker, number))
+
+
+def _promised_bytes(history: History, now: float) -> Counter[bytes]:
+    """What workers were asked to hold, and will take of the room that they have said, by session."""
+    promised: Counter[bytes] = Counter()
+    for number, missing in history.missing.items():
+        size = sum(_sizes(history.versions[number], None))
+        for session in missing.asked:
+            if _is_coming(history.workers[session], number, missing, now):
+                promised[session] += size
+    return promised
 
 
 def _refusal(worker: Worker, room_bytes: int, spread: Spread, missing: Missing, now: float) -> str:

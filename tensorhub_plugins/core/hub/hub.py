@@ -39,7 +39,7 @@ from typing import TypeAlias
 import msgspec
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.hub.beginning import Beginning, over
+from tensorhub_plugins.core.hub.beginning import Beginning, changes, over
 from tensorhub_plugins.core.hub.domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
 from tensorhub_plugins.core.hub.limits import HubLimits
@@ -282,7 +282,7 @@ class Hub:
             text = f"more than {PENDING_PER_SESSION_MAX} requests pending"
             self._outbox.refuse(worker, request_id, "UsageError", text)
             return
-        problem = over(worker, message)
+        problem = (over(worker) or self._namesakes.taken(worker)) if changes(message) else None
         if problem is not None:
             self._outbox.refuse(worker, request_id, "Superseded", problem)
             return
@@ -295,8 +295,9 @@ class Hub:
                 self.registry.end_claim(worker, key)
                 self._outbox.reply(worker, m.Done(request_id))
             case m.Retain(_, newest, domains, across):
-                worker.history.retain(newest, domains, across)
-                self._outbox.reply(worker, m.Done(request_id))
+                serial = min(worker.history.retain_serial + 1, m.SERIAL_MAX)
+                worker.history.retain(newest, domains, across, serial)
+                self._outbox.reply(worker, m.Done(request_id, serial))
             case m.AskVersions():
                 self._outbox.reply(worker, m.Versions(request_id, worker.history.version_infos()))
             case _:
@@ -360,7 +361,7 @@ class Hub:
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         worker.last_request_id = hello.request_id
         if hello.retain_newest is not None and not worker.is_zombie:
-            history.retain(hello.retain_newest, hello.retain_domains, hello.retain_across)
+            history.recall_retain(hello.retain_newest, hello.retain_domains, hello.retain_across, hello.retain_serial)
         worker.seen_version = max(worker.seen_version, history.floor(hello.seen))
         self._take_over(worker, hello, now)
         for each in history.replicas[hello.replica].values():  # its group may be complete now

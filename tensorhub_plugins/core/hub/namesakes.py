@@ -6,7 +6,8 @@ apart: what all processes of one job have in common, and those of another one do
 - Of the same job: let in at once. Its former life is given up, and is refused when it comes back.
 - Without such a word, or of another job (a plain loop that was killed, and started again on this host or another): let
   in once the name has been silent for SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
-- Trainers are not given up here: that is decided when they begin (beginning.py).
+- Trainers are not given up here, as others may need what they hold: which one counts is decided when they begin
+  (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class Namesakes:
     def problem(self, session: bytes, hello: m.Hello, now: float) -> str | None:
         """Why this new session is not let in; "": it has to wait; None: it is let in."""
         others = self._others(session, hello)
-        if not others or hello.mark:
+        if not others or (hello.mark and all(map(is_trainer, others))):
             self._waiting.pop(session, None)
             return None
         name = f"{hello.replica}/{hello.shard}"
         if hello.welcomed == self._registry.session:  # it was here before
-            return f"another process has said Hello as {name} since, and is that worker now: end this one"
+            return _taken(name)
         if hello.job and all(other.hello.job == hello.job for other in others):
             return None
         since, beat_s = self._waiting.setdefault(session, now), self._registry.limits.heartbeat_s
@@ -54,6 +55,11 @@ class Namesakes:
         self._waiting.pop(worker.session, None)
         return [other for other in self._others(worker.session, worker.hello) if not is_trainer(other)]
 
+    def taken(self, worker: Worker) -> str | None:
+        """Why this worker is not heard as the one that it was; None: it is still that one."""
+        others = self._others(worker.session, worker.hello) if worker.is_replaced else []
+        return _taken(worker.name) if any(not other.is_replaced for other in others) else None
+
     def _others(self, session: bytes, hello: m.Hello) -> list[Worker]:
         """Other processes of this name."""
         history = self._registry.histories.get((hello.run, hello.model)) if self._is_on else None
@@ -66,3 +72,7 @@ class Namesakes:
             and other.session != session
             and not (hello.process and hello.process == other.hello.process)
         ]
+
+
+def _taken(name: str) -> str:
+    return f"another process has said Hello as {name} since, and is that worker now: end this one"

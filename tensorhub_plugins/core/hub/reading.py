@@ -15,7 +15,7 @@ from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import issue
-from tensorhub_plugins.core.types import CHECKPOINT, HOST, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, FAR, HOST, ShardKey, distance
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -230,7 +230,7 @@ class Reading:
             shard=key.shard,
             session=source.session,
             worker=source.name,
-            endpoints=source.hello.endpoints,
+            endpoints=_endpoints_for(pending.worker, source),
             location=source.hello.location,
             root=root,
             size_bytes=size_bytes,
@@ -257,6 +257,14 @@ class Reading:
         if not number and history.directive.pin:
             what = f"version {history.directive.pin}, which is pinned,"
         return m.Refused(acquire.request_id, "NotPublished", f"{what} was not published before the deadline")
+
+
+def _endpoints_for(reader: Worker, source: Worker) -> dict[str, str]:
+    """Where this reader may come in: what asks for TLS between data centres is not read by one that has none."""
+    endpoints = source.hello.endpoints
+    if source.hello.tls_only and distance(reader.hello.location, source.hello.location) == FAR:
+        return {name: endpoint for name, endpoint in endpoints.items() if name == "tls"}
+    return endpoints
 
 
 def _too_many(acquire: m.Acquire, found: Found) -> m.Refused:

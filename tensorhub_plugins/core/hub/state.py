@@ -227,6 +227,7 @@ class Missing:
 
     since: float
     asked: dict[bytes, float] = field(default_factory=dict)  # session -> when it was asked to hold a copy
+    tried_at: float = float("-inf")  # all workers were looked at for one
     why: str = ""  # nobody can
 
 
@@ -239,6 +240,7 @@ class History:
     retain_newest: int = 1
     retain_domains: int = 1  # in which copies of them are kept
     retain_across: Across = "host"
+    retain_serial: int = 0  # of the Retain that said so
     missing: dict[int, Missing] = field(default_factory=dict)  # by version, see domains.py
     looked_at: float = float("-inf")  # for what is missing
     is_short: bool = False  # which was said
@@ -305,9 +307,17 @@ class History:
         visible = self.visible()
         return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
 
-    def retain(self, newest: int, domains: int, across: Across) -> None:
+    def retain(self, newest: int, domains: int, across: Across, serial: int) -> None:
         """Keep copies of so many versions, in so many failure domains."""
         self.retain_newest, self.retain_domains, self.retain_across = newest, domains, across
+        self.retain_serial = serial
+
+    def recall_retain(self, newest: int, domains: int, across: Across, serial: int) -> None:
+        """What a worker has said before, perhaps to a hub before us: nothing new if others have said something since.
+        Of two with one serial, which two hubs have given, the one that keeps more counts."""
+        known = self.retain_serial, self.retain_newest, self.retain_domains, self.retain_across
+        if not self.retain_serial or (serial, newest, domains, across) > known:
+            self.retain(newest, domains, across, serial)
 
     def direct(self, directive: m.Directive) -> None:
         """Take over what operators want of this history."""

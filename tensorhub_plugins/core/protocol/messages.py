@@ -184,7 +184,9 @@ class Hello(_Message, frozen=True):
     one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
     older than this field). process: the worker's, see process.py; "": it does not say. mark: of the attempt that it has
     begun; b"": none. job: what it has in common with its former and next lives only; "": it does not say. welcomed: the
-    hub's life that has let this session in; b"": none yet.
+    hub's life that has let this session in; b"": none yet. retain_newest and what follows: as in the Retain that this
+    worker said last, if it ever did; retain_serial: as it was answered. tls_only: whether other data centres are served
+    over TLS only.
     """
 
     run: Name
@@ -197,7 +199,7 @@ class Hello(_Message, frozen=True):
     holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=HOLDINGS_MAX)] = ()
     leases: Annotated[tuple[HeldLease, ...], msgspec.Meta(max_length=1024)] = ()
     claims: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=1024)] = ()
-    retain_newest: Count | None = None  # of this many versions copies are kept, see Retain
+    retain_newest: Count | None = None
     request_id: Count = 0
     pending: Requests = ()
     seen: Count = 0
@@ -212,6 +214,8 @@ class Hello(_Message, frozen=True):
     retain_domains: Domains = 1
     retain_across: Across = "host"
     preemptible: bool = False  # this worker may be taken away at short notice: what only it has is not safe
+    retain_serial: Serial = 0
+    tls_only: bool = False
 
 
 class Heartbeat(_Message, frozen=True):
@@ -432,9 +436,10 @@ class Alive(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """The request was carried out (Publish, Retain, Abandon, Pin, Withdraw)."""
+    """The request was carried out (Publish, Retain, Abandon, Pin, Withdraw). serial: of a Retain, as in a directive."""
 
     request_id: Count
+    serial: Serial = 0
 
 
 class Unpublished(_Message, frozen=True):

@@ -49,11 +49,22 @@ def files_from_environment() -> TlsFiles | None:
 
 
 def is_required() -> bool:
-    """Whether nothing is to be read from another data centre without TLS. UsageError for another word."""
+    """Whether nothing is to be read from another data centre, or served to one, without TLS. UsageError for another
+    word."""
     said = os.environ.get(MODE_VARIABLE, "")
     if said not in ("", "required"):
         raise UsageError(f"{MODE_VARIABLE}={said!r:.80}: required, or nothing")
     return said == "required"
+
+
+def is_required_of(data_center: str) -> bool:
+    """The same for a worker that is there. UsageError when it does not know where: all others would count as near."""
+    if is_required() and not data_center:
+        raise UsageError(
+            f"{MODE_VARIABLE}=required says how weights go to another data centre, and this worker's has no name: set "
+            "TENSORHUB_DATA_CENTER on all workers"
+        )
+    return is_required()
 
 
 def contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:

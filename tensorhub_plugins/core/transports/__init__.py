@@ -101,5 +101,7 @@ def nothing_in_common(endpoints: Mapping[str, str], *, far: bool, tls_only: bool
     """Why there are no `choices`."""
     if far and tls_only and "tls" not in endpoints:
         return f"it is in another data centre and has no TLS, which {MODE_VARIABLE}=required asks for here"
+    if far and not endpoints:
+        return f"it serves other data centres over TLS only ({MODE_VARIABLE}=required there), and has none"
     hint = ": it wants TLS, which is not set up here (TENSORHUB_TLS_CERT)" if set(endpoints) == {"tls"} else ""
     return f"no common transport: it has {sorted(endpoints)}{hint}"

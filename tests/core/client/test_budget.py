@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.core.client.serving import half_of_memory_bytes
+from tensorhub_plugins.core.memory.machine import total_bytes
 
 MEGABYTE = 1_000_000
 
@@ -58,5 +58,5 @@ def test_what_is_retained_counts_and_is_kept_nevertheless(stage, caplog):
     assert torch.equal(reader.fetch(1, serve=True).tensors()["w"], tensors(1)["w"])  # a read is not refused
 
 
-def test_the_default_is_half_of_what_there_is():
-    assert 64 * MEGABYTE < half_of_memory_bytes() < 1 << 50
+def test_the_default_is_half_of_what_there_is(stage):
+    assert stage.client("trainer")._serving._budget_bytes == total_bytes() // 2

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from client_processes import same_bytes, tensors_of
-from client_stage import Stage, holders, until
+from client_processes import hold_back, let_go, same_bytes, tensors_of
+from client_stage import SOON_S, Stage, holders, until
 
-from tensorhub_plugins.core import CHECKPOINT, Location, NotPublished, ShardKey, VersionGone, start_server
+from tensorhub_plugins.core import (
+    CHECKPOINT,
+    Client,
+    Location,
+    NotPublished,
+    ShardKey,
+    UsageError,
+    VersionGone,
+    start_server,
+)
 from tensorhub_plugins.core.cli import fetch_status, status_text
-from tensorhub_plugins.core.client.copies import has_whole
-from tensorhub_plugins.core.client.serving import available_memory_bytes
+from tensorhub_plugins.core.client.copies import Copies, has_whole
+from tensorhub_plugins.core.client.shelf import Entry
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.memory.machine import available_bytes
+from tensorhub_plugins.core.transports import Offer
 
 AT = {name: Location("dc", "rack", name) for name in "abc"}
 
@@ -101,10 +111,84 @@ def test_a_worker_without_room_is_named_in_the_status(stage: Stage) -> None:
     assert full.serving() == []
 
 
-def test_the_room_is_what_the_machine_can_give(stage: Stage, tmp_path: Path) -> None:
+def held_by(client: Client, version: int) -> list[Entry[Offer]]:
+    return [entry for key, entry in client._serving._shelf.entries.items() if key.version == version]
+
+
+def test_what_its_owner_reads_meanwhile_is_not_given_up(stage: Stage) -> None:
+    """The memory of what it has fetched would be used again while it still looks at it."""
+    trainer, idle = stage.client("trainer", location=AT["a"]), stage.client("idle", location=AT["b"])
+    trainer.publish(1, {"w": torch.ones(1000)})
+    mine = []
+
+    def read(version: int) -> None:
+        mine.append(idle.fetch(version, serve=True))
+        idle._copy(version)
+
+    copies = Copies(idle._serving, read)
+    copies.hold(1)
+    copies.join()
+    idle._serving._background.submit(lambda: None).result(SOON_S)  # what was given up is
+    (entry,) = held_by(idle, 1)
+    assert not entry.is_retained and not entry.is_for_others
+    trainer.publish(2, {"w": torch.zeros(1000)})
+    idle.fetch(2)
+    assert torch.equal(mine[0].tensors()["w"], torch.ones(1000))
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_trainer_that_resumes_publishes_what_it_was_asked_to_hold(stage: Stage, arrives: bool) -> None:
+    """The hub asks whoever has room, before its own loop is there."""
+    holder, trainer = stage.client("holder", location=AT["a"]), stage.client("trainer", location=AT["b"])
+    weights = tensors_of(7)
+    holder.retain(1, domains=2)
+    holder.publish(1, weights)
+    if arrives:
+        hold_back(holder, 1, 3)
+    trainer._copies.hold(1)
+    until(lambda: [entry for entry in held_by(trainer, 1) if (entry.is_arriving if arrives else entry.is_retained)])
+    trainer.unpublish(1)  # what is not its own; nothing happens while it arrives
+    trainer.publish(1, weights, copy=False)
+    (entry,) = held_by(trainer, 1)
+    assert entry.offer.slab.kind == "adopted" and not entry.is_for_others
+    let_go(holder, 1)
+    trainer._copies.join()
+    assert held_by(trainer, 1) == [entry]
+    reader = stage.client("reader", location=AT["b"])
+    assert same_bytes(reader.fetch(1).tensors(), weights)
+
+
+def test_a_copy_for_others_takes_no_more_than_there_is_room_for(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """The room may be gone since the hub was told of it. And what it takes is not missing when its owner publishes."""
+    trainer = stage.client("trainer", location=AT["a"])
+    trainer.retain(2, domains=2)
+    trainer.publish(1, {"w": torch.ones(1000)})
+    small = stage.client("small", location=AT["b"], memory_budget_bytes=7999, over_budget="refuse")
+    small._copies.hold(1)
+    until(lambda: [entry for entry in held_by(small, 1) if entry.is_retained])
+    small.publish(5, {"w": torch.ones(1000)})
+    with pytest.raises(UsageError, match="above its budget"):
+        small.publish(6, {"w": torch.ones(1000)})
+    trainer.publish(2, {"w": torch.ones(1000)})
+    small._copies.hold(2)
+    small._copies.join()
+    assert "has no copy of version 2 for others: a copy of 0.0 MB, and room for 0.0 MB is left" in caplog.text
+    assert held_by(small, 2) == []
+
+
+def test_a_copy_that_fails_for_any_reason_is_said_and_another_can_be_made(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def read(version: int) -> None:
+        raise MemoryError("there is none left")
+
+    copies = Copies(stage.client("idle")._serving, read)
+    copies.hold(1)
+    copies.join()
+    assert "idle/0: has no copy of version 1 for others: there is none left" in caplog.text
+    assert copies._threads == {}
+
+
+def test_the_room_is_what_can_be_had(stage: Stage) -> None:
     client = stage.client("rollout-0", memory_budget_bytes=1 << 60)
-    assert 0 < client._serving.room_bytes() <= available_memory_bytes()
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       100 kB\nMemAvailable:    3 kB\n")
-    assert available_memory_bytes(meminfo) == 3072
-    assert available_memory_bytes(tmp_path / "none") == 0
+    assert 0 < client._serving.room_bytes() <= available_bytes()

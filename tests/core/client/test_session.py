@@ -212,7 +212,7 @@ def test_a_new_hub_is_told_all_there_is():
     story = Story()
     story.publish(KEY)
     retain = story.ask(m.Retain, 3)
-    story.hear(m.Done(retain))
+    story.hear(m.Done(retain, 7))
     lease = story.acquire(SOURCE, round_=4)
     waiting = story.ask(m.Wait, 9, 0, 60.0)
     claimed = story.ask(m.Acquire, 1, 0, ("runtime:f", CHECKPOINT), 60.0, claim=True)
@@ -227,6 +227,7 @@ def test_a_new_hub_is_told_all_there_is():
         leases=(m.HeldLease(lease, 1, CHECKPOINT, {0: SOURCE}, 40.0),),
         claims=(RUNTIME_KEY,),
         retain_newest=3,
+        retain_serial=7,
         request_id=hello.request_id,
         pending=(waiting,),
         seen=1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub_plugins.core.client.shelf import Announce, MarkReady, Retain, Retract, Shelf, Withdraw
+from tensorhub_plugins.core.client.shelf import Announce, GiveWay, MarkReady, Retain, Retract, Shelf, Withdraw
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
@@ -23,9 +23,9 @@ def publish(shelf: Shelf[str], key: ShardKey, offer: str, *, tag: bytes = b"1", 
     shelf.announced(key, manifest(tag))
 
 
-def read(shelf: Shelf[str], key: ShardKey, offer: str) -> int:
+def read(shelf: Shelf[str], key: ShardKey, offer: str, *, is_for_others: bool = False) -> int:
     """Arriving."""
-    number = shelf.begin_read(10)
+    number = shelf.begin_read(10, is_for_others=is_for_others)
     shelf.grant(number, key)
     assert shelf.prepare(number, key, offer) == [Announce(offer, False, True)]
     return number
@@ -174,3 +174,39 @@ def test_a_closed_shelf_takes_nothing_and_promises_nothing():
     with pytest.raises(UsageError, match="closed"):
         publish(shelf, ShardKey(3, CHECKPOINT), "c")
     assert shelf.entries == {}
+
+
+# --- copies that the hub has asked for ---
+
+
+@pytest.mark.parametrize("is_arriving", [True, False])
+def test_a_copy_for_others_gives_way_to_what_its_owner_publishes(is_arriving: bool):
+    shelf = Shelf[str]()
+    number = read(shelf, ONE, "copy", is_for_others=True)
+    if not is_arriving:
+        shelf.complete(number)
+        assert shelf.unpublished(shelf.copies(1), keep=True) == [Retain(ONE, "copy")]
+    said = shelf.publish(ONE, manifest(), "mine", returns=False, was_read=False)
+    assert said == [GiveWay(ONE, "copy", is_arriving), Announce("mine", True, False)]
+    assert shelf.copies(1) == {} and shelf.find(ONE) == "mine"
+    if is_arriving:  # what still comes is not the owner's
+        assert shelf.verified(number, ONE, 1) == [] == shelf.complete(number)
+    assert shelf.refused(ONE, "mine") == [Retract((ONE,)), Withdraw(ONE, "mine")]  # the hub had heard of a copy here
+
+
+def test_what_arrives_for_others_keeps_nobody_from_unpublishing():
+    shelf = Shelf[str]()
+    number = read(shelf, ONE, "copy", is_for_others=True)
+    assert shelf.unpublish(1) == {} == shelf.copies(1)
+    shelf.complete(number)
+    assert list(shelf.unpublish(1)) == [ONE] == list(shelf.copies(1))
+    assert shelf.copies(2) == {}
+
+
+def test_what_its_owner_reads_meanwhile_is_no_copy_for_others():
+    shelf = Shelf[str]()
+    asked = shelf.begin_read(10, is_for_others=True)
+    shelf.complete(read(shelf, ONE, "mine"))
+    shelf.grant(asked, ONE)
+    assert shelf.prepare(asked, ONE, "copy") == [] == shelf.complete(asked)
+    assert shelf.copies(1) == {} and shelf.find(ONE) == "mine"

@@ -17,7 +17,7 @@ from tensorhub_plugins.core.hub.hub import LEASES_PER_SESSION_MAX
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
 SMALL, LARGE = 64, 256
 RATIO_MAX = 1.6 * LARGE / SMALL  # n log n: 4 x 8 / 6 is 5.3
@@ -88,6 +88,17 @@ def announces_many_leases(count: int) -> Callable[[], object]:
     return lambda: story.join("a/0", leases=leases, request_id=count + 1, pending=tuple(range(1, count + 1)))
 
 
+def looks_for_room(count: int) -> Callable[[], object]:
+    """For so many versions that lack a copy, among as many workers of which none has room."""
+    story = Scenario()
+    for n in range(count):
+        story.join(f"w{n}/0", location=Location("", "", f"h{n}"), holdings=held(count, versions=True) if not n else ())
+    story.say("w0/0", m.Retain, newest=count, domains=2)
+    story.beat("w0/0")
+    story.now += 10.0
+    return lambda: story.beat("w0/0")
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -97,8 +108,9 @@ def announces_many_leases(count: int) -> Callable[[], object]:
         gives_up_many(True),
         ends_a_lease_of_many,
         announces_many_leases,
+        looks_for_room,
     ],
-    ids=["shards", "versions", "unpublish shards", "unpublish versions", "release", "leases"],
+    ids=["shards", "versions", "unpublish shards", "unpublish versions", "release", "leases", "look for room"],
 )
 def test_what_is_four_times_as_large_takes_about_four_times_as_long(
     prepare: Callable[[int], Callable[[], object]],

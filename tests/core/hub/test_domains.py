@@ -6,7 +6,7 @@ import pytest
 from hub_scenarios import RUNTIME, Scenario
 
 from tensorhub_plugins.core.cli import status_text
-from tensorhub_plugins.core.hub.domains import AGAIN_S, BEGIN_S, PATIENCE_S
+from tensorhub_plugins.core.hub.domains import AGAIN_S, BEGIN_S, COPY_S, PATIENCE_S, TRIED_MAX
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location
@@ -213,3 +213,49 @@ def test_a_shard_that_reads_for_others_still_agrees_with_its_replica() -> None:
         fleet.acquire("pair/1")
         (line,) = fleet.heard("pair/1")
         assert line.startswith(f"read {second} {CHECKPOINT}")
+
+
+def test_who_reads_for_ever_keeps_nobody_else_from_making_the_copy() -> None:
+    """It says at every heartbeat that its read goes on, and its lease lasts."""
+    fleet = Fleet(liar="b", other="c")
+    fleet.room["liar/0"] = 2 * ROOM
+    fleet.publish("trainer/0", 1)
+    fleet.wait(PATIENCE_S + 2)
+    assert fleet.asked("liar/0") == ["hold 1"]
+    number = fleet.acquire("liar/0", 1, for_others=True, timeout_s=1e6)
+    seconds = 0
+    while not fleet.asked("other/0"):
+        assert number in fleet.hub.workers[fleet.sessions["liar/0"]].leases and seconds < 2 * COPY_S
+        seconds += 30
+        fleet.wait(30)
+        goes_on = {"progress": {number: seconds}, "room_bytes": ROOM}
+        fleet.tell("liar/0", m.Heartbeat(fleet.hub.session, number, leases={number: 1}, **goes_on))
+    assert COPY_S - BEGIN_S <= seconds <= COPY_S + 30
+
+
+def test_of_many_versions_each_has_its_turn_the_newest_first() -> None:
+    fleet = Fleet(other="b")
+    fleet.say("trainer/0", m.Retain, newest=3 * TRIED_MAX, domains=2)
+    fleet.room["other/0"] = 0
+    for version in range(1, 3 * TRIED_MAX + 1):
+        fleet.publish("trainer/0", version)
+    fleet.wait(PATIENCE_S + 2)
+    assert 0 < sum(map(bool, fleet.missing)) < 3 * TRIED_MAX
+    fleet.wait(3)
+    assert all("other/0 has room for 0.0 MB" in why for why in fleet.missing)
+    fleet.room["other/0"] = 250  # for two
+    fleet.wait(4)
+    assert len(fleet.asked("other/0")) == 2
+
+
+def test_who_was_asked_for_much_is_not_asked_for_more_than_it_has_room_for() -> None:
+    """Within one look, too."""
+    fleet = Fleet(domains=2, other="b")
+    fleet.say("trainer/0", m.Retain, newest=3, domains=2)
+    fleet.room["other/0"] = 250
+    for version in (1, 2, 3):
+        fleet.publish("trainer/0", version)
+    fleet.wait(PATIENCE_S + 2)
+    assert fleet.asked("other/0") == ["hold 3", "hold 2"]
+    (why,) = filter(None, fleet.missing)
+    assert "other/0 has room for 0.0 MB" in why

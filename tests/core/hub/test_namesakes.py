@@ -93,6 +93,42 @@ def test_a_trainer_is_not_given_up_by_a_hello() -> None:
     assert len(story.hub.workers) == 2  # beginning.py decides
 
 
+@pytest.mark.parametrize("why_not", ["", "no secret", "one process"])
+def test_a_trainer_whose_name_was_taken_publishes_no_more(why_not: str) -> None:
+    """A plain loop that thaws, and never begins an attempt. The controls: who may be two, is."""
+    story = Scenario(secret=why_not != "no secret")
+    process = "boot 1 2" if why_not == "one process" else ""
+    story.join("trainer/0", job="j", process=process)
+    story.publish("trainer/0", 1)
+    story.sessions["again"] = SECOND
+    said = {"request_id": 1, "hub": story.hub.session, "job": "j", "process": process}
+    story._deliver(Received(SECOND, m.Hello("run", "actor", "trainer", 0, 1, Location(), {}, **said)))
+    story.heard("trainer/0")
+    story.publish("trainer/0", 2)
+    history = story.hub.registry.histories["run", "actor"]
+    assert story.heard("trainer/0") == ([] if why_not else ["refused Superseded"])
+    assert history.is_visible(2) is bool(why_not)
+    story.requests["again"] = 1
+    story.publish("again", 3)
+    assert history.is_visible(3) and history.is_visible(1)  # what the former life holds stays
+
+
+@pytest.mark.parametrize("is_trainer", [False, True])
+def test_who_says_that_it_has_begun_an_attempt_takes_no_workers_name(is_trainer: bool) -> None:
+    """Two trainers settle it when they begin, the control; who is none has nothing to settle."""
+    story = Scenario(secret=True)
+    story.join("actor-0/0")
+    if is_trainer:
+        story.publish("actor-0/0", 1)
+    story.sessions["second"] = SECOND
+    hello = m.Hello(
+        "run", "actor", "actor-0", 0, 1, Location(), {}, request_id=1, hub=story.hub.session, mark=b"m" * 16
+    )
+    story._deliver(Received(SECOND, hello))
+    assert story.sessions["actor-0/0"] in story.hub.workers
+    assert (SECOND in story.hub.workers) is is_trainer
+
+
 @pytest.mark.parametrize("job", ["j", None], ids=["of one job", "a plain loop"])
 def test_a_killed_reader_starts_again_under_its_name(job: str | None) -> None:
     keys = Keys.of(b"1" * 32)

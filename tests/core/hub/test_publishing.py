@@ -291,6 +291,35 @@ def test_what_is_to_be_kept_outlives_the_hub() -> None:
     assert [model[name] for name in ("retain_newest", "retain_domains", "retain_across")] == [3, 2, "rack"]
 
 
+def kept_by(scenario: Scenario) -> list[object]:
+    model = report(scenario.hub.registry, scenario.now)["models"][0]
+    return [model[name] for name in ("retain_newest", "retain_domains", "retain_across")]
+
+
+def test_who_says_hello_again_takes_back_nothing_that_others_have_asked_for_since(scenario: Scenario) -> None:
+    """A worker that was away says what it wanted retained; the control: it asks anew."""
+    scenario.join("trainer/0")
+    scenario.join("operator/0")
+    scenario.say("trainer/0", m.Retain, newest=1)
+    scenario.say("operator/0", m.Retain, newest=3, domains=2, across="rack")
+    assert [reply.serial for who in ("trainer/0", "operator/0") for reply in scenario.inbox[who][-1:]] == [1, 2]
+    scenario.join("trainer/0", retain_newest=1, retain_serial=1, request_id=9)
+    assert kept_by(scenario) == [3, 2, "rack"]
+    scenario.requests["trainer/0"] = 9
+    scenario.say("trainer/0", m.Retain, newest=1)
+    assert kept_by(scenario) == [1, 1, "host"]
+
+
+@pytest.mark.parametrize("last", ["trainer/0", "operator/0"])
+def test_a_hub_that_was_restarted_believes_the_last_word_whoever_says_it_first(last: str) -> None:
+    scenario = Scenario(recovering=True)
+    said = {"trainer/0": (1, 1, "host", 1), "operator/0": (3, 2, "rack", 2)}
+    names = ("retain_newest", "retain_domains", "retain_across", "retain_serial")
+    for worker in sorted(said, key=lambda worker: worker == last):
+        scenario.join(worker, **dict(zip(names, said[worker], strict=True)))
+    assert kept_by(scenario) == [3, 2, "rack"]
+
+
 # --- what is published has a budget ---
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("cryptography", reason="makes the certificates")
 from tls_files import run_files
 from transport_helpers import FORGED, KEY, served, soon
 
-from tensorhub_plugins.core import Client, Location, SourceLost, UsageError, start_server
+from tensorhub_plugins.core import Client, HubUnreachable, Location, SourceLost, UsageError, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import parse_address
@@ -226,6 +226,7 @@ def test_between_sites_tls_comes_first_and_within_one_last() -> None:
 def test_who_has_no_tls_hears_what_is_missing() -> None:
     assert "TENSORHUB_TLS_CERT" in nothing_in_common({"tls": "s"}, far=True, tls_only=False)
     assert "TENSORHUB_TLS=required" in nothing_in_common({"tcp": "t"}, far=True, tls_only=True)
+    assert "over TLS only (TENSORHUB_TLS=required there)" in nothing_in_common({}, far=True, tls_only=False)
     assert nothing_in_common({"shm": "x"}, far=False, tls_only=True) == "no common transport: it has ['shm']"
 
 
@@ -255,6 +256,46 @@ def test_a_plain_source_of_another_site_is_refused_where_tls_is_required(
         client("safe", "east", "tcp", "tls").publish(2, {"w": torch.zeros(1000)})
         fetched = reader.fetch(2, timeout_s=10)
         assert set(fetched.report.transports) == {"tls"}
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_source_that_requires_tls_is_not_read_without_by_another_site(
+    monkeypatch: pytest.MonkeyPatch, files: tls.TlsFiles, required: bool
+) -> None:
+    """By a reader that lacks TLS and does not ask for it; the control reads, and so does a neighbour."""
+    with start_server(limits=HubLimits(grace_s=0.2)) as hub, contextlib.ExitStack() as stack:
+
+        def client(name: str, site: str) -> Client:
+            at = Location(site, "", name)
+            made = Client(hub.address, run="r", model="m", replica=name, location=at, transports=("tcp", "tls"))
+            return stack.enter_context(made)
+
+        for name, path in zip(VARIABLES, (files.cert, files.key, files.ca), strict=True):
+            monkeypatch.setenv(name, path)
+        if required:
+            monkeypatch.setenv(tls.MODE_VARIABLE, "required")
+        client("source", "east").publish(1, {"w": torch.ones(1000)})
+        for name in (*VARIABLES, tls.MODE_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        assert client("neighbour", "east").fetch(1, timeout_s=10).report.transports.keys() == {"tcp"}
+        reader = client("reader", "west")
+        if required:
+            with pytest.raises(Exception, match="it wants TLS, which is not set up here"):
+                reader.fetch(1, timeout_s=3)
+        else:
+            assert reader.fetch(1, timeout_s=10).report.transports.keys() == {"tcp"}
+
+
+def test_who_requires_tls_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, files: tls.TlsFiles, address: str = "tcp://127.0.0.1:1"
+) -> None:
+    """Without a name all are in one data centre, and nothing would be encrypted."""
+    for name, path in zip(VARIABLES, (files.cert, files.key, files.ca), strict=True):
+        monkeypatch.setenv(name, path)
+    monkeypatch.setenv(tls.MODE_VARIABLE, "required")
+    for site, why in (("", "set TENSORHUB_DATA_CENTER"), ("east", "no hub answers")):
+        with pytest.raises((UsageError, HubUnreachable), match=why):
+            Client(address, run="r", model="m", replica="a", location=Location(site), connect_timeout_s=0.1)
 
 
 def test_half_of_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, files: tls.TlsFiles) -> None:

@@ -1,0 +1,86 @@
+"""How much memory this process may have, and how much of it is free now.
+
+/proc/meminfo is the machine's, in a container too. What a container, a job or a service may have is the limit of a
+control group: of the one that this process is in, or of one above it. All processes of a group share it, so what is
+free is the least that any of them leaves. Version 1 and 2 of control groups say the same in other files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+ROOT = Path("/")
+
+
+class _Files(NamedTuple):
+    """Where one version of control groups lies, and what it calls things."""
+
+    mount: str
+    limits: tuple[str, ...]  # the least counts; memory.high is one beyond which all are slowed down
+    used: str
+    cache: str  # in memory.stat, with what is in groups below: pages of files, which are given up first
+
+
+V1 = _Files("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+V2 = _Files("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+def total_bytes(root: Path = ROOT) -> int:
+    """What this process may have: of the machine, and of each group that it is in, the least."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(limit for _, _, limit in _limited(root))])
+
+
+def available_bytes(root: Path = ROOT) -> int:
+    """What it could take now without swapping or being killed; 0 where the system does not say."""
+    free = [_machine_free(root)]
+    for folder, files, limit in _limited(root):
+        used = _number(folder / files.used)
+        if used is not None:
+            free.append(limit - used + _field(folder / "memory.stat", files.cache))
+    return max(0, min(free))
+
+
+def _machine_free(root: Path) -> int:
+    return 1024 * _field(root / "proc/meminfo", "MemAvailable:")
+
+
+def _limited(root: Path) -> Iterator[tuple[Path, _Files, int]]:
+    """The groups with a limit that this process is in, from its own upwards."""
+    for files, path in _groups(root):
+        # Without a namespace of its own a container sees the machine's path, and mounts only what is below it.
+        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(parts), -1, -1):
+            folder = root.joinpath(files.mount, *parts[:depth])
+            limits = [limit for limit in (_number(folder / name) for name in files.limits) if limit is not None]
+            if limits:
+                yield folder, files, min(limits)
+
+
+def _groups(root: Path) -> Iterator[tuple[_Files, str]]:
+    with suppress(OSError, ValueError):  # ValueError: no lines of these
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            hierarchy, controllers, path = line.split(":", 2)
+            if hierarchy == "0":
+                yield V2, path
+            elif "memory" in controllers.split(","):
+                yield V1, path
+
+
+def _number(path: Path) -> int | None:
+    """None: there is no such file, or it says "max"."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return None
+
+
+def _field(path: Path, name: str) -> int:
+    """Of a table with a name and a number in each line; 0: it has none."""
+    with suppress(OSError, ValueError):
+        rows = (line.split() for line in path.read_text().splitlines())
+        return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), 0)
+    return 0
