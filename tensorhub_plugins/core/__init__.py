@@ -34,6 +34,7 @@ from tensorhub_plugins.core.manifest import (
     TensorTable,
     segment_size_for,
 )
+from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
@@ -136,6 +137,7 @@ __all__ = [
     "VersionRefused",
     "attempt_of",
     "contiguous_spec",
+    "common_box",
     "copy_all",
     "flat_bytes",
     "fsdp1_parts",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker.plan import Given, Piece, Plan, Region, filled, region_of, view
+from tensorhub_plugins.vllm.worker.plan import REGIONS_MAX, Given, Held, Piece, Plan, Region, filled, regions_of, view, view_in
 
 WHOLE = (4, 6, 5)
 
@@ -40,39 +40,71 @@ def test_a_region_holds_its_views_and_gives_them_again(name: str) -> None:
     cut, expected = VIEWS[name]
     whole = numbers()
     wanted = cut(whole)
-    region = region_of([box(wanted)], WHOLE)
+    (region,) = regions_of([box(wanted)], WHOLE)
     assert region == expected
-    given = Given({"w": region.of(whole).clone()}, {"w": (whole.dtype, whole.shape)}, {"w": region}, nonsense=True)
-    assert torch.equal(given.box("w", box(wanted)), wanted)
-    strided = Given({"w": region.of(whole)}, {"w": (whole.dtype, whole.shape)}, {"w": region})  # a view of a larger one
-    assert torch.equal(strided.box("w", box(wanted)), wanted)
+    for here in (region.of(whole).clone(), region.of(whole)):  # also as a view of a larger one
+        assert torch.equal(view_in([Held(region, here)], WHOLE, box(wanted)), wanted)
+    given = Given.of({"w": whole}).cut({"w": [region]}, nonsense=True)
     expanded = dict(given.whole())["w"]
     assert torch.equal(view(expanded, box(wanted)), wanted)
     assert (expanded == whole).sum() == torch.Size(region.shape).numel()  # the rest is nonsense
+    assert given.is_whole == (region.shape == WHOLE)
 
 
-def test_a_region_of_several_views_holds_all_of_them() -> None:
-    whole = numbers((6, 4))
-    region = region_of([box(whole[1:2]), box(whole[4:, 2:])], (6, 4))
-    assert region == Region((1, 0), (5, 4))
-    assert region_of([], (6, 4)) == Region((0, 0), (6, 4))
+SEVERAL: dict[str, tuple[Any, list[Region]]] = {  # of a tensor of 12 rows and 4 columns
+    "q, k and v of the first of two": ([(0, 3), (6, 7), (9, 10)], [(0, 3), (6, 1), (9, 1)]),
+    "of the only one": ([(0, 6), (6, 9), (9, 12)], [(0, 12)]),
+    "one after the other": ([(4, 6), (2, 4), (8, 9)], [(2, 4), (8, 1)]),
+    "with rows in common": ([(0, 3), (2, 5), (7, 8)], [(0, 5), (7, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_views_that_are_apart_are_regions_of_their_own(name: str) -> None:
+    taken, expected = SEVERAL[name]
+    whole = numbers((12, 4))
+    views = [whole[start:stop] for start, stop in taken]
+    regions = regions_of([box(each) for each in views], (12, 4))
+    assert list(regions) == [Region((start, 0), (count, 4)) for start, count in expected]
+    given = Given.of({"w": whole}).cut({"w": regions}, nonsense=True)
+    for each in views:
+        assert torch.equal(view_in(given.held["w"], (12, 4), box(each)), each)
+    rows = {row for start, count in expected for row in range(start, start + count)}
+    expanded = dict(given.whole())["w"]
+    assert [torch.equal(expanded[row], whole[row]) for row in range(12)] == [row in rows for row in range(12)]
+
+
+def test_the_same_rows_of_many_experts_are_one_region() -> None:
+    """Experts that are one tensor, whose gates and ups are taken one by one."""
+    whole = numbers((128, 8, 3))
+    boxes = [box(whole[expert, first : first + 2]) for expert in range(128) for first in (0, 4)]
+    assert regions_of(boxes, whole.shape) == (Region((0, 0, 0), (128, 2, 3)), Region((0, 4, 0), (128, 2, 3)))
+
+
+def test_boxes_that_meet_at_a_corner_and_those_that_are_too_many_are_one_region() -> None:
+    whole = numbers((300, 4))
+    assert regions_of([box(whole[:2, :3]), box(whole[1:3, 2:])], (300, 4)) == (Region((0, 0), (3, 4)),)
+    far = [box(whole[2 * row + 1 : 2 * row + 2]) for row in range(REGIONS_MAX + 1)]
+    assert len(regions_of(far[1:], (300, 4))) == REGIONS_MAX
+    assert regions_of(far, (300, 4)) == (Region((1, 0), (2 * REGIONS_MAX + 1, 4)),)
+    assert regions_of([], (300, 4)) == (Region((0, 0), (300, 4)),)
 
 
 def test_what_is_not_there_is_not_given() -> None:
     whole = numbers()
-    region = Region((1, 0, 0), (2, 6, 5))
-    given = Given({"w": region.of(whole)}, {"w": (whole.dtype, whole.shape)}, {"w": region})
-    assert torch.equal(given.box("w", box(whole[2])), whole[2])
-    for outside in (whole[3], whole[:2], whole):
+    first, last = Region((0, 0, 0), (1, 6, 5)), Region((2, 0, 0), (2, 6, 5))
+    held = [Held(region, region.of(whole)) for region in (first, last)]
+    assert torch.equal(view_in(held, WHOLE, box(whole[2])), whole[2])
+    for outside in (whole[1], whole[1:3], whole[:3], whole):
         with pytest.raises(ValueError, match="not within"):
-            given.box("w", box(outside))
+            view_in(held, WHOLE, box(outside))
 
 
 def test_a_layer_that_is_reloaded_takes_its_tensors_and_those_that_are_pieces_of_nothing() -> None:
     row = (0, (4,), (1,))
     pieces = (Piece("q", row, "attn.weight", row), Piece("r", row, "moe.scale", row))
     shapes = {name: (torch.float32, torch.Size([4])) for name in ("q", "r", "made", "unused")}
-    needed = {name: Region((0,), (4,)) for name in ("q", "r", "made")}
+    needed = {name: (Region((0,), (4,)),) for name in ("q", "r", "made")}
     plan = Plan(shapes, pieces, needed, frozenset({"moe"}))
     assert plan.sources_of(plan.process) == ["r", "made"]
     assert plan.by_source(without=plan.process)("q") == [pieces[0]] and not plan.by_source(without=plan.process)("r")
@@ -83,3 +115,17 @@ def test_elements_are_counted_once() -> None:
     tensor = torch.zeros(6, 4)
     assert filled(24, [box(tensor[:3]), box(tensor[3:])]) == 24
     assert filled(24, [box(tensor[:4]), box(tensor[2:5])]) == 20  # 28 elements were written, and a row is missing
+
+
+def test_what_is_wanted_of_one_tensor_has_names_of_its_own() -> None:
+    shapes = {name: (torch.bfloat16, torch.Size([12, 4])) for name in ("qkv", "o", "norm")}
+    rows = [Region((start, 0), (count, 4)) for start, count in ((0, 3), (6, 1), (0, 12))]
+    plan = Plan(shapes, (), {"qkv": (rows[0], rows[1]), "o": (rows[0],), "norm": (rows[2],)}, frozenset())
+    found = [(spec.name, spec.tensor, spec.part and spec.part.start, spec.size_bytes) for spec in plan.wanted()]
+    assert found == [
+        ("qkv/000", "qkv", (0, 0), 24),
+        ("qkv/001", "qkv", (6, 0), 8),
+        ("o", "o", (0, 0), 24),
+        ("norm", "norm", None, 96),
+    ]
+    assert (plan.needed_bytes, plan.checkpoint_bytes) == (152, 288)

@@ -18,6 +18,7 @@ LONG = pytest.mark.long
 EXPERTS = "experts.routed_experts"
 RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; None: nothing needs it
     "llama": None,
+    "phi3": None,
     "qwen2-tied": None,
     "gemma": None,
     "mixtral": EXPERTS,
@@ -25,7 +26,7 @@ RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; Non
     "deepseek-mla": EXPERTS,
     "mamba2": "mixer",
 }
-FAMILIES = [kind if kind in ("llama", "mixtral") else pytest.param(kind, marks=LONG) for kind in RELOADED]
+FAMILIES = [kind if kind in ("llama", "phi3", "mixtral") else pytest.param(kind, marks=LONG) for kind in RELOADED]
 
 
 @pytest.mark.timeout(300)

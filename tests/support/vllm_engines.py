@@ -68,6 +68,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # what its classes in transfor
     "qwen2-wide": ("Qwen2", {"vocab_size": 8000, "hidden_size": 256, "intermediate_size": 1024}),  # many segments
     "llama": ("Llama", UNTIED),
     "qwen3": ("Qwen3", {"head_dim": 32, **UNTIED}),
+    "phi3": ("Phi3", {"pad_token_id": 0, **UNTIED}),  # q, k and v are one tensor of the checkpoint, gate and up another
     "gemma": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, **UNTIED}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "head_dim": 32, "decoder_sparse_step": 1, **EXPERTS}),

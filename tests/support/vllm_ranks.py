@@ -85,9 +85,9 @@ def without_a_row(first: Path, second: Path, tensor: str) -> dict[str, Any]:
 
     def spoil(plan: Any) -> Any:
         name = next(name for name in plan.needed if tensor in name)
-        region = plan.needed[name]
-        region = region._replace(shape=(region.shape[0] - 1, *region.shape[1:]))
-        return dataclasses.replace(plan, needed={**plan.needed, name: region})
+        *others, last = plan.needed[name]
+        last = last._replace(shape=(last.shape[0] - 1, *last.shape[1:]))
+        return dataclasses.replace(plan, needed={**plan.needed, name: (*others, last)})
 
     return update_by_slices(first, second, 1, 0, spoil)
 
@@ -108,11 +108,10 @@ def update_by_slices(
         assert true_plan is not None
         plan = spoil(true_plan)
         conversion = Conversion(model, config)
-        by = conversion.install(Given(old, plan.shapes, plan=plan))
+        by = conversion.install(Given.of(old, plan))
         after_first = bytes_of(model)
         proved = conversion._plan is plan
-        cut = {name: region.of(new[name]).clone() for name, region in true_plan.needed.items()}
-        conversion.install(Given(cut, plan.shapes, true_plan.needed, nonsense=True))
+        conversion.install(Given.of(new).cut(true_plan.needed, nonsense=True))
         after_second = bytes_of(model)
         process = sorted(conversion._process)
     truths = []

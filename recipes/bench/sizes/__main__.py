@@ -17,6 +17,7 @@ from pathlib import Path
 
 MODELS = {  # the figures of their config.json that shapes depend on
     "Qwen2.5-7B": ("Qwen2", (3584, 18944, 28, 28, 4, 152064)),
+    "Phi-3-medium": ("Phi3", (5120, 17920, 40, 40, 10, 32064)),  # q, k and v, gate and up are one tensor each
     "Llama-3-70B": ("Llama", (8192, 28672, 80, 64, 8, 128256)),
 }
 FIGURES = (

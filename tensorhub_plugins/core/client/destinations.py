@@ -30,7 +30,6 @@ class LiveMemory:
     ) -> None:
         self.repairs = repairs
         self.live = LiveTensors(tensors)
-        self._names = tensors.keys()
         self._whole: Slab | None = self.live.adopt()  # until a source shard has been given it
         self._wanted = with_parts(self._whole.specs, parts)
         self._parts = dict(parts or {})
@@ -44,8 +43,9 @@ class LiveMemory:
         slab, self._whole = self._whole, None
         if slab is not None and slab.specs == manifest.tensors and not self._parts:
             return slab  # what the rest would find out, without looking at thousands of tensors
-        names = [name for name in manifest.tensors.of_tensor if name in self._names]
-        if slab is None or len(names) < len(self._names):  # else one source shard has all of it
+        mine = self._wanted.of_tensor
+        names = [self._wanted[k].name for name in manifest.tensors.of_tensor for k in mine.get(name, ())]
+        if slab is None or len(names) < len(self._wanted):  # else one source shard has all of it
             slab = self.live.adopt(names)
         slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
         return slab

@@ -34,7 +34,7 @@ class Move(NamedTuple):
     size_bytes: int
 
 
-_Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
+Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
 
 
 def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] = ()) -> list[Move]:
@@ -113,21 +113,21 @@ def _is_covered(target: TensorSpec, sources: Sequence[tuple[int, TensorSpec]]) -
         return True
     wanted, boxes = _boxes(target), [(shard, _boxes(spec)) for shard, spec in sources]
     for area in wanted:
-        common = [(shard, box) for shard, each in boxes for one in each if (box := _common_box(one, area)) is not None]
+        common = [(shard, box) for shard, each in boxes for one in each if (box := common_box(one, area)) is not None]
         _check_disjoint(target.tensor, common)
         if sum(_volume(box) for _, box in common) < _volume(area):
             return False
     return True
 
 
-def _check_disjoint(name: str, boxes: Sequence[tuple[int, _Box]]) -> None:
+def _check_disjoint(name: str, boxes: Sequence[tuple[int, Box]]) -> None:
     """UsageError for two of these boxes of one tensor that have an element in common.
 
     By a sweep along the first axis. Those that are open where a box begins have nothing in common there. So of a matrix
     only two of them can be in its way, those beside its columns: there may be a million parts.
     """
-    open_: list[tuple[_Box, int]] = []  # without their rows, in order
-    ends: list[tuple[int, _Box]] = []  # a heap: where they close
+    open_: list[tuple[Box, int]] = []  # without their rows, in order
+    ends: list[tuple[int, Box]] = []  # a heap: where they close
     for shard, box in sorted(boxes, key=lambda each: each[1]):
         (start, stop), across = box[0], box[1:]
         while ends and ends[0][0] <= start:
@@ -136,19 +136,23 @@ def _check_disjoint(name: str, boxes: Sequence[tuple[int, _Box]]) -> None:
         if len(box) > 2 and len(open_) >= BESIDE_MAX:
             raise UsageError(f"more than {BESIDE_MAX} parts of tensor {name!r} lie beside each other in the same rows")
         for beside, other in open_[max(at - 1, 0) : at + 1] if len(box) <= 2 else open_:
-            if _common_box(across, beside) is not None:
+            if common_box(across, beside) is not None:
                 raise UsageError(f"tensor {name!r} is published by shard {other} and by shard {shard}")
         open_.insert(at, (across, shard))
         heappush(ends, (stop, across))
 
 
-def _boxes(spec: TensorSpec) -> list[_Box]:
+def _boxes(spec: TensorSpec) -> list[Box]:
     """The elements of the whole tensor that this one has, [start, stop) on each axis. A run that begins and ends within
     rows is several: the end of one, those between, the beginning of one; and so on within a row of several axes."""
     whole = _whole(spec)
     if spec.part is None or not spec.part.is_run:
-        return [tuple((a, a + n) for a, n in zip(_start(spec), spec.shape, strict=True)) or ((0, 1),)]
+        return [_box(spec) or ((0, 1),)]
     return [tuple(box) for box in _boxes_of_run(spec.part.start[0], spec.part.start[0] + spec.shape[0], whole)]
+
+
+def _box(spec: TensorSpec) -> Box:
+    return tuple((start, start + size) for start, size in zip(_start(spec), spec.shape, strict=True))
 
 
 def _boxes_of_run(start: int, stop: int, whole: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
@@ -168,12 +172,13 @@ def _boxes_of_run(start: int, stop: int, whole: tuple[int, ...]) -> Iterator[lis
         yield from ([(last, last + 1), *box] for box in _boxes_of_run(0, stop - last * row, whole[1:]))
 
 
-def _common_box(one: _Box, other: _Box) -> _Box | None:
+def common_box(one: Box, other: Box) -> Box | None:
+    """What two boxes of one tensor have in common; None: nothing."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(low < high for low, high in common) else None
 
 
-def _volume(box: _Box) -> int:
+def _volume(box: Box) -> int:
     return prod(high - low for low, high in box)
 
 
@@ -240,11 +245,10 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
     element = source.size_bytes // prod(source.shape)
     if any(spec.part is not None and spec.part.is_run for spec in (source, target)):
         return _common(_runs_of(source), _runs_of(target), element)
-    ones, others = _start(source), _start(target)
-    low = [max(a, b) for a, b in zip(ones, others, strict=True)]
-    high = [min(a + m, b + n) for a, m, b, n in zip(ones, source.shape, others, target.shape, strict=True)]
-    if any(a >= b for a, b in zip(low, high, strict=True)):
+    common = common_box(_box(source), _box(target))
+    if common is None:
         return []
+    low, high = zip(*common, strict=True) if common else ((), ())
     # The last dimensions that both have in full are one run together with the one before them.
     depth = len(low) - 1
     while depth > 0 and high[depth] - low[depth] == source.shape[depth] == target.shape[depth]:
@@ -256,7 +260,7 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
         corner = [*outer, *low[depth:]]
         at, to = (
             element * sum(step * (c - s) for step, c, s in zip(strides, corner, starts, strict=True))
-            for strides, starts in zip(steps, (ones, others), strict=True)
+            for strides, starts in zip(steps, (_start(source), _start(target)), strict=True)
         )
         runs.append(Move(at, to, length))
     return runs

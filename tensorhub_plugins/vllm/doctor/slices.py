@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import TensorTable, segment_size_for, slices_of
+from tensorhub_plugins.core import TensorSpec, TensorTable, common_box, segment_size_for, slices_of
 from tensorhub_plugins.vllm.doctor.ranks import Rank, made
 from tensorhub_plugins.vllm.worker import contract
-from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, spec_of, whole_region
+from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, specs_of, whole_region
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,33 @@ def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
 
 def read_bytes(plan: Plan, slices: int) -> int:
     """Of all segments that hold a byte of what is needed."""
-    wholes = (spec_of(name, dtype, shape, whole_region(shape)) for name, (dtype, shape) in plan.shapes.items())
+    wholes = (spec for name, (dtype, shape) in plan.shapes.items() for spec in specs_of(name, dtype, shape, [whole_region(shape)]))
     table = TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices))
     size = segment_size_for(table.size_bytes)
     read: set[int] = set()
     for spec, start in zip(table, table.offsets, strict=True):
-        region, here = plan.needed.get(spec.tensor), Region(spec.part.start if spec.part else (), spec.shape)
-        common = region if region is None or spec.part is None else region.within(here)
-        if common is not None and spec.size_bytes:
-            for first, last in _stretches(common, plan.shapes[spec.tensor][0], spec.shape, gap_bytes=size):
+        for region in plan.needed.get(spec.tensor, ()) if spec.size_bytes else ():
+            for first, last in _stretches(_within(region, spec), plan.shapes[spec.tensor][0], spec.shape, gap_bytes=size):
                 read.update(range((start + first) // size, (start + last - 1) // size + 1))
     return sum(min(size, table.size_bytes - segment * size) for segment in read)
 
 
+def _within(region: Region, spec: TensorSpec) -> Region | None:
+    """What both have in common, as a region of the latter."""
+    here = Region(spec.part.start, spec.shape) if spec.part is not None else whole_region(spec.shape)
+    common = common_box(region.box, here.box)
+    if common is None:
+        return None
+    start = tuple(low - at for (low, _), at in zip(common, here.start, strict=True))
+    return Region(start, tuple(high - low for low, high in common))
+
+
 def _stretches(
-    region: Region, dtype: torch.dtype, whole: tuple[int, ...], *, gap_bytes: int
+    region: Region | None, dtype: torch.dtype, whole: tuple[int, ...], *, gap_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges of the whole that hold the region; gaps that are shorter than a segment do not count."""
+    if region is None:
+        return
     element, steps = dtype.itemsize, contiguous_strides(whole)
     corner = sum(start * step for start, step in zip(region.start, steps, strict=True))
     length = sum((size - 1) * step for size, step in zip(region.shape, steps, strict=True)) + 1

@@ -36,7 +36,8 @@ from tensorhub_plugins.vllm.worker.plan import (
     Shapes,
     filled,
     layer_of,
-    region_of,
+    regions_of,
+    shapes_of,
     whole_region,
 )
 
@@ -115,10 +116,6 @@ class Contract:
             unused = sorted(self._accepted.shapes.keys() - self._accepted.used)
             if unused:
                 logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), some(unused))
-
-
-def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -380,18 +377,18 @@ class _Recorder(TorchDispatchMode):
         places = [place for place in self._places.values() if place.boxes]
         process = frozenset(layer_of(place.name) for place in places if not place.is_pieces)
         pieces = tuple(piece for place in places if place.is_pieces for piece in place.pieces.values())
-        needed: dict[str, Region] = {}
+        needed: dict[str, tuple[Region, ...]] = {}
         for name in self.used | self._taken.keys():
             shape = self._tensors[name].shape
             is_cut = name in self._taken and len(shape) > 1
-            needed[name] = region_of(self._taken[name], shape) if is_cut else whole_region(shape)
-        for one, other in tied:  # they are compared, region by region
+            needed[name] = regions_of(self._taken[name], shape) if is_cut else (whole_region(shape),)
+        for one, other in tied:  # they are compared, and so is one region of each
             for name, twin in ((one, other), (other, one)):
                 if twin in needed and name in self._tensors:
                     needed.setdefault(name, needed[twin])
-            if needed.get(one) != needed.get(other):
-                needed |= {name: whole_region(self._tensors[name].shape) for name in (one, other)}
-        needed |= {name: whole_region(self._tensors[name].shape) for name in ignored}
+            if needed.get(one) != needed.get(other) or len(needed.get(one, ())) > 1:
+                needed |= {name: (whole_region(self._tensors[name].shape),) for name in (one, other)}
+        needed |= {name: (whole_region(self._tensors[name].shape),) for name in ignored}
         return Plan(shapes_of(self._tensors), pieces, dict(sorted(needed.items())), process)
 
     def explain(self, error: Exception) -> str:

@@ -22,7 +22,7 @@ of the digests of all weights, and of every other tensor and number that hangs o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,9 +31,9 @@ import torch
 from tensorhub_plugins.core import UsageError, copy_all, without_aliases
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import reload, weights
-from tensorhub_plugins.vllm.worker.contract import shapes_of, some
+from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
-from tensorhub_plugins.vllm.worker.plan import Given, Plan, Region, Shapes, layer_of, view
+from tensorhub_plugins.vllm.worker.plan import Given, Held, Plan, Shapes, held_whole, layer_of, view, view_in
 
 logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ NOISE_STEP = 7_919  # between the noise of one tensor and that of the next
 WORTH_IT = 0.95  # of the checkpoint's bytes: to fetch regions, rather than all, is to save more than some tiny tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-Copies = Callable[[str, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]  # pairs of target and source
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Conversion:
         Raises whatever a loader raises, or UsageError for a model whose updates are shown to be wrong; its weights are
         mixed then.
         """
-        given = checkpoint if isinstance(checkpoint, Given) else Given(checkpoint, shapes_of(checkpoint))
+        given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
         if self._tried != given.shapes:
             self._try(given)
             self._tried = given.shapes
@@ -89,17 +89,15 @@ class Conversion:
         return self._tried == shapes
 
     def _install(self, given: Given) -> None:
-        if self._plan is not None:
-            self._copy(given.tensors.items(), given.regions)
-            if self._process:
+        if self._plan is not None or self._copies_are_right:
+            self._copy(given.held.items())
+            if self._plan is not None and self._process:
                 self._reload(given.whole(self._plan.sources_of(self._process)), self._process)
-        elif self._copies_are_right:
-            self._copy(given.tensors.items())
         else:
             self._reload(given.whole())
 
     def _try(self, given: Given) -> None:
-        if given.regions:
+        if not given.is_whole:
             raise UsageError("only a whole checkpoint can be put to the test")
         plan = given.plan
         self._copies_are_right, self._plan, self._process, self.hidden = False, None, frozenset(), ()
@@ -109,7 +107,7 @@ class Conversion:
             copied = None
             if self._can_copy(given.shapes, plan):
                 self._plan = plan
-                self._copy(noise(given.shapes, given.tensors))
+                self._copy((name, held_whole(tensor)) for name, tensor in noise(given.shapes, given.tensors))
                 copied = self._state()
             self._plan = None
             self._reload(noise(given.shapes, given.tensors))
@@ -149,9 +147,8 @@ class Conversion:
             if self._copies_are_right:
                 self._install(given)
             return self._copies_are_right
-        tensors = {name: region.of(given.tensors[name]) for name, region in plan.needed.items()}
         try:
-            self._install(Given(tensors, given.shapes, plan.needed, nonsense=True))
+            self._install(given.cut(plan.needed, nonsense=True))
         except Exception:
             logger.warning("what was seen to be needed of a checkpoint is not enough to install it", exc_info=True)
             return False
@@ -193,23 +190,22 @@ class Conversion:
             target.shape == shapes[name][1] and shapes[name][0].is_floating_point for name, target in targets.items()
         )
 
-    def _copy(self, checkpoint: Weights, regions: Mapping[str, Region] | None = None) -> None:
-        copies = self._copies(regions or {})
+    def _copy(self, checkpoint: Iterable[tuple[str, Sequence[Held]]]) -> None:
+        copies = self._copies()
         with torch.no_grad():
-            copy_all(pair for name, tensor in checkpoint for pair in copies(name, tensor))
+            copy_all(pair for name, held in checkpoint for pair in copies(name, held))
         weights.refresh_scalars(self._model)
 
-    def _copies(self, regions: Mapping[str, Region]) -> Copies:
+    def _copies(self) -> Callable[[str, Sequence[Held]], Pairs]:
         """What goes where of a tensor of the checkpoint."""
         plan = self._plan
         if plan is None:
             targets = self._targets()
-            return lambda name, tensor: [(targets[name], tensor)] if name in targets else []
-        live, pieces = weights.by_name(self._model), plan.by_source(without=self._process)
+            return lambda name, held: [(targets[name], held[0].tensor)] if name in targets else []
+        live, pieces, shapes = weights.by_name(self._model), plan.by_source(without=self._process), plan.shapes
 
-        def of(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            given = Given({name: tensor}, plan.shapes, regions)
-            return [(view(live[piece.target], piece.written), given.box(name, piece.taken)) for piece in pieces(name)]
+        def of(name: str, held: Sequence[Held]) -> Pairs:
+            return [(view(live[p.target], p.written), view_in(held, shapes[name][1], p.taken)) for p in pieces(name)]
 
         return of
 

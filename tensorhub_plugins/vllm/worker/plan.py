@@ -1,6 +1,7 @@
 """What a worker needs of a checkpoint, and where it goes: baked from what the model's own loaders did (contract.py).
 
-    region   the smallest box of a checkpoint tensor that holds all that the loaders took of it. Only that is fetched.
+    region   a box of a checkpoint tensor of which the loaders took something. Only regions are fetched: of a tensor that
+             q, k and v share, one for each.
     piece    a box of a checkpoint tensor that a loader wrote, as it was, into a box of a parameter. Elements in order.
     process  a layer with a parameter that is not made of pieces, each element of one: what is cast and reordered by its
              loaders, or packed and quantized afterwards, goes through vLLM's reload.
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 
-from tensorhub_plugins.core import Fetched, Part, TensorSpec
+from tensorhub_plugins.core import Fetched, Part, TensorSpec, common_box
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
 
+REGIONS_MAX = 64  # of one tensor: no model here takes more than six, and each is looked for by every copy
 NONSENSE = 0x7F  # in every byte: 3e38 as a float of any kind
 
 
@@ -31,27 +34,36 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     def covers(self, other: Region) -> bool:
-        mine, theirs = self.ends, other.ends
-        return all(a <= b for a, b in zip(self.start, other.start, strict=True)) and all(
-            a >= b for a, b in zip(mine, theirs, strict=True)
-        )
+        return common_box(self.box, other.box) == other.box
 
-    def within(self, other: Region) -> Region | None:
-        """What both have in common, as a region of the other; None: nothing."""
-        low = [max(pair) for pair in zip(self.start, other.start, strict=True)]
-        high = [min(pair) for pair in zip(self.ends, other.ends, strict=True)]
-        if any(a >= b for a, b in zip(low, high, strict=True)):
-            return None
-        start = tuple(a - b for a, b in zip(low, other.start, strict=True))
-        return Region(start, tuple(b - a for a, b in zip(low, high, strict=True)))
+    def meets(self, other: Region) -> bool:
+        """Whether they have an element in common."""
+        return common_box(self.box, other.box) is not None
+
+    def around(self, other: Region) -> Region:
+        """The smallest that holds both."""
+        start = tuple(map(min, self.start, other.start))
+        return Region(start, tuple(max(pair) - at for *pair, at in zip(self.ends, other.ends, start, strict=True)))
 
     @property
     def ends(self) -> tuple[int, ...]:
         return tuple(start + size for start, size in zip(self.start, self.shape, strict=True))
 
+    @property
+    def box(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) on each axis."""
+        return tuple(zip(self.start, self.ends, strict=True))
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same box of this tensor."""
         return tensor[tuple(slice(start, end) for start, end in zip(self.start, self.ends, strict=True))]
+
+
+class Held(NamedTuple):
+    """What is there of a checkpoint tensor: a region of it, as a tensor of that shape."""
+
+    region: Region
+    tensor: torch.Tensor
 
 
 class Piece(NamedTuple):
@@ -68,17 +80,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """shapes: of the checkpoint. needed: regions by tensor; a tensor that is not named is not needed. process: names of
-    layers."""
+    """shapes: of the checkpoint. needed: regions by tensor, without a common element; a tensor that is not named is not
+    needed. process: names of layers."""
 
     shapes: Shapes
     pieces: tuple[Piece, ...]
-    needed: Mapping[str, Region]
+    needed: Mapping[str, tuple[Region, ...]]
     process: frozenset[str]
 
     def wanted(self) -> list[TensorSpec]:
         """What is to be fetched: tensors, and where they lie in what is published."""
-        return [spec_of(name, *self.shapes[name], region) for name, region in self.needed.items()]
+        return [spec for name, regions in self.needed.items() for spec in specs_of(name, *self.shapes[name], regions)]
 
     @property
     def needed_bytes(self) -> int:
@@ -109,45 +121,81 @@ def layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def spec_of(name: str, dtype: torch.dtype, whole: torch.Size, region: Region) -> TensorSpec:
-    part = None if region.shape == tuple(whole) else Part(tuple(whole), region.start)
-    size_bytes = dtype.itemsize * torch.Size(region.shape).numel()
-    return TensorSpec(name, str(dtype).removeprefix("torch."), region.shape, size_bytes, None, part)
+def specs_of(name: str, dtype: torch.dtype, whole: torch.Size, regions: Sequence[Region]) -> list[TensorSpec]:
+    """These regions of a tensor of this shape, under names of their own where there are several."""
+    specs = []
+    for number, region in enumerate(regions):
+        size_bytes = dtype.itemsize * torch.Size(region.shape).numel()
+        called = name if len(regions) == 1 else f"{name}/{number:03}"
+        part = None if region.shape == tuple(whole) else Part(tuple(whole), region.start, "" if called == name else name)
+        specs.append(TensorSpec(called, str(dtype).removeprefix("torch."), region.shape, size_bytes, None, part))
+    return specs
 
 
 def given_by(fetched: Fetched) -> Given:
     """What has been fetched, with its published shapes."""
     tensors = fetched.tensors()
     if fetched.wanted is None:
-        return Given(tensors, {name: (t.dtype, t.shape) for name, t in tensors.items()})
+        return Given.of(tensors)
     published = {spec.tensor: spec for manifest in fetched.manifests.values() for spec in manifest.tensors}
     shapes = {
         name: (getattr(torch, spec.dtype), torch.Size(spec.part.global_shape if spec.part else spec.shape))
         for name, spec in published.items()
     }
-    regions = {spec.name: Region(spec.part.start, spec.shape) for spec in fetched.wanted if spec.part is not None}
-    return Given(tensors, shapes, regions)
+    held: dict[str, tuple[Held, ...]] = {}
+    for spec in fetched.wanted:
+        region = Region(spec.part.start, spec.shape) if spec.part is not None else whole_region(spec.shape)
+        held[spec.tensor] = (*held.get(spec.tensor, ()), Held(region, tensors[spec.name]))
+    return Given(held, shapes)
 
 
 def whole_region(shape: Sequence[int]) -> Region:
     return Region((0,) * len(shape), tuple(shape))
 
 
-def region_of(boxes: Iterable[Box], whole: Sequence[int]) -> Region:
-    """The smallest region of a contiguous tensor of this shape that holds all of these views of it.
+def regions_of(boxes: Iterable[Box], whole: Sequence[int]) -> tuple[Region, ...]:
+    """The regions of a contiguous tensor of this shape that hold these views of it, as few as hold nothing else; of
+    more than REGIONS_MAX, the smallest one around all.
 
     Where a view's axes are not those of the tensor, it counts as all the rows from its first element to its last.
     """
-    low: list[int] | None = None
-    high: list[int] = []
-    for box in boxes:
-        start, end = _corners(box, tuple(whole))
-        if low is None:
-            low, high = start, end
-        low, high = [min(pair) for pair in zip(low, start, strict=True)], [*map(max, high, end)]
-    if low is None:
-        return whole_region(whole)
-    return Region(tuple(low), tuple(last + 1 - first for first, last in zip(low, high, strict=True)))
+    found = {_around(box, tuple(whole)) for box in boxes} or {whole_region(whole)}
+    before = 0
+    while len(found) != before:
+        before = len(found)
+        for axis in reversed(range(len(whole))):
+            found = _joined(found, axis)
+    return _apart(sorted(found)) if len(found) <= REGIONS_MAX else (reduce(Region.around, found),)
+
+
+def _joined(regions: Iterable[Region], axis: int) -> set[Region]:
+    """The same elements, with one region for those that follow each other, or overlap, along an axis."""
+    beside: dict[tuple[object, ...], list[Region]] = {}
+    for region in sorted(regions, key=lambda each: each.start[axis]):
+        others = tuple(pair for k, pair in enumerate(zip(region.start, region.shape, strict=True)) if k != axis)
+        row = beside.setdefault(others, [])
+        if row and region.start[axis] <= row[-1].ends[axis]:
+            row[-1] = row[-1].around(region)
+        else:
+            row.append(region)
+    return {region for row in beside.values() for region in row}
+
+
+def _apart(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """Regions without a common element: one around those that have any."""
+    found: list[Region] = []
+    for region in regions:
+        while meeting := [other for other in found if other.meets(region)]:
+            region = reduce(Region.around, meeting, region)
+            found = [other for other in found if other not in meeting]
+        found.append(region)
+    return tuple(sorted(found))
+
+
+def _around(box: Box, whole: tuple[int, ...]) -> Region:
+    """The smallest region that holds a view."""
+    first, last = _corners(box, whole)
+    return Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))
 
 
 def _corners(box: Box, whole: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -180,47 +228,77 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Given:
     """A checkpoint of which perhaps only regions are there, as whole tensors or by boxes.
 
-    tensors: by name, each of the region's shape. shapes: as they were published, of all of them. regions: of those that
-    are not whole. plan: how this worker would use a whole one. nonsense: `whole` has it where
-    nothing is there, so that whoever takes from there is found out.
+    held: by tensor, its regions. shapes: as they were published, of all tensors. plan: how this worker would use a
+    whole one. nonsense: `whole` has it where nothing is there, so that whoever takes from there is found out.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        held: Mapping[str, Sequence[Held]],
         shapes: Shapes,
-        regions: Mapping[str, Region] | None = None,
         *,
         plan: Plan | None = None,
         nonsense: bool = False,
     ) -> None:
-        self.tensors, self.shapes, self.plan, self._nonsense = tensors, shapes, plan, nonsense
-        self.regions = {
-            name: region
-            for name, region in (regions or {}).items()
-            if name in tensors and region.shape != tuple(shapes[name][1])
+        self.held, self.shapes, self.plan, self._nonsense = held, shapes, plan, nonsense
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], plan: Plan | None = None) -> Given:
+        """All of it."""
+        return cls({name: held_whole(t) for name, t in tensors.items()}, shapes_of(tensors), plan=plan)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of every tensor is there that is."""
+        return all(one[0].region.shape == tuple(self.shapes[name][1]) for name, one in self.held.items())
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those that are one region, or whole."""
+        return {name: held[0].tensor for name, held in self.held.items() if len(held) == 1}
+
+    def cut(self, needed: Mapping[str, Sequence[Region]], *, nonsense: bool = False) -> Given:
+        """Only this of a whole one."""
+        held = {
+            name: [Held(each, each.of(self.held[name][0].tensor)) for each in regions]
+            for name, regions in needed.items()
         }
+        return Given(held, self.shapes, nonsense=nonsense)
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """For loaders: tensors of the published shapes. What is not there is not initialised, and takes no memory
         but of the pages that are touched; each lives only as long as its user holds it."""
-        for name in self.tensors if names is None else names:
-            region, tensor = self.regions.get(name), self.tensors[name]
-            if region is not None:
-                dtype, shape = self.shapes[name]
-                expanded = torch.empty(shape, dtype=dtype)
-                if self._nonsense:
-                    expanded.view(-1).view(torch.uint8).fill_(NONSENSE)
+        for name in self.held if names is None else names:
+            dtype, shape = self.shapes[name]
+            held = self.held[name]
+            if held[0].region.shape == tuple(shape):
+                yield name, held[0].tensor
+                continue
+            expanded = torch.empty(shape, dtype=dtype)
+            if self._nonsense:
+                expanded.view(-1).view(torch.uint8).fill_(NONSENSE)
+            for region, tensor in held:
                 region.of(expanded).copy_(tensor)
-                tensor = expanded
-            yield name, tensor
+            yield name, expanded
 
-    def box(self, name: str, box: Box) -> torch.Tensor:
-        """This view of the whole tensor, which lies within what is there of it."""
-        region, tensor = self.regions.get(name), self.tensors[name]
-        if region is None:
-            return view(tensor, box)
-        return _within(box, tuple(self.shapes[name][1]), region, tensor)
+
+def held_whole(tensor: torch.Tensor) -> tuple[Held, ...]:
+    return (Held(whole_region(tensor.shape), tensor),)
+
+
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def view_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> torch.Tensor:
+    """This view of a contiguous tensor of this shape, which lies within one of the regions that are there of it."""
+    if held[0].region.shape == tuple(whole):
+        return view(held[0].tensor, box)
+    around = _around(box, tuple(whole))
+    for region, tensor in held:
+        if region.covers(around):
+            return _within(box, tuple(whole), region, tensor)
+    raise ValueError(f"box {box} of a tensor {whole} is not within {[each.region for each in held]}")
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -232,9 +310,6 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def _within(box: Box, whole: tuple[int, ...], region: Region, tensor: torch.Tensor) -> torch.Tensor:
     offset, shape, strides = box
     steps = contiguous_strides(whole)
-    first, last = _corners(box, whole)
-    if not region.covers(Region(tuple(first), tuple(b - a + 1 for a, b in zip(first, last, strict=True)))):
-        raise ValueError(f"box {box} of a tensor {whole} is not within {region}")
     mine = tensor.stride()
     at = [offset // step % size for step, size in zip(steps, whole, strict=True)]
     start = sum((here - begin) * step for here, begin, step in zip(at, region.start, mine, strict=True))

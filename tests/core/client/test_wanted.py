@@ -73,6 +73,32 @@ def test_parts_are_put_together_from_what_several_ranks_publish(hub: Server) -> 
             assert alone.report.sources == {"trainer/0": SEGMENT_SIZE_BYTES_MIN}
 
 
+def test_several_boxes_of_one_tensor_come_from_their_segments_alone(hub: Server) -> None:
+    whole = numbers(0)
+    boxes = {"w/0": (0, 64), "w/1": (512, 8), "w/2": (1016, 8)}  # as q, k and v of a worker, in rows
+    wanted = [
+        TensorSpec(name, "float32", (count, COLUMNS), 4 * count * COLUMNS, None, Part((ROWS, COLUMNS), (at, 0), "w"))
+        for name, (at, count) in boxes.items()
+    ]
+    with (
+        client(hub, "trainer", shard=0, shard_count=2) as first,
+        client(hub, "trainer", shard=1, shard_count=2) as last,
+        client(hub, "reader") as reader,
+    ):
+        for rank, trainer in enumerate((first, last)):
+            half = {"w": whole[512 * rank : 512 * (rank + 1)]}
+            trainer.publish(1, half, parts={"w": Part((ROWS, COLUMNS), (512 * rank, 0))})
+        fetched = reader.fetch(1, wanted=wanted)
+        found = fetched.tensors()
+        assert found.keys() == boxes.keys()
+        for name, (at, count) in boxes.items():
+            assert torch.equal(found[name], whole[at : at + count])
+        assert sum(fetched.report.sources.values()) == 3 * SEGMENT_SIZE_BYTES_MIN
+        twice = TensorSpec("w/3", "float32", (8, COLUMNS), 32 * COLUMNS, None, Part((ROWS, COLUMNS), (60, 0), "w"))
+        with pytest.raises(UsageError, match="'w' that are wanted have something in common"):
+            reader.fetch(1, wanted=[wanted[0], twice], timeout_s=5.0)
+
+
 def test_a_damaged_segment_is_not_taken_for_the_part_of_it_that_is_right(hub: Server) -> None:
     tensors = {"a": numbers(0)}
     with client(hub, "trainer") as trainer, client(hub, "reader") as reader:
