@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker.plan import REGIONS_MAX, Given, Held, Piece, Plan, Region, filled, regions_of, view, view_in
+from tensorhub_plugins.vllm.worker.plan import NONSENSE, REGIONS_MAX, Given, Held, Piece, Plan, Region, filled, regions_of, view, view_in
 
 WHOLE = (4, 6, 5)
 
@@ -44,7 +44,7 @@ def test_a_region_holds_its_views_and_gives_them_again(name: str) -> None:
     assert region == expected
     for here in (region.of(whole).clone(), region.of(whole)):  # also as a view of a larger one
         assert torch.equal(view_in([Held(region, here)], WHOLE, box(wanted)), wanted)
-    given = Given.of({"w": whole}).cut({"w": [region]}, nonsense=True)
+    given = Given.of({"w": whole}).cut({"w": [region]}, filler=NONSENSE)
     expanded = dict(given.whole())["w"]
     assert torch.equal(view(expanded, box(wanted)), wanted)
     assert (expanded == whole).sum() == torch.Size(region.shape).numel()  # the rest is nonsense
@@ -66,7 +66,7 @@ def test_views_that_are_apart_are_regions_of_their_own(name: str) -> None:
     views = [whole[start:stop] for start, stop in taken]
     regions = regions_of([box(each) for each in views], (12, 4))
     assert list(regions) == [Region((start, 0), (count, 4)) for start, count in expected]
-    given = Given.of({"w": whole}).cut({"w": regions}, nonsense=True)
+    given = Given.of({"w": whole}).cut({"w": regions}, filler=NONSENSE)
     for each in views:
         assert torch.equal(view_in(given.held["w"], (12, 4), box(each)), each)
     rows = {row for start, count in expected for row in range(start, start + count)}

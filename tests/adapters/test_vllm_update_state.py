@@ -202,7 +202,6 @@ BUSY = "version 1 is being installed: wait until that has ended"
         (INSTALLING, ServeCurrentAs(3), BUSY),
         (INSTALLING, Unversioned(), BUSY),
         ((), ReadInPlace(ONE), "no install is under way"),
-        (INSTALLING, ReadInPlace(TWO), "version 2 is in host memory: nothing is to be read in place"),
         ((), Installed(), "no install is under way"),
         (READY, InstallFailed("x"), "no install is under way"),
     ],

@@ -99,7 +99,7 @@ def update_by_slices(
     from tensorhub_plugins.vllm.doctor.ranks import Rank
     from tensorhub_plugins.vllm.worker import contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
-    from tensorhub_plugins.vllm.worker.plan import Given
+    from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given
 
     rank = Rank(tp_size, tp)
     with loaded(first, rank) as (model, config):
@@ -111,7 +111,7 @@ def update_by_slices(
         by = conversion.install(Given.of(old, plan))
         after_first = bytes_of(model)
         proved = conversion._plan is plan
-        conversion.install(Given.of(new).cut(true_plan.needed, nonsense=True))
+        conversion.install(Given.of(new).cut(true_plan.needed, filler=NONSENSE))
         after_second = bytes_of(model)
         process = sorted(conversion._process)
     truths = []

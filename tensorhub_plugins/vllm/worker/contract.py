@@ -5,7 +5,7 @@ Two questions, and when they are asked
                                 first checkpoint that was accepted. Costs nothing.
     Would it fill the model?    `rehearse`, for the first checkpoint: vLLM's own loaders run over it while every
                                 parameter is a stand-in without memory. What they write is recorded, box by box. The
-                                model is put back untouched.
+                                model is put back untouched. `rehearse_shapes` does so before any byte of it is here.
 What the rehearsal refuses
     a tensor that a loader does not take (unknown name, wrong shape), a parameter that is not filled to its last
     element, a number of another kind (an integer, or FP8, for a bfloat16; bfloat16 for FP8).
@@ -100,9 +100,21 @@ class Contract:
         if self._accepted is not None:
             self.check(tensors, shapes)
             return
-        if self._rehearsed is None or self._rehearsed.shapes != shapes_of(tensors):
-            self._rehearsed = rehearse(self._model, self._vllm_config, tensors)
+        shapes = shapes_of(tensors) if shapes is None else shapes
+        if self._rehearsed is None or self._rehearsed.shapes != shapes:
+            is_whole = shapes == shapes_of(tensors)
+            self._rehearsed = rehearse(self._model, self._vllm_config, tensors if is_whole else without_memory(shapes))
         _check_values(self._rehearsed, tensors)
+
+    def rehearse_shapes(self, shapes: Shapes) -> Plan | None:
+        """How a checkpoint of these shapes would be used, of which no byte is here; None: its bytes have a say in it,
+        or it would not fill the model."""
+        try:
+            self._rehearsed = rehearse(self._model, self._vllm_config, without_memory(shapes))
+        except Exception as error:  # whatever a loader raises where it finds no numbers
+            logger.info("what is needed of a checkpoint is found out when all of it is here: %s", error)
+            return None
+        return self._rehearsed.plan
 
     def plan_for(self, shapes: Shapes) -> Plan | None:
         """What the rehearsal of a checkpoint of these shapes has shown."""
@@ -116,6 +128,10 @@ class Contract:
             unused = sorted(self._accepted.shapes.keys() - self._accepted.used)
             if unused:
                 logger.info("%d tensors of the checkpoint are not used here: %s", len(unused), some(unused))
+
+
+def without_memory(shapes: Shapes) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
 
 
 def _check_values(rehearsal: Rehearsal, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -15,6 +15,8 @@ first time. So the first conversion of a checkpoint is a trial
 of the digests of all weights, and of every other tensor and number that hangs on the model (hidden.py).
     2 equals 3      in all weights of a layer: copies do there what a reload does, and are used from now on
     1 equals 4      nothing else of the checkpoint is needed: from now on only those regions are fetched
+A first checkpoint of which only those regions have come, because a rehearsal without its bytes has named them, goes the
+same way: around them state 1 has zeros and state 4 nonsense. Where these are not equal, all of it must come first.
     1 equals the last      an install leaves nothing of the version before, or the model is refused
     1 unlike 3      in every weight that is derived from others, or the model is refused
     hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not traded with peers
@@ -33,16 +35,21 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
-from tensorhub_plugins.vllm.worker.plan import Given, Held, Plan, Shapes, held_whole, layer_of, view, view_in
+from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given, Held, Plan, Shapes, held_whole, layer_of, view, view_in
 
 logger = get_logger(__name__)
 
 NOISE_LENGTH = 1_048_583  # elements; a prime, so that rows and blocks of a weight do not repeat with it
 NOISE_STEP = 7_919  # between the noise of one tensor and that of the next
+ZERO = 0x00  # in every byte: unlike NONSENSE as anything
 WORTH_IT = 0.95  # of the checkpoint's bytes: to fetch regions, rather than all, is to save more than some tiny tensors
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
+
+
+class NotEnough(Exception):
+    """More of a checkpoint is needed than what is there; the weights are mixed."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class Conversion:
         """Replace all weights of the model by these, under their Hugging Face names. Says how; "reload" also where only
         some layers need it.
 
-        Raises whatever a loader raises, or UsageError for a model whose updates are shown to be wrong; its weights are
-        mixed then.
+        Raises NotEnough for a first checkpoint that is to come whole, whatever a loader raises, or UsageError for a
+        model whose updates are shown to be wrong; its weights are mixed then.
         """
         given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
         if self._tried != given.shapes:
@@ -81,8 +88,7 @@ class Conversion:
 
     def wanted(self) -> Plan | None:
         """What of the next checkpoint is to be fetched: only what this plan needs; None: all of it."""
-        plan = self._plan
-        return plan if plan is not None and plan.needed_bytes < WORTH_IT * plan.checkpoint_bytes else None
+        return worth_it(self._plan)
 
     def fits(self, shapes: Shapes) -> bool:
         """Whether a checkpoint of these shapes was put to the test."""
@@ -97,9 +103,11 @@ class Conversion:
             self._reload(given.whole())
 
     def _try(self, given: Given) -> None:
-        if not given.is_whole:
-            raise UsageError("only a whole checkpoint can be put to the test")
         plan = given.plan
+        if not given.is_whole:
+            given = given.with_filler(ZERO)
+            if plan is None:
+                raise NotEnough("only a whole checkpoint can be put to the test without a plan")
         self._copies_are_right, self._plan, self._process, self.hidden = False, None, frozenset(), ()
         self._reload(given.whole())
         first, noisy = self._state(), None
@@ -118,6 +126,8 @@ class Conversion:
             logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
         if not self._is_as(first, noisy, given):
             self._copies_are_right, self._plan, self._process = False, None, frozenset()
+            if not given.is_whole:
+                raise NotEnough("the model takes more of the checkpoint than its loaders were seen to take")
             self._reload(given.whole())
         self._judge(first, noisy, self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
@@ -148,7 +158,7 @@ class Conversion:
                 self._install(given)
             return self._copies_are_right
         try:
-            self._install(given.cut(plan.needed, nonsense=True))
+            self._install(given.cut(plan.needed, filler=NONSENSE))
         except Exception:
             logger.warning("what was seen to be needed of a checkpoint is not enough to install it", exc_info=True)
             return False
@@ -230,6 +240,11 @@ class Conversion:
         return _State({name: weights.digest(tensor) for name, tensor in live.items()}, hidden)
 
 
+def worth_it(plan: Plan | None) -> Plan | None:
+    """The plan, if only what it needs is to be fetched."""
+    return plan if plan is not None and plan.needed_bytes < WORTH_IT * plan.checkpoint_bytes else None
+
+
 def _differ(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     return [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]
 
@@ -243,7 +258,7 @@ def noise(shapes: Shapes, checkpoint: Mapping[str, torch.Tensor] | None = None) 
     endless = {dtype: torch.cat([block, block]).to(dtype) for dtype in {dtype for dtype, _ in shapes.values()}}
     for number, (name, (dtype, shape)) in enumerate(shapes.items()):
         if checkpoint is not None and not dtype.is_floating_point:
-            yield name, checkpoint[name]
+            yield name, checkpoint[name] if name in checkpoint else torch.zeros(shape, dtype=dtype)
             continue
         first = number * NOISE_STEP % NOISE_LENGTH
         values = endless[dtype][first : first + min(NOISE_LENGTH, shape.numel())]

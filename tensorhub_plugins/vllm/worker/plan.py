@@ -12,7 +12,7 @@ A plan is a guess until it has been put to the test (conversion.py): loaders may
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -54,6 +54,11 @@ class Region(NamedTuple):
         """[start, stop) on each axis."""
         return tuple(zip(self.start, self.ends, strict=True))
 
+    def box_in(self, whole: Sequence[int]) -> Box:
+        """As a view of a contiguous tensor of this shape."""
+        steps = contiguous_strides(whole)
+        return sum(start * step for start, step in zip(self.start, steps, strict=True)), self.shape, steps
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same box of this tensor."""
         return tensor[tuple(slice(start, end) for start, end in zip(self.start, self.ends, strict=True))]
@@ -91,6 +96,15 @@ class Plan:
     def wanted(self) -> list[TensorSpec]:
         """What is to be fetched: tensors, and where they lie in what is published."""
         return [spec for name, regions in self.needed.items() for spec in specs_of(name, *self.shapes[name], regions)]
+
+    def for_trial(self) -> Plan:
+        """The same, with all of what is no floating-point number: noise cannot take its place."""
+        whole = {
+            name: (whole_region(shape),)
+            for name, (dtype, shape) in self.shapes.items()
+            if name in self.needed and not dtype.is_floating_point
+        }
+        return replace(self, needed={**self.needed, **whole})
 
     @property
     def needed_bytes(self) -> int:
@@ -229,7 +243,7 @@ class Given:
     """A checkpoint of which perhaps only regions are there, as whole tensors or by boxes.
 
     held: by tensor, its regions. shapes: as they were published, of all tensors. plan: how this worker would use a
-    whole one. nonsense: `whole` has it where nothing is there, so that whoever takes from there is found out.
+    whole one. filler: every byte that `whole` has where nothing is there; None: whatever the memory held.
     """
 
     def __init__(
@@ -238,9 +252,9 @@ class Given:
         shapes: Shapes,
         *,
         plan: Plan | None = None,
-        nonsense: bool = False,
+        filler: int | None = None,
     ) -> None:
-        self.held, self.shapes, self.plan, self._nonsense = held, shapes, plan, nonsense
+        self.held, self.shapes, self.plan, self._filler = held, shapes, plan, filler
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], plan: Plan | None = None) -> Given:
@@ -257,26 +271,30 @@ class Given:
         """Those that are one region, or whole."""
         return {name: held[0].tensor for name, held in self.held.items() if len(held) == 1}
 
-    def cut(self, needed: Mapping[str, Sequence[Region]], *, nonsense: bool = False) -> Given:
-        """Only this of a whole one."""
-        held = {
-            name: [Held(each, each.of(self.held[name][0].tensor)) for each in regions]
-            for name, regions in needed.items()
-        }
-        return Given(held, self.shapes, nonsense=nonsense)
+    def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
+        """Only this of what is there."""
+        held = {}
+        for name, regions in needed.items():
+            shape = self.shapes[name][1]
+            held[name] = [Held(each, view_in(self.held[name], shape, each.box_in(shape))) for each in regions]
+        return Given(held, self.shapes, filler=filler)
+
+    def with_filler(self, filler: int) -> Given:
+        """The same, so that whoever takes what is not there takes this."""
+        return Given(self.held, self.shapes, plan=self.plan, filler=filler)
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """For loaders: tensors of the published shapes. What is not there is not initialised, and takes no memory
-        but of the pages that are touched; each lives only as long as its user holds it."""
-        for name in self.held if names is None else names:
+        """For loaders: tensors of the published shapes; with a filler also those of which nothing is there. What is not
+        there takes no memory but of the pages that are touched; each lives only as long as its user holds it."""
+        for name in (self.held if self._filler is None else self.shapes) if names is None else names:
             dtype, shape = self.shapes[name]
-            held = self.held[name]
-            if held[0].region.shape == tuple(shape):
+            held = self.held.get(name, ())
+            if held and held[0].region.shape == tuple(shape):
                 yield name, held[0].tensor
                 continue
             expanded = torch.empty(shape, dtype=dtype)
-            if self._nonsense:
-                expanded.view(-1).view(torch.uint8).fill_(NONSENSE)
+            if self._filler is not None:
+                expanded.view(-1).view(torch.uint8).fill_(self._filler)
             for region, tensor in held:
                 region.of(expanded).copy_(tensor)
             yield name, expanded

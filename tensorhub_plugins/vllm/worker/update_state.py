@@ -133,7 +133,7 @@ class StartInstall:
 
 @dataclass(frozen=True)
 class ReadInPlace:
-    """The install has read this now, where nothing was in host memory."""
+    """The install has read this now, where nothing, or not enough, was in host memory."""
 
     staged: Staged
 
@@ -357,8 +357,7 @@ class UpdateState:
                 self.phase = Installing(self.ready_for(version))
                 self.repairs, self.broken = self.broken is not None, f"version {version} is being installed"
             case ReadInPlace(staged):
-                if self._must_install().staged.fetched is not None:
-                    raise UsageError(f"version {staged.version} is in host memory: nothing is to be read in place")
+                self._must_install()
                 self.phase = Installing(staged)
             case Installed():
                 staged = self._must_install().staged

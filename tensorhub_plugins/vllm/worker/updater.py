@@ -9,12 +9,13 @@ A fetch that fails with VersionRefused got tensors that are not this model's (se
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import assert_never
@@ -23,6 +24,7 @@ from tensorhub_plugins.core import (
     CHECKPOINT,
     Deadline,
     DeadlineExceeded,
+    Fetched,
     NotPublished,
     ShardKey,
     TensorHubError,
@@ -34,12 +36,14 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
-from tensorhub_plugins.vllm.worker.conversion import Conversion
+from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
 
 logger = get_logger(__name__)
 
+Asked: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
+PLAN_AHEAD_S = 10.0  # for vLLM's thread to come by; then the first version is read whole
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; who follows takes the newest version by itself
 
 
@@ -58,6 +62,8 @@ class Updater:
         self._serving: Future[None] | None = None  # the last offer to peers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = False
+        self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
 
     # --- the state, and what it asks for ---
@@ -86,7 +92,10 @@ class Updater:
     # --- what the engine's owner asks for ---
 
     def poll(self) -> dict[str, Any]:
-        """State, versions, the last error and the last fetch's report (see UpdateState.status); returns at once."""
+        """State, versions, the last error and the last fetch's report (see UpdateState.status); returns at once, but
+        for the first version, which is planned here (see `_plan_ahead`)."""
+        while not self._asked.empty():
+            self._answer(self._asked.get())
         with self._lock:
             serving = self._serving is not None and not self._serving.done()
             return {**self._state.status(), "serving": serving, "layout": self.position.layout}
@@ -108,7 +117,7 @@ class Updater:
             self.start_fetch(version, timeout_s, in_place=in_place)
             assert self._fetching is not None
             # It ends at its own deadline, and after its readers have been drained.
-            self._fetching.result(timeout=timeout_s + self.config.drain_timeout_s)
+            self._see_to(self._fetching, timeout_s + self.config.drain_timeout_s)
         except (TensorHubError, FutureTimeout) as error:
             logger.warning("%s: version %d: %s", self._name, version, error)
         # Whatever happened here: the other workers of this engine wait for this one's vote.
@@ -287,7 +296,7 @@ class Updater:
         """
         needed = self._conversion.wanted()
         if needed is None:
-            return None
+            return self._get_first(version, deadline) if self._plans_ahead else None
         try:
             staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=needed.wanted())
         except UsageError as error:
@@ -299,6 +308,35 @@ class Updater:
         logger.info("%s: version %d is read whole, because its tensors are not those before", self._name, version)
         self._drop(staged)
         return None
+
+    def _get_first(self, version: int, deadline: Deadline) -> Staged:
+        """As above, of the first checkpoint: first its tables alone, then what a rehearsal over their shapes names."""
+        staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=())
+        found = staged.fetched
+        if found is None or found.wanted is None:
+            return staged
+        found.release()
+        try:
+            needed = worth_it(self._plan_ahead(plan.given_by(found).shapes, deadline))
+            wanted = None if needed is None else needed.for_trial().wanted()
+            staged = self._get(version, (CHECKPOINT,), deadline, serve=self._relays, wanted=wanted)
+        except BaseException:
+            if found.converts is not None:
+                self._client.abandon(version, found.converts)
+            raise
+        assert staged.fetched is not None
+        staged.fetched.converts = found.converts
+        return staged
+
+    def _plan_ahead(self, shapes: plan.Shapes, deadline: Deadline) -> plan.Plan | None:
+        """What of a checkpoint of these shapes is needed. The loaders run over the live model's modules: in vLLM's own
+        thread, between two steps, which comes by with the next `poll`."""
+        planned: Future[plan.Plan | None] = Future()
+        self._asked.put((planned, lambda: self._contract.rehearse_shapes(shapes)))
+        try:
+            return planned.result(timeout=min(deadline.remaining(), PLAN_AHEAD_S))
+        except FutureTimeout:
+            return None if planned.cancel() else planned.result(timeout=deadline.remaining())
 
     @property
     def _relays(self) -> bool:
@@ -333,6 +371,28 @@ class Updater:
             fetched.release()
         except TensorHubError as error:
             logger.warning("%s: version %d was not let go of: %s", self._name, staged.version, error)
+
+    # --- what the background leaves to vLLM's own thread ---
+
+    def _answer(self, asked: Asked | None) -> None:
+        if asked is None or not asked[0].set_running_or_notify_cancel():
+            return
+        future, question = asked
+        try:
+            future.set_result(question())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _see_to(self, fetching: Future[None], timeout_s: float) -> None:
+        """Wait for the background, and answer what it asks; FutureTimeout."""
+        deadline = Deadline.after(timeout_s)
+        fetching.add_done_callback(lambda _: self._asked.put(None))
+        while not fetching.done():
+            try:
+                self._answer(self._asked.get(timeout=deadline.remaining()))
+            except queue.Empty:
+                raise FutureTimeout from None
+        fetching.result()
 
     # --- installing, in vLLM's own thread ---
 
@@ -369,7 +429,20 @@ class Updater:
             weights.copy_tensors(weights.tensors(self._model), staged.fetched.tensors())
             weights.refresh_scalars(self._model)
             return None
-        given = plan.given_by(staged.fetched)
+        try:
+            return self._convert(staged.fetched)
+        except NotEnough as error:
+            logger.warning("%s: version %d is read whole: %s", self._name, version, error)
+        self._plans_ahead = False
+        whole = self._get(version, (CHECKPOINT,), deadline, serve=False)
+        assert whole.fetched is not None
+        whole.fetched.converts = staged.fetched.converts
+        staged.fetched.release()
+        self._handle(update_state.ReadInPlace(whole))
+        return self._convert(whole.fetched)
+
+    def _convert(self, fetched: Fetched) -> str:
+        given = plan.given_by(fetched)
         self._contract.rehearse(given.tensors, given.shapes)  # again only for what was read in place of something else
         given.plan = self._contract.plan_for(given.shapes)
         return self._conversion.install(given)
