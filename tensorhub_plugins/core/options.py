@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -39,6 +39,19 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     serve_from: Literal["host", "live"] | None = None
     digest: Algorithm = "xxh3_128"  # blake3: nobody on the way can forge it, and engines take nothing else
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
+    memory_budget_bytes: int | None = None  # of each worker, for versions in host memory; None: half of its machine's
+    over_budget: Literal["warn", "refuse"] = "warn"  # what becomes of more, at the start and later
+
+    @property
+    def source(self) -> Literal["host", "live"]:
+        """What peers read."""
+        return self.serve_from or ("host" if self.install == "staged" else "live")
+
+    @property
+    def copies(self) -> int:
+        """Of what it runs, in host memory, that an engine's worker takes at most: one that arrives from the trainer, one
+        from a peer; and with serve_from=host the one that is served until the next is."""
+        return 3 if self.source == "host" else 2
 
 
 class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
@@ -56,6 +69,39 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     fleet_target: int | None = None  # None: as many as the framework has started
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
     fleet_policy: str | None = None
+
+
+class Need(NamedTuple):
+    """Host memory that a worker will take: so many copies of what it has of a version, old and new ones together."""
+
+    version_bytes: int
+    copies: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.version_bytes * self.copies
+
+
+def says_memory(worker: str, need: Need, workers: int = 1) -> str:
+    """What a worker takes, and so many on its host, for people."""
+    one = f"{worker} takes up to {gigabytes(need.size_bytes)} of host memory"
+    copies = f"{need.copies} copies of the {gigabytes(need.version_bytes)} that it has of a version"
+    all_ = "" if workers == 1 else f", and the {workers} of its host {gigabytes(workers * need.size_bytes)}"
+    return f"{one} ({copies}){all_}"
+
+
+def says_need(given: StoreOptions, worker: str, need: Need, workers: int) -> str:
+    """The same before the run. UsageError for what is above a budget that is kept."""
+    said, budget = says_memory(worker, need, workers), given.memory_budget_bytes
+    if budget is not None and need.size_bytes > budget:
+        said = f"{said}, above memory_budget_bytes={budget}"
+        if given.over_budget == "refuse":
+            raise UsageError(f"{said}: raise it, use more hosts, or set over_budget=warn")
+    return said
+
+
+def gigabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 5e7 else f"{size_bytes / 1e6:.1f} MB"
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -100,6 +146,8 @@ def check_store(given: StoreOptions, *, where: str) -> None:
             f"{where}: option hub is {given.hub!r}: give the address `tensorhub server` prints, e.g. "
             "tcp://10.0.0.1:7070, or leave it out to have the run start one"
         )
+    if given.memory_budget_bytes is not None and given.memory_budget_bytes < 0:
+        raise UsageError(f"{where}: option memory_budget_bytes is {given.memory_budget_bytes}: give a number of bytes")
     for name in ("model", "run", "transports"):
         if getattr(given, name) in ("", ()):
             example = "name at least one, e.g. tcp" if name == "transports" else "give a value"

@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tensorhub_plugins.core import TensorHubError, UsageError
+from tensorhub_plugins.core.options import Need, says_need
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.autoload import SWITCH
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.openrlhf.install import backend_of
+from tensorhub_plugins.vllm.model_size import elements_of
 
+ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_ppo_ray"
 HOOKS = "torch.backends"  # entry points that torch loads in every process
 
@@ -80,7 +83,7 @@ def check(command: str, given: list[str]) -> list[str]:
         from tensorhub_plugins.openrlhf import hub
 
         hub.check(options.hub)
-    return outlook(options, args)
+    return outlook(options, args, elements_of(args.actor.model_name_or_path))
 
 
 def _check_hook() -> None:
@@ -95,8 +98,8 @@ def _check_hook() -> None:
         )
 
 
-def outlook(options: Options, args: Any) -> list[str]:
-    """PURE. What will happen, in words."""
+def outlook(options: Options, args: Any, elements: int | None = None) -> list[str]:
+    """PURE. What will happen, in words. elements: numbers that the model has."""
     ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
     engines = args.vllm.num_engines
     how = (
@@ -115,6 +118,12 @@ def outlook(options: Options, args: Any) -> list[str]:
         else "engines: stand still while bytes arrive in their live weights (install=direct)",
         f"losses: Ray starts an engine again up to {options.restarts} times, its prompts are asked elsewhere",
     ]
+    if elements is not None:
+        share = Need(ELEMENT_SIZE_BYTES * elements // ranks, options.keep + 1)
+        said.append(f"memory: {says_need(options, 'each trainer rank', share, args.actor.num_gpus_per_node)}")
+        tp = args.vllm.tensor_parallel_size
+        slice_ = Need(ELEMENT_SIZE_BYTES * elements // tp, options.copies)
+        said.append(f"memory: {says_need(options, 'each worker of an engine', slice_, tp)}")
     if options.fleet_policy is not None:
         target = f"as many as {options.fleet_policy} says"
     else:

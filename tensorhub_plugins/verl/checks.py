@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core.options import Need, says_need
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WHERE, Options, spans_of
 
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
+DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 
@@ -93,6 +96,23 @@ def says_parts(root: Any, options: Options) -> str:
     else:
         return f"each trainer rank publishes the part that {strategy} gave it, and nothing is gathered"
     return f"whole tensors are gathered to every trainer rank ({why})"
+
+
+def says_memory(root: Any, options: Options, elements: int | None) -> list[str]:
+    """What hosts need, of a model of so many numbers. UsageError for more than a budget that is kept."""
+    if elements is None:
+        return ["memory: the model is not on this machine, so every worker says at its start what it takes"]
+    trainer, rollout = _get(root, "trainer"), _get(root, "actor_rollout_ref", "rollout")
+    size_bytes = elements * SIZES[options.dtype or "float32"]
+    here = int(_get(trainer, "n_gpus_per_node") or 1)
+    share = size_bytes // max(1, here * int(_get(trainer, "nnodes") or 1))
+    said = says_need(options, "each trainer rank", Need(share, options.keep + 1), here)
+    workers = int(_get(rollout, "n_gpus_per_node") or 0) or here
+    if _get(rollout, "name") == ROLLOUT:
+        need = Need(size_bytes // int(_get(rollout, "tensor_model_parallel_size") or 1), options.copies)
+    else:
+        need = Need(size_bytes, DROP_IN_COPIES)
+    return [f"memory: {said}", f"memory: {says_need(options, 'each rollout worker', need, workers)}"]
 
 
 def says_dtype(options: Options) -> str:

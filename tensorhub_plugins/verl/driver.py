@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError
 from tensorhub_plugins.verl import checks, config
+from tensorhub_plugins.vllm.model_size import elements_of
 from tensorhub_plugins.vllm.ray import policy
 
 CONNECT_TIMEOUT_S = 10.0
@@ -54,6 +55,7 @@ def check(root: Any) -> list[str]:
     settle_dtype(root)
     settle_slices(root)
     options, said = checks.check(root)
+    said += checks.says_memory(root, options, elements_of(root.actor_rollout_ref.model.get("path")))
     config.check_verl(options)
     config.check_vllm(options)
     if options.fleet_policy is not None:

@@ -29,16 +29,14 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0  # for readers of the live weights before an install; then they are cut off
     serve_timeout_s: float = 120.0  # for what serving takes after an install: publishing, dropping the last version
 
-    @property
-    def source(self) -> Literal["host", "live"]:
-        return self.serve_from or ("host" if self.install == "staged" else "live")
-
     def connect(self, *, replica: str | None = None, **given: Any) -> Client:
         """A client of the store, as this engine or under another name. given: options of Client, over these."""
         own: dict[str, Any] = {
             "location": msgspec.structs.replace(here(), **self.location),
             "transports": self.transports,
             "digest": self.digest,
+            "memory_budget_bytes": self.memory_budget_bytes,
+            "over_budget": self.over_budget,
             "advertise_host": self.advertise_host,
             "job": self.job,
             "preemptible": self.preemptible,

@@ -14,11 +14,14 @@ import tomllib
 
 pytest.importorskip("verl", reason="its configuration is read")
 
+import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import main as command  # noqa: E402
 from tensorhub_plugins.verl import checks, config, doctor, driver  # noqa: E402
+from tensorhub_plugins.vllm.model_size import elements_of  # noqa: E402
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
 STORE = [BACKEND, "actor_rollout_ref.rollout.name=vllm"]
@@ -104,6 +107,28 @@ def test_weights_are_published_in_the_dtype_of_the_rollouts(arguments, dtype):
     trainers = config.parse(root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get(config.BACKEND))
     assert trainers.dtype == dtype
     assert told == [f"dtype: {checks.says_dtype(trainers)}"] and (dtype or "as the trainer has them") in told[0]
+
+
+def test_the_memory_of_a_run_is_told_before_it(tmp_path):
+    save_file({"w": torch.zeros(1000, 1000), "b": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    elements = elements_of(tmp_path)
+    assert elements == 1_001_000 and elements_of(tmp_path / "none") is None
+    size = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{OPTIONS}.dtype=bfloat16", f"{OPTIONS}.keep=1"]
+    root = composed([*SEPARATE, *PULL, *size])
+    options, _ = checks.check(root)
+    trainer, rollout = checks.says_memory(root, options, 1000 * elements)
+    assert trainer == (
+        "memory: each trainer rank takes up to 500.5 MB of host memory (2 copies of the 250.2 MB that it has of a "
+        "version), and the 4 of its host 2.0 GB"
+    )
+    assert "each rollout worker takes up to 3.0 GB of host memory (3 copies of the 1.0 GB" in rollout
+    _, drop_in = checks.says_memory(composed([*SEPARATE, *STORE, *size]), options, 1000 * elements)
+    assert "4.0 GB of host memory (2 copies of the 2.0 GB" in drop_in  # each has all of it
+    budget = [f"{OPTIONS}.memory_budget_bytes=600000000", f"{OPTIONS}.over_budget=refuse"]
+    kept = composed([*SEPARATE, *PULL, *size, *budget])
+    with pytest.raises(UsageError, match="each rollout worker.*above memory_budget_bytes=600000000: raise it"):
+        checks.says_memory(kept, checks.check(kept)[0], 1000 * elements)
+    assert "says at its start" in checks.says_memory(root, options, None)[0]
 
 
 @pytest.mark.parametrize(("command", "name"), [(ONE_STEP_OFF, "one_step_off"), (FULLY_ASYNC, "fully_async")])

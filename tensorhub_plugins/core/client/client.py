@@ -27,6 +27,7 @@ import torch
 from tensorhub_plugins.core import device, digests
 from tensorhub_plugins.core.client import arguments, session
 from tensorhub_plugins.core.client.beginning import begin
+from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.copies import READ_TIMEOUT_S, Copies
 from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
@@ -135,8 +136,8 @@ class Client:
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
-        refuses = over_budget == "refuse"
-        self._serving = Serving(self._worker, SlabPool(), budget_bytes=memory_budget_bytes, refuses=refuses)
+        self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
+        self._serving = Serving(self._worker, SlabPool(), self.budget)
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)

@@ -36,6 +36,7 @@ from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.slices import SLICES_MAX, Slice, slices_of
 from tensorhub_plugins.core.memory.tensors import check_tensor, contiguous_spec, dtype_of, spec_of
+from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.core.run_log import enabled, record, root_key
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
@@ -65,10 +66,18 @@ class Snapshot(NamedTuple):
     downloads: Downloads
 
 
+def _ranks_here() -> int:
+    """On this host, as torch's launchers say."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdecimal() and int(said) else 1
+
+
 class Publisher:
     """Publishes the share of one trainer rank, version after version.
 
-    client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer. dtype: what floating-point
+    client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer; host memory is taken for one more,
+    which is said, or refused, before any is (`Client.budget`), for all ranks of a host as torch's launchers count them.
+    dtype: what floating-point
     tensors are published as, but those of which `keeps_dtype` is true; None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
@@ -123,6 +132,9 @@ class Publisher:
         self._sent: Manifest | None = None  # of the last version
         self._background = ThreadPoolExecutor(1, "tensorhub-publish") if in_background else None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
+        self._is_said = False  # what memory it takes
+        if model:
+            self._say_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
         self._retiring.start()
@@ -285,8 +297,16 @@ class Publisher:
     def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""
         pieces = {spec.name: slices_of(spec, self.slices) for spec in specs}
-        plain = (msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each)
+        plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
+        self._say_memory(sum(spec.size_bytes for spec in plain))
         return self.client.allocate(plain), pieces
+
+    def _say_memory(self, size_bytes: int) -> None:
+        """Of its share of one version, once. UsageError where it does not fit."""
+        if not self._is_said:
+            mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"
+            self.client.budget.expect(Need(size_bytes, self.keep + 1), workers=_ranks_here(), mend=mend)
+        self._is_said = True
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
         """What such a tensor is published as. A one-byte float is a quantized weight: a cast would lose its scale's

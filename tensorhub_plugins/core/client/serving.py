@@ -18,6 +18,7 @@ import torch
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import shelf
+from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
 from tensorhub_plugins.core.client.shelf import Published, Shelf
@@ -47,12 +48,10 @@ class Serving:
 
     hub: HubLink
 
-    def __init__(self, worker: str, pool: SlabPool, *, budget_bytes: int | None = None, refuses: bool = False) -> None:
-        """budget_bytes, refuses: as in `Client`."""
+    def __init__(self, worker: str, pool: SlabPool, budget: Budget) -> None:
         self.worker = worker
         self.pool = pool
-        self._budget_bytes = machine.total_bytes() // 2 if budget_bytes is None else budget_bytes
-        self._refuses = refuses
+        self._budget = budget
         self._is_over = False
         self._shelf: Shelf[Offer] = Shelf()
         self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
@@ -294,7 +293,7 @@ class Serving:
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
         if not for_others:
-            self._spend(table.size_bytes, refuses=self._refuses and deadline == NEVER)  # what is read is not refused
+            self._spend(table.size_bytes, refuses=self._budget.refuses and deadline == NEVER)  # what is read is not refused
         slab = self.pool.take(table, deadline)
         self._fetched.discard(slab)
         return slab
@@ -306,7 +305,7 @@ class Serving:
             entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind != "adopted"]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
-        was_over, self._is_over = self._is_over, spent + size_bytes > self._budget_bytes
+        was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
         if not self._is_over or (was_over and not refuses):  # said once, until it was below again
             return
         newest = [
@@ -316,7 +315,7 @@ class Serving:
         ]
         text = (
             f"{self.worker} offers {len(offered)} copies of {spent / 1e6:.1f} MB, and {size_bytes / 1e6:.1f} MB more "
-            f"are above its budget of {self._budget_bytes / 1e6:.1f} MB; the last: {'; '.join(newest) or 'none'}. "
+            f"are above its budget of {self._budget.size_bytes / 1e6:.1f} MB; the last: {'; '.join(newest) or 'none'}. "
             "Unpublish versions that are over, retain fewer, or raise memory_budget_bytes"
         )
         if refuses:
@@ -327,7 +326,7 @@ class Serving:
         """For copies that others need: what the budget leaves, and no more than half of what is free."""
         with self._changed:
             offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind != "adopted"]
-        left = self._budget_bytes - sum(slab.size_bytes for slab in offered)
+        left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
         return max(0, min(left, machine.available_bytes() // 2))
 
     def holds_fetched(self, slabs: Iterable[Slab]) -> None:

@@ -22,11 +22,11 @@ class _Files(NamedTuple):
     mount: str
     limits: tuple[str, ...]  # the least counts; memory.high is one beyond which all are slowed down
     used: str
-    cache: str  # in memory.stat, with what is in groups below: pages of files, which are given up first
+    cache: tuple[str, ...]  # in memory.stat, with what is in groups below: pages of files, which are given up first
 
 
-V1 = _Files("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-V2 = _Files("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", "inactive_file")
+V1 = _Files("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+V2 = _Files("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
 def total_bytes(root: Path = ROOT) -> int:
@@ -41,7 +41,7 @@ def available_bytes(root: Path = ROOT) -> int:
     for folder, files, limit in _limited(root):
         used = _number(folder / files.used)
         if used is not None:
-            free.append(limit - used + _field(folder / "memory.stat", files.cache))
+            free.append(limit - used + sum(_field(folder / "memory.stat", name) for name in files.cache))
     return max(0, min(free))
 
 

@@ -33,6 +33,7 @@ from tensorhub_plugins.core import (
     run_log,
 )
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
@@ -65,6 +66,19 @@ class Updater:
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
+        try:
+            self._say_memory()
+        except UsageError:
+            self._client.close()
+            raise
+
+    def _say_memory(self) -> None:
+        """Before anything is read. UsageError where it does not fit."""
+        size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self._model).values())
+        parallel = getattr(self._vllm_config, "parallel_config", None)
+        mend = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
+        need = Need(size_bytes, self.config.copies)
+        self._client.budget.expect(need, workers=getattr(parallel, "local_world_size", 1), mend=mend)
 
     # --- the state, and what it asks for ---
 

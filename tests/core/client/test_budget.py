@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.core.memory.machine import total_bytes
+from tensorhub_plugins.core import Publisher, TensorSpec, UsageError
+from tensorhub_plugins.core.client.budget import Budget
+from tensorhub_plugins.core.memory.machine import available_bytes, total_bytes
+from tensorhub_plugins.core.options import Need
 
 MEGABYTE = 1_000_000
 
@@ -59,4 +61,54 @@ def test_what_is_retained_counts_and_is_kept_nevertheless(stage, caplog):
 
 
 def test_the_default_is_half_of_what_there_is(stage):
-    assert stage.client("trainer")._serving._budget_bytes == total_bytes() // 2
+    assert stage.client("trainer")._serving._budget.size_bytes == total_bytes() // 2
+
+
+# --- what is needed is said before it is taken ---
+
+
+def test_what_a_worker_will_take_is_said(caplog):
+    with caplog.at_level("INFO"):
+        Budget("trainer/0", 10 * MEGABYTE).expect(Need(3 * MEGABYTE, 3), workers=8, mend="less")
+    (text,) = caplog.messages
+    assert text == (
+        "trainer/0 takes up to 9.0 MB of host memory (3 copies of the 3.0 MB that it has of a version), and the 8 of "
+        "its host 72.0 MB"
+    )
+    assert caplog.records[0].levelname == "INFO"
+
+
+def test_more_than_the_budget_is_said_or_refused_at_once(caplog):
+    need, mend = Need(3 * MEGABYTE, 3), "keep fewer versions"
+    Budget("trainer/0", 8 * MEGABYTE).expect(need, mend=mend)
+    assert "9.0 MB of host memory" in caplog.text and "above its budget of 8.0 MB: keep fewer versions" in caplog.text
+    with pytest.raises(UsageError, match=r"trainer/0 takes up to 9.0 MB.*above its budget of 8.0 MB: keep fewer"):
+        Budget("trainer/0", 8 * MEGABYTE, refuses=True).expect(need, mend=mend)
+    Budget("trainer/0", 9 * MEGABYTE, refuses=True).expect(need, mend=mend)
+
+
+def test_more_than_the_host_has_is_refused_whatever_the_budget():
+    half = available_bytes() // 2
+    with pytest.raises(UsageError, match="are free there: keep fewer"):
+        Budget("trainer/0", 1 << 60).expect(Need(half, 3), mend="keep fewer versions")
+    with pytest.raises(UsageError, match="and the 64 of its host"):
+        Budget("trainer/0", 1 << 60).expect(Need(half // 32, 1), workers=64, mend="")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["at the start", "with the first version"])
+def test_a_publisher_that_will_not_fit_is_refused_before_it_takes_anything(known, stage):
+    trainer = stage.client("trainer", memory_budget_bytes=2 * MEGABYTE, over_budget="refuse")
+    model = [TensorSpec("w", "uint8", (MEGABYTE,), MEGABYTE)] if known else []
+
+    def publish() -> None:
+        publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=2, timeout_s=5.0, model=model)
+        publisher.publish(1, tensors(1).items())
+
+    with pytest.raises(UsageError, match=r"3.0 MB of host memory \(3 copies of the 1.0 MB.*budget of 2.0 MB: keep few"):
+        publish()
+    assert trainer.serving() == []
+    fits = stage.client("fits", memory_budget_bytes=3 * MEGABYTE, over_budget="refuse")
+    publisher = Publisher(fits, rank=0, ranks=1, worker="fits/0", keep=2, timeout_s=5.0, model=model)
+    for version in range(1, 5):
+        publisher.publish(version, tensors(version).items())
+    publisher.close()
