@@ -49,8 +49,8 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def copies(self) -> int:
-        """Of what it runs, in host memory, that an engine's worker takes at most: one that arrives from the trainer, one
-        from a peer; and with serve_from=host the one that is served until the next is."""
+        """Of what it runs, in host memory, that an engine's worker takes at most: one that arrives from the trainer,
+        one from a peer; and with serve_from=host the one that is served until the next is."""
         return 3 if self.source == "host" else 2
 
 
@@ -79,6 +79,7 @@ class Need(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
+        """Of all copies."""
         return self.version_bytes * self.copies
 
 
@@ -101,7 +102,8 @@ def says_need(given: StoreOptions, worker: str, need: Need, workers: int) -> str
 
 
 def gigabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 5e7 else f"{size_bytes / 1e6:.1f} MB"
+    """Or megabytes, below one."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
 Options = TypeVar("Options", bound=msgspec.Struct)

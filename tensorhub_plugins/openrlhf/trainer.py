@@ -78,6 +78,7 @@ class PolicyModelActor(_Policy):
             # Of a model that is gathered, the ranks' shares are known before the first version.
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
             slices=max(1, int(strategy.args.vllm.tensor_parallel_size)),
+            slices_experts=True,  # OpenRLHF's engines are not expert parallel
             begins=True,
         )
 

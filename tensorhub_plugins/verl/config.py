@@ -44,6 +44,7 @@ class Options(TrainingOptions, frozen=True, kw_only=True):
     dtype: str | None = None  # what matrices are published as, see parts.keeps_dtype; None: what the rollouts run
     parts: bool = True  # each trainer rank publishes what it holds, see parts.py; False: it gathers all
     slices: int | None = None  # tensor parallel size of the engines that pull, see Publisher; None: the rollouts'
+    slices_experts: bool | None = None  # experts as well; None: unless the rollouts are expert parallel
     pause_mode: Literal["keep", "wait", "abort"] = "keep"  # requests in flight during an installation
     recompute: bool = True  # after it: drop all KV of the old weights (False keeps it: faster, and no longer exact)
     spans: Literal["auto", "split", "oldest"] = "auto"  # how samples of several versions are reported: versions.py

@@ -83,7 +83,9 @@ def settle_slices(root: Any) -> None:
     """Where it is not said otherwise, publish for workers that each take a slice: those of tensor parallel replicas
     that pull. In drop-in mode every worker reads everything."""
     rollout = root.actor_rollout_ref.rollout
-    given = rollout.checkpoint_engine.get("engine_kwargs") or {}
-    if (given.get(config.BACKEND) or {}).get("slices") is None and rollout.get("name") == config.ROLLOUT:
-        size = int(rollout.get("tensor_model_parallel_size") or 1)
-        OmegaConf.update(root, f"{config.WHERE}.slices", size, force_add=True)
+    given = (rollout.checkpoint_engine.get("engine_kwargs") or {}).get(config.BACKEND) or {}
+    if rollout.get("name") == config.ROLLOUT:
+        size, experts = (int(rollout.get(f"{kind}_parallel_size") or 1) for kind in ("tensor_model", "expert"))
+        for option, value in (("slices", size), ("slices_experts", experts == 1)):
+            if given.get(option) is None:
+                OmegaConf.update(root, f"{config.WHERE}.{option}", value, force_add=True)

@@ -173,6 +173,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             dtype=None if dtype is None else getattr(torch, dtype),
             keeps_dtype=parts.keeps_dtype,
             slices=self.options.slices or 1,
+            slices_experts=bool(self.options.slices_experts),
             begins=True,
         )
 

@@ -15,7 +15,10 @@ HEAD_SIZE_BYTES_MAX = 100 << 20  # safetensors' own limit
 def elements_of(folder: object) -> int | None:
     """How many numbers the checkpoint in this folder has; None: it is not here, or no safetensors."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        return sum(prod(tensor["shape"]) for file in Path(str(folder)).glob("*.safetensors") for tensor in _head(file)) or None
+        return (
+            sum(prod(tensor["shape"]) for file in Path(str(folder)).glob("*.safetensors") for tensor in _head(file))
+            or None
+        )
     return None
 
 

@@ -13,7 +13,7 @@ from tensorhub_plugins.verl import config, driver  # noqa: E402
 
 @pytest.mark.parametrize(
     ("name", "given", "expected"),
-    [(config.ROLLOUT, {}, 4), (config.ROLLOUT, {"slices": 2}, 2), ("vllm", {}, None)],
+    [(config.ROLLOUT, {}, (4, True)), (config.ROLLOUT, {"slices": 2}, (2, True)), ("vllm", {}, (None, None))],
     ids=["pull", "given", "drop-in"],
 )
 def test_slices_are_as_many_as_the_workers_of_a_replica_that_pulls(name, given, expected):
@@ -22,7 +22,19 @@ def test_slices_are_as_many_as_the_workers_of_a_replica_that_pulls(name, given, 
     root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     driver.settle_slices(root)
     kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
-    assert config.parse(kwargs[config.BACKEND]).slices == expected
+    found = config.parse(kwargs[config.BACKEND])
+    assert (found.slices, found.slices_experts) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, False), ({"slices_experts": True}, True)], ids=["", "given"])
+def test_experts_are_not_cut_for_expert_parallel_replicas(given, expected):
+    engine = {"engine_kwargs": {config.BACKEND: given}}
+    sizes = {"tensor_model_parallel_size": 4, "expert_parallel_size": 4}
+    rollout = {"name": config.ROLLOUT, **sizes, "checkpoint_engine": engine}
+    root = omegaconf.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    driver.settle_slices(root)
+    kwargs = root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
+    assert config.parse(kwargs[config.BACKEND]).slices_experts == expected
 
 
 def test_a_size_that_no_replica_has_is_refused():

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub_plugins.vllm.worker.plan import NONSENSE, REGIONS_MAX, Given, Held, Piece, Plan, Region, filled, regions_of, view, view_in
+from tensorhub_plugins.vllm.worker.plan import (
+    NONSENSE,
+    REGIONS_MAX,
+    Given,
+    Held,
+    Piece,
+    Plan,
+    Region,
+    filled,
+    regions_of,
+    view,
+    view_in,
+)
 
 WHOLE = (4, 6, 5)
 

@@ -69,6 +69,7 @@ ONE, TWO = in_memory(1), in_memory(2)
 FETCHING = (StartFetch(1),)
 READY = (*FETCHING, Fetched(ONE))
 INSTALLING = (*READY, StartInstall(1))
+WHOLE = Staged(1, ONE.fetched)  # more of the same version
 INSTALLED = (*INSTALLING, Installed(), Served(1))
 BROKEN = (*INSTALLING, InstallFailed("injected"))
 READY_AGAIN = (*INSTALLED, Withdrawn(), StartFetch(2), Fetched(TWO))
@@ -125,6 +126,7 @@ def test_the_report_of_the_last_read_stays_until_the_next_fetch() -> None:
         (READY, StartFetch(2), [Drop(ONE), Fetch(2, 0.0, False)], ("fetching", None, None)),
         ((*FETCHING, FetchFailed(1, ERROR)), Discard(), [], ("idle", None, None)),
         (INSTALLING, InstallFailed("injected"), [Drop(ONE)], ("broken", None, None)),
+        (INSTALLING, ReadInPlace(WHOLE), [Drop(ONE)], ("ready", None, None)),
     ],
     ids=str,
 )
@@ -257,9 +259,7 @@ class World:
             case Fetched(staged) | FetchFailed(_, _, Staged() as staged):
                 self.held.append(staged)
             case ReadInPlace(staged):
-                (placeholder,) = self.held
-                assert placeholder.fetched is None
-                self.held = [staged]
+                self.held = [*(one for one in self.held if one.fetched is not None), staged]
             case StartInstall():
                 assert self.installs == 0  # never two at once
                 self.installs += 1

@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import torch
@@ -85,6 +86,7 @@ class Publisher:
 
     slices: the size of the tensor parallel engines that read it. Matrices are published slice by slice (slices.py), so
     that each of their workers reads little more than what it needs; others read the same, in more pieces.
+    slices_experts: experts as well: these engines are not expert parallel.
 
     in_background: publish returns when the copies are queued on the device, and the training goes on; what is left, and
     its errors, are waited for by the next call, or by `settle`. The copies follow what the calling thread's stream has
@@ -112,6 +114,7 @@ class Publisher:
         keeps_dtype: Callable[[TensorSpec], bool] = lambda spec: False,
         model: Sequence[TensorSpec] = (),
         slices: int = 1,
+        slices_experts: bool = False,
         begins: bool = False,
         in_background: bool = False,
     ) -> None:
@@ -121,7 +124,7 @@ class Publisher:
         self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
-        self.slices = slices
+        self._slices_of = partial(slices_of, count=slices, experts=slices_experts)
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
         # This rank's, of the last version: the next one almost always has the same.
@@ -296,7 +299,7 @@ class Publisher:
 
     def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""
-        pieces = {spec.name: slices_of(spec, self.slices) for spec in specs}
+        pieces = {spec.name: self._slices_of(spec) for spec in specs}
         plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
         self._say_memory(sum(spec.size_bytes for spec in plain))
         return self.client.allocate(plain), pieces
@@ -330,7 +333,7 @@ class Publisher:
         kept = [
             spec
             for spec in self._mine
-            if unwritten is not None and all(p.spec.name not in unwritten for p in slices_of(spec, self.slices))
+            if unwritten is not None and all(p.spec.name not in unwritten for p in self._slices_of(spec))
         ]
         self._mine = TensorTable.of([*kept, *(spec_of(name, tensor) for name, tensor in buffered.items())])
         fresh, pieces = self._allocate(self._mine)

@@ -16,15 +16,16 @@ Which matrices are cut by columns is told by their names. A wrong guess costs wh
 of that matrix. What lies where is said in the table, part by part, so the bytes are right in any case.
 
 What is not cut: small tensors, of which there may be tens of thousands, and those of which a
-trainer rank holds little. Experts stay in one piece, as workers of an expert parallel engine
-take them whole; only where slices of columns are as large as segments are they cut, and lie side by side.
+trainer rank holds little. Experts are cut like all others for engines whose workers each take a slice of every expert.
+For expert parallel ones, which take whole experts, they stay in one piece; only where slices of columns are as large as
+segments are they cut, and lie side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tensorhub_plugins.core.manifest import SEGMENT_SIZE_BYTES, Part, TensorSpec
 
@@ -52,6 +53,7 @@ class Least(NamedTuple):
 
 
 LEAST = Least()
+_End: TypeAlias = tuple[str, int, int]  # of one slice: what it is called, and [start, stop) along the axis
 
 
 class Slice(NamedTuple):
@@ -70,36 +72,39 @@ class Slice(NamedTuple):
         return held[self.box] if self.box else held
 
 
-def slices_of(held: TensorSpec, count: int, least: Least = LEAST) -> list[Slice]:
+def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bool = False) -> list[Slice]:
     """How all or a part of a tensor is published for readers of which each takes one of `count` slices.
 
-    held: its name, dtype, and shape, and which part of the tensor it is. The slices cover it, each element once.
+    held: its name, dtype, and shape, and which part of the tensor it is. experts: they take slices of experts, too, and
+    not some of them whole. The slices cover it, each element once.
     """
     whole = held.part.global_shape if held.part is not None else held.shape
     size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
     if count < 2 or len(whole) != 2 or size_bytes < least.matrix or not held.size_bytes:
         return [Slice(held)]
     axis = 1 if held.name.removesuffix(".weight").rpartition(".")[2] in CUT_BY_COLUMNS else 0
-    if EXPERT in held.name and (axis == 0 or size_bytes < count * least.expert):
+    stays = EXPERT in held.name and not experts
+    if stays and (axis == 0 or size_bytes < count * least.expert):
         return [Slice(held)]
     if axis == 1 and held.size_bytes < count * least.columns:
         return [Slice(held)]
-    return list(_cut(held, whole, axis, count))
-
-
-def _cut(held: TensorSpec, whole: tuple[int, int], axis: int, count: int) -> Iterator[Slice]:
     width = -(-whole[axis] // count)
-    ends = [(min(k * width, whole[axis]), min((k + 1) * width, whole[axis])) for k in range(count)]
+    names = (f"{held.name}/{k:03}" if stays else f"{k:03}/{held.name}" for k in range(count))
+    ends = [(name, min(k * width, whole[axis]), min((k + 1) * width, whole[axis])) for k, name in enumerate(names)]
+    return list(_cut(held, whole, axis, ends))
+
+
+def _cut(held: TensorSpec, whole: tuple[int, int], axis: int, ends: list[_End]) -> Iterator[Slice]:
     if held.part is None or not held.part.is_run:
         yield from _boxes(held, (0, prod(held.shape)), held.part.start if held.part else (0, 0), held.shape, axis, ends)
         return
     row, start = whole[1], held.part.start[0]
     stop = start + held.shape[0]
     if axis == 0:
-        for number, (low, high) in enumerate(ends):
+        for name, low, high in ends:
             first, last = max(start, low * row), min(stop, high * row)
             if first < last:
-                yield _run(held, _name(held, number), first, last)
+                yield _run(held, name, first, last)
         return
     first, last = -(-start // row), stop // row
     if first >= last:
@@ -119,10 +124,10 @@ def _boxes(
     start: tuple[int, ...],
     shape: tuple[int, ...],
     axis: int,
-    ends: list[tuple[int, int]],
+    ends: list[_End],
 ) -> Iterator[Slice]:
     """Of the box of this shape at `start` in the tensor, which are these elements of what is held."""
-    for number, (low, high) in enumerate(ends):
+    for name, low, high in ends:
         first, last = max(start[axis], low), min(start[axis] + shape[axis], high)
         if first >= last:
             continue
@@ -130,7 +135,7 @@ def _boxes(
         size = (last - first, shape[1]) if axis == 0 else (shape[0], last - first)
         index = tuple(slice(p - s, p - s + n) for p, s, n in zip(place, start, size, strict=True))
         is_run = held.part is not None and held.part.is_run
-        yield Slice(_spec(held, _name(held, number), size, place), index, elements if is_run else None, shape)
+        yield Slice(_spec(held, name, size, place), index, elements if is_run else None, shape)
 
 
 def _run(held: TensorSpec, name: str, first: int, last: int) -> Slice:
@@ -144,7 +149,3 @@ def _spec(held: TensorSpec, name: str, shape: tuple[int, ...], start: tuple[int,
     element = held.size_bytes // prod(held.shape)
     whole = held.part.global_shape if held.part is not None else held.shape
     return TensorSpec(name, held.dtype, shape, element * prod(shape), None, Part(whole, start, held.name))
-
-
-def _name(held: TensorSpec, number: int) -> str:
-    return f"{held.name}/{number:03}" if EXPERT in held.name else f"{number:03}/{held.name}"

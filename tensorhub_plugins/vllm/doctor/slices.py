@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import TensorSpec, TensorTable, common_box, segment_size_for, slices_of
+from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.doctor.ranks import Rank, made
 from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, specs_of, whole_region
@@ -45,7 +46,8 @@ def shares(folder: Path, shapes: Shapes, ranks: Iterable[Rank], **options: Any) 
     for rank in ranks:
         with made(folder, rank, **options) as (model, vllm_config):
             plan = planned(model, vllm_config, shapes)
-        read, of_whole = (read_bytes(plan, slices) for slices in (rank.tp_size, 1))
+            ep = vllm_config.parallel_config.enable_expert_parallel
+        read, of_whole = (read_bytes(plan, slices, experts=not ep) for slices in (rank.tp_size, 1))
         yield Share(rank, plan.checkpoint_bytes, plan.needed_bytes, read, of_whole, tuple(sorted(plan.process)))
 
 
@@ -55,15 +57,21 @@ def planned(model: torch.nn.Module, vllm_config: Any, shapes: Shapes) -> Plan:
     return plan
 
 
-def read_bytes(plan: Plan, slices: int) -> int:
+def read_bytes(plan: Plan, slices: int, *, experts: bool) -> int:
     """Of all segments that hold a byte of what is needed."""
-    wholes = (spec for name, (dtype, shape) in plan.shapes.items() for spec in specs_of(name, dtype, shape, [whole_region(shape)]))
-    table = TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices))
+    wholes = (
+        spec
+        for name, (dtype, shape) in plan.shapes.items()
+        for spec in specs_of(name, dtype, shape, [whole_region(shape)])
+    )
+    table = TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices, experts=experts))
     size = segment_size_for(table.size_bytes)
     read: set[int] = set()
     for spec, start in zip(table, table.offsets, strict=True):
         for region in plan.needed.get(spec.tensor, ()) if spec.size_bytes else ():
-            for first, last in _stretches(_within(region, spec), plan.shapes[spec.tensor][0], spec.shape, gap_bytes=size):
+            for first, last in _stretches(
+                _within(region, spec), plan.shapes[spec.tensor][0], spec.shape, gap_bytes=size
+            ):
                 read.update(range((start + first) // size, (start + last - 1) // size + 1))
     return sum(min(size, table.size_bytes - segment * size) for segment in read)
 
@@ -107,9 +115,8 @@ def shapes_of_config(config: Any) -> Mapping[str, tuple[torch.dtype, torch.Size]
     kind = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
         model = kind(config)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     return {
-        name: (torch.bfloat16 if tensor.is_floating_point() else tensor.dtype, tensor.shape)
-        for name, tensor in model.state_dict().items()
-        if name not in tied
+        name: (torch.bfloat16 if dtype.is_floating_point else dtype, shape)
+        for step in checkpoint_names.steps(model)
+        for name, (dtype, shape) in step.targets.items()
     }

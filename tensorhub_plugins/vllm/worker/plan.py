@@ -1,7 +1,7 @@
 """What a worker needs of a checkpoint, and where it goes: baked from what the model's own loaders did (contract.py).
 
-    region   a box of a checkpoint tensor of which the loaders took something. Only regions are fetched: of a tensor that
-             q, k and v share, one for each.
+    region   a box of a checkpoint tensor of which the loaders took something. Only regions are fetched: of a tensor
+             that q, k and v share, one for each.
     piece    a box of a checkpoint tensor that a loader wrote, as it was, into a box of a parameter. Elements in order.
     process  a layer with a parameter that is not made of pieces, each element of one: what is cast and reordered by its
              loaders, or packed and quantized afterwards, goes through vLLM's reload.
@@ -141,7 +141,9 @@ def specs_of(name: str, dtype: torch.dtype, whole: torch.Size, regions: Sequence
     for number, region in enumerate(regions):
         size_bytes = dtype.itemsize * torch.Size(region.shape).numel()
         called = name if len(regions) == 1 else f"{name}/{number:03}"
-        part = None if region.shape == tuple(whole) else Part(tuple(whole), region.start, "" if called == name else name)
+        part = (
+            None if region.shape == tuple(whole) else Part(tuple(whole), region.start, "" if called == name else name)
+        )
         specs.append(TensorSpec(called, str(dtype).removeprefix("torch."), region.shape, size_bytes, None, part))
     return specs
 

@@ -357,8 +357,9 @@ class UpdateState:
                 self.phase = Installing(self.ready_for(version))
                 self.repairs, self.broken = self.broken is not None, f"version {version} is being installed"
             case ReadInPlace(staged):
-                self._must_install()
+                replaced = self._must_install().staged
                 self.phase = Installing(staged)
+                return [] if replaced.fetched is None else [Drop(replaced)]
             case Installed():
                 staged = self._must_install().staged
                 self.phase, self.version, self.broken = Idle(), staged.version, None

@@ -450,8 +450,7 @@ class Updater:
         self._plans_ahead = False
         whole = self._get(version, (CHECKPOINT,), deadline, serve=False)
         assert whole.fetched is not None
-        whole.fetched.converts = staged.fetched.converts
-        staged.fetched.release()
+        whole.fetched.converts, staged.fetched.converts = staged.fetched.converts, None
         self._handle(update_state.ReadInPlace(whole))
         return self._convert(whole.fetched)
 

@@ -26,9 +26,10 @@ def names(held, count):
     st.sampled_from(["a.o_proj.weight", "a.q_proj.weight", "a.experts.3.w2.weight"]),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.integers(1, 5),
+    st.booleans(),
     st.data(),
 )
-def test_slices_of_whatever_the_ranks_hold_have_every_element_once(name, shape, count, data):
+def test_slices_of_whatever_the_ranks_hold_have_every_element_once(name, shape, count, experts, data):
     whole = torch.arange(prod(shape)).view(shape)
     spec = contiguous_spec(name, whole.dtype, shape)
     how = data.draw(st.sampled_from(["runs", "rows", "columns"]))
@@ -46,7 +47,7 @@ def test_slices_of_whatever_the_ranks_hold_have_every_element_once(name, shape, 
         (here,) = with_parts(
             [contiguous_spec(name, whole.dtype, held.tensor.shape)], {name: held.part} if held.part else {}
         )
-        found = slices_of(here, count, ALL)
+        found = slices_of(here, count, ALL, experts=experts)
         tables[rank] = TensorTable.of(piece.spec for piece in found).check()
         for piece in found:
             view, part = piece.of(held.tensor), piece.spec.part
@@ -99,3 +100,20 @@ def test_how_many_parts_there_are_is_bounded():
     assert len(names(spec("a.o_proj.weight", 8192, 8192), 8)) == 8
     assert names(spec("a.o_proj.weight", 8192, 8192), 1) == ["a.o_proj.weight"]
     assert names(contiguous_spec("a.conv.weight", torch.float32, (64, 64, 4096)), 8) == ["a.conv.weight"]
+
+
+def test_experts_are_cut_like_all_others_where_each_worker_takes_a_slice_of_each():
+    pieces = [
+        piece.spec
+        for expert in range(2)
+        for kind, shape in (("down_proj", (1024, 2048)), ("up_proj", (2048, 1024)))
+        for piece in slices_of(
+            contiguous_spec(f"l.experts.{expert}.{kind}.weight", torch.bfloat16, shape), 2, experts=True
+        )
+    ]
+    assert [spec.name for spec in TensorTable.of(pieces)] == [
+        f"{worker:03}/l.experts.{expert}.{kind}.weight"
+        for worker in range(2)
+        for expert in range(2)
+        for kind in ("down_proj", "up_proj")
+    ]
