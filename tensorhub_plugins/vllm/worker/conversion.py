@@ -15,11 +15,12 @@ first time. So the first conversion of a checkpoint is a trial
 of the digests of all weights, and of every other tensor and number that hangs on the model (hidden.py).
     2 equals 3      in all weights of a layer: copies do there what a reload does, and are used from now on
     1 equals 4      nothing else of the checkpoint is needed: from now on only those regions are fetched
-A first checkpoint of which only those regions have come, because a rehearsal without its bytes has named them, goes the
-same way: around them state 1 has zeros and state 4 nonsense. Where these are not equal, all of it must come first.
     1 equals the last      an install leaves nothing of the version before, or the model is refused
     1 unlike 3      in every weight that is derived from others, or the model is refused
     hidden, 1 unlike 3      derived, and no part of a raw copy: raw copies are not traded with peers
+
+A first checkpoint of which only those regions have come, because a rehearsal without its bytes has named them, goes the
+same way: around them state 1 has zeros and state 4 nonsense. Where these are not equal, all of it must come first.
 """
 
 from __future__ import annotations

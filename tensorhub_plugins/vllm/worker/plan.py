@@ -265,7 +265,9 @@ class Given:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of every tensor is there that is."""
+        """Whether all of every tensor is there."""
+        if self.held.keys() != self.shapes.keys():
+            return False
         return all(one[0].region.shape == tuple(self.shapes[name][1]) for name, one in self.held.items())
 
     @property

@@ -325,10 +325,10 @@ class Updater:
 
     def _get_first(self, version: int, deadline: Deadline) -> Staged:
         """As above, of the first checkpoint: first its tables alone, then what a rehearsal over their shapes names."""
-        staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=())
-        found = staged.fetched
-        if found is None or found.wanted is None:
-            return staged
+        began, timeout_s = time.monotonic(), deadline.remaining()
+        found = self._client.fetch(version, self._layouts, timeout_s=timeout_s, serve=self._relays, wanted=())
+        if found.wanted is None:
+            return self._came(found, began)
         found.release()
         try:
             needed = worth_it(self._plan_ahead(plan.given_by(found).shapes, deadline))
@@ -365,10 +365,12 @@ class Updater:
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """how: serve, into, repair and wanted, see Client.fetch."""
         began = time.monotonic()
-        fetched = self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how)
+        return self._came(self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how), began)
+
+    def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))
         run_log.record_fetch(fetched.report, worker=self._name, seconds=time.monotonic() - began)
-        return Staged(version, fetched if fetched.slabs else None, fetched.report)
+        return Staged(fetched.version, fetched if fetched.slabs else None, fetched.report)
 
     def _drop(self, staged: Staged) -> None:
         """Let go of bytes that will not be installed, or are not needed any more."""
@@ -447,7 +449,6 @@ class Updater:
             return self._convert(staged.fetched)
         except NotEnough as error:
             logger.warning("%s: version %d is read whole: %s", self._name, version, error)
-        self._plans_ahead = False
         whole = self._get(version, (CHECKPOINT,), deadline, serve=False)
         assert whole.fetched is not None
         whole.fetched.converts, staged.fetched.converts = staged.fetched.converts, None
@@ -458,7 +459,9 @@ class Updater:
         given = plan.given_by(fetched)
         self._contract.rehearse(given.tensors, given.shapes)  # again only for what was read in place of something else
         given.plan = self._contract.plan_for(given.shapes)
-        return self._conversion.install(given)
+        how = self._conversion.install(given)
+        self._plans_ahead = False  # what is needed is known, or cannot be
+        return how
 
     def _read_in_place(self, version: int, deadline: Deadline) -> Staged:
         """Into the live weights, to be served there; or the checkpoint, when the peers with our layout are gone."""
