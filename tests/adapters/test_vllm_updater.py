@@ -4,143 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from client_processes import hold_back, let_go
+from vllm_toys import (
+    LAYOUT,
+    TIMEOUT_S,
+    Engines,
+    Toy,
+    conversion,
+    engines,
+    fetch,
+    toy_checkpoint,
+    update,
+    value,
+    wait_until,
+)
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
-    Client,
     DeadlineExceeded,
-    Server,
     ShardKey,
     Slab,
     UsageError,
     VersionRefused,
-    copy_all,
 )
-from tensorhub_plugins.core.testing.simulated import Simulation
-from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, reload, weights
-from tensorhub_plugins.vllm.worker import updater as updater_module
-from tensorhub_plugins.vllm.worker.plan import Plan, Region
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
-from tensorhub_plugins.vllm.worker.votes import ShardPosition
 
-LAYOUT = "runtime:toy"
-TIMEOUT_S = 20.0
-
-
-class Toy(torch.nn.Module):
-    """Its runtime layout is one fused tensor of the checkpoint's two."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.fused = torch.nn.Parameter(torch.full((6, 1000), value))
-
-
-def toy_checkpoint(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((2, 1000), value), "b": torch.full((4, 1000), value)}
-
-
-def rehearsed(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
-    """Stands in for a rehearsal of vLLM's loaders that takes everything."""
-    return contract.Rehearsal(contract.shapes_of(tensors), frozenset(tensors))
-
-
-@pytest.fixture(autouse=True)
-def conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for vLLM's layerwise reload."""
-
-    def load_all(model: Toy, vllm_config: Any, weights: Any, layers: Any = None) -> None:
-        named = dict(weights)
-        with torch.no_grad():
-            copy_all([(model.fused, torch.cat([named["a"], named["b"]]))])
-            if hasattr(model, "kernel"):
-                model.kernel["scale"] = model.fused.sum(1)
-
-    monkeypatch.setattr(reload, "reload_checkpoint", load_all)
-    monkeypatch.setattr(contract, "rehearse", rehearsed)
-    monkeypatch.setattr(weights, "checkpoint_view", lambda model, vllm_config: None)
-
-
-class Engines:
-    """Makes updaters, and closes them."""
-
-    def __init__(self, hub: Server, simulation: Simulation | None = None) -> None:
-        self.hub, self._simulation = hub, simulation
-        self.made: list[Updater] = []
-
-    def __call__(
-        self,
-        replica: str,
-        *,
-        shard: int = 0,
-        gather: Any = lambda vote: [vote],
-        shards: int = 1,
-        **options: Any,
-    ) -> Updater:
-        config = {"hub": self.hub.address, "run": "r", "model": "m", "replica": replica, **options}
-        model = Toy()
-        if self._simulation is not None:
-            self._simulation.take(model.fused, replica)
-        updater = Updater(
-            WorkerConfig.parse(config), model, SimpleNamespace(), ShardPosition(shard, shards, LAYOUT), gather
-        )
-        self.made.append(updater)
-        return updater
-
-    def trainer(self, name: str = "trainer") -> Client:
-        return Client(self.hub.address, run="r", model="m", replica=name)
-
-
-@pytest.fixture(params=["host", "device"])
-def engines(hub: Server, request: pytest.FixtureRequest) -> Iterator[Engines]:
-    """On the host, and on a simulated device, whose copies and kernels must all be ordered."""
-    with ExitStack() as stack:
-        simulation = stack.enter_context(Simulation(0)) if request.param == "device" else None
-        made = Engines(hub, simulation)
-        yield made
-        for updater in made.made:
-            updater.close()
-        if simulation is not None:
-            simulation.check()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def fetch(updater: Updater, version: int) -> str:
-    updater.start_fetch(version, TIMEOUT_S)
-    wait_until(lambda: updater.poll()["state"] != "fetching")
-    return updater.poll()["state"]
-
-
-def update(updater: Updater, version: int) -> dict[str, Any]:
-    assert fetch(updater, version) == "ready", updater.poll()["error"]
-    result = updater.install(version, TIMEOUT_S)
-    assert result["installed"], result["error"]
-    wait_until(lambda: not updater.poll()["serving"])
-    return result
-
-
-def value(updater: Updater) -> float:
-    """What the whole model is filled with."""
-    (found,) = updater._model.fused.unique().tolist()
-    return found
+__all__ = ["conversion", "engines"]  # fixtures
+pytestmark = pytest.mark.usefixtures("conversion")
 
 
 @pytest.mark.parametrize("options", [{}, {"serve_from": "live"}, {"install": "direct"}], ids=str)
@@ -561,72 +461,3 @@ def test_what_is_broken_off_by_leaving_has_not_failed(
         wait_until(lambda: updater._fetching is not None and updater._fetching.done())
     events = [line for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
     assert any('"update_failed"' in line for line in events) != leaves
-
-
-# --- the first version is planned before any byte of it is here ---
-
-
-def planned(needed: dict[str, Any]) -> Any:
-    """Stands in for a rehearsal that has seen the loaders take these rows."""
-
-    def rehearse(model: Any, vllm_config: Any, tensors: Any) -> contract.Rehearsal:
-        threads.append(threading.current_thread())
-        shapes = contract.shapes_of(tensors)
-        regions = {name: (Region((0, 0), (rows, 1000)),) for name, rows in needed.items()}
-        return contract.Rehearsal(shapes, frozenset(tensors), plan=Plan(shapes, (), regions, frozenset({""})))
-
-    threads: list[threading.Thread] = []
-    rehearse.threads = threads  # type: ignore[attr-defined]
-    return rehearse
-
-
-def big_checkpoint(value: float) -> dict[str, torch.Tensor]:
-    """With a tensor that a worker of this engine does not use, and several segments."""
-    return {**toy_checkpoint(value), "unused": torch.full((400, 1000), value)}
-
-
-@pytest.mark.parametrize(
-    ("needed", "is_enough"),
-    [({"a": 2, "b": 4}, True), ({"a": 2, "b": 3}, False), ({"a": 2}, False)],
-    ids=["a right plan", "one that lacks a row", "one that lacks a tensor"],
-)
-@pytest.mark.parametrize("how", ["polled", "at once"])
-def test_of_the_first_version_only_what_is_needed_is_read(
-    needed: dict[str, int], is_enough: bool, how: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rehearse = planned(needed)
-    monkeypatch.setattr(contract, "rehearse", rehearse)
-    updater = engines("first", shards=2, gather=lambda vote: [vote, vote])
-    with engines.trainer() as trainer:
-        for version in (1, 2):
-            trainer.publish(version, big_checkpoint(float(version)))
-            result = updater.update(version, TIMEOUT_S) if how == "at once" else update(updater, version)
-            assert result["installed"] and value(updater) == version
-            wait_until(lambda: not updater.poll()["serving"])
-            size_bytes = sum(tensor.nbytes for tensor in big_checkpoint(0.0).values())
-            assert (sum(result["report"]["sources"].values()) < size_bytes / 2) == is_enough
-        assert rehearse.threads == [threading.main_thread()]  # where the model does not compute
-        assert ShardKey(2, LAYOUT, 0, 2) in updater._client.serving()
-
-
-def test_who_is_not_polled_reads_the_first_version_whole(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "rehearse", planned({"a": 2, "b": 4}))
-    monkeypatch.setattr(updater_module, "PLAN_AHEAD_S", 0.05)
-    updater = engines("first", shards=2, gather=lambda vote: [vote, vote])
-    with engines.trainer() as trainer:
-        trainer.publish(1, big_checkpoint(1.0))
-        updater.start_fetch(1, TIMEOUT_S)
-        assert updater._fetching is not None
-        updater._fetching.result(TIMEOUT_S)
-        result = updater.install(1, TIMEOUT_S)
-        assert result["installed"] and value(updater) == 1.0
-        assert sum(result["report"]["sources"].values()) == sum(t.nbytes for t in big_checkpoint(0.0).values())
-
-
-def test_a_worker_of_one_needs_all_and_plans_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    rehearse = planned({"a": 2, "b": 4})
-    monkeypatch.setattr(contract, "rehearse", rehearse)
-    updater = engines("first")
-    with engines.trainer() as trainer:
-        trainer.publish(1, big_checkpoint(1.0))
-        assert fetch(updater, 1) == "ready" and rehearse.threads == []
