@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
-LINES_MAX = 3345  # the aim is 2,600
-LINES_TO_INTERFACES_MAX = 2735  # without what is behind those of transports and the registry; the aim is 2,300
+LINES_MAX = 3386  # the aim is 2,600
+LINES_TO_INTERFACES_MAX = 2777  # without what is behind those of transports and the registry; the aim is 2,300
 BEHIND = (
     "core/hub/registry.py",
     "core/transports/pump.py",
@@ -33,7 +33,9 @@ TOUR = [
     # 2. this rank keeps its share
     ("core/client/parts.py", "Ownership"),
     ("core/client/publisher.py", "Publisher.publish"),
+    ("core/client/publisher.py", "Publisher._publish"),
     ("core/client/publisher.py", "Publisher._snapshot"),
+    ("core/client/publisher.py", "Publisher._offer"),
     ("core/client/publisher.py", "Publisher._retire"),
     # 3. memory for it, and the tensors in it
     ("core/client/client.py", "Client.allocate"),

@@ -37,4 +37,3 @@ class Budget:
         if self.refuses:
             raise UsageError(said)
         log.warning("%s", said)
-

@@ -169,11 +169,10 @@ class Client:
         one with its strides) or adopted in place (copy=False: dense tensors, all on the CPU or all on one device). A
         Slab is published as it is, every tensor of it written, and belongs to the client from then on. parts: tensors
         that are a part of what the replica holds under that name, and where: start, global_shape in elements, by axis.
-        Versions only grow within a layout; the same version in another layout is welcome, and so is one that was taken
-        back, with the same bytes. So is an older one that operators make the fleet return to (`pin`, `withdraw`).
-        strict: names, dtypes and shapes must be those of the version published before in this layout, by this client.
-        Without it, what differs is said in the log. Of a shard of the checkpoint layout that is one of several, only
-        the tensors that are still here are compared: the others may have gone to another shard.
+        Versions only grow within a layout; welcome are the same version in another layout, one taken back with the same
+        bytes, and an older one that operators make the fleet return to (`pin`, `withdraw`). strict: names, dtypes and
+        shapes must be those that this client published before in this layout; else the log says what differs. Of one of
+        several shards of a checkpoint only the tensors still here are compared: others may have gone to another shard.
 
         timeout_s: for the hub's answer; copying and digesting come before it. Raise UsageError for what can never be
         published, VersionGone for a withdrawn version, HubUnreachable without an answer: then nothing was published.

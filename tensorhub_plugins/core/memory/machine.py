@@ -25,7 +25,12 @@ class _Files(NamedTuple):
     cache: tuple[str, ...]  # in memory.stat, with what is in groups below: pages of files, which are given up first
 
 
-V1 = _Files("sys/fs/cgroup/memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+V1 = _Files(
+    "sys/fs/cgroup/memory",
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
 V2 = _Files("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
