@@ -127,6 +127,7 @@ class ShmSource(SourceBackend):
         shared, self._idle = self._idle, None
         if self._idle_timer is not None:
             self._idle_timer.cancel()
+            self._idle_timer = None  # it holds the copy, and this source
         if shared is not None and close:
             shared.slab.close()
         return shared
