@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Slab, TensorSpec, TransferLimits
+from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.core.transports.rdma.verbs import export_dma_buf
 
 GIB = 1 << 30
 
@@ -80,10 +80,12 @@ def test_a_new_thread_copies_with_the_tensors_device(place):
 def test_memory_is_exported_for_rdma_or_refused_with_the_reason(place, figure):
     """dma-buf, also by a thread that has no context. Never another size than was asked for."""
     there, said = place.random(2 << 20, 1), []
+    owner = devices.of(there)
+    assert owner is not None
 
     def export() -> None:
         try:
-            fd, offset = export_dma_buf(there.data_ptr(), there.numel())
+            fd, offset = owner.export_dma_buf(there.data_ptr(), there.numel())
             size_bytes = os.fstat(fd).st_size
             os.close(fd)
             said.append("exported" if size_bytes == 0 or size_bytes >= offset + there.numel() else "too little")

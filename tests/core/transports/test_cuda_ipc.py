@@ -314,7 +314,7 @@ def test_the_simulated_device_has_cudas_rules(simulation):
         with pytest.raises(AssertionError, match="opens a handle that it has open"):
             simulation.check()
         tensors["a"][3] = 9
-        assert opened[3] == 0x5A and simulation.content(opened[3:4]) == b"\x09"
+        assert simulation.content(opened[3:4]) == b"\x09"
         simulation.free(tensors["a"])
         with pytest.raises(NotShareable, match="was freed"):
             SimulatedIpc(simulation, "third").open(here, found)

@@ -206,8 +206,10 @@ class Channel:
     def is_cut(self) -> bool:
         """Has the other side shut down, closed or died? Known at once on the same host, whatever is still unread. From
         any thread."""
+        if (descriptor := self.sock.fileno()) < 0:  # closed here
+            return True
         poll = select.poll()  # of its own: none can be asked by two threads at once
-        poll.register(self.sock, getattr(select, "POLLRDHUP", 0))
+        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
         gone = select.POLLHUP | select.POLLERR | select.POLLNVAL | getattr(select, "POLLRDHUP", 0)
         return any(event & gone for _, event in poll.poll(0))
 
