@@ -1,8 +1,11 @@
 """The socket transports believe no peer; a source has limits, and says that it waits."""
 
 import contextlib
+import fcntl
 import logging
 import socket
+import sys
+import termios
 import threading
 import time
 import tracemalloc
@@ -18,6 +21,7 @@ from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.stream import channel, messages
+from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.messages import (
     CONTROL,
     HEADER,
@@ -299,3 +303,41 @@ def test_a_source_without_a_thread_for_a_reader_serves_the_next_one(monkeypatch,
                 reader.connect(endpoint, deadline=soon(10))
         assert reader.connect(endpoint, deadline=soon(10)).open(KEY, 1, deadline=soon(10))
     assert len(refused) == 2 and "can't start new thread" in caplog.text
+
+
+@pytest.mark.parametrize("abandons", [True, False], ids=["", "control: closes"])
+def test_who_sends_to_a_reader_that_gave_up_hears_of_it_at_once(abandons):
+    """Its window was full when it shut down, and it has taken what had come: the kernel goes on for it for a minute."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    with ours, theirs:
+        source, reader = Channel(ours, "reader", stall_s=60.0), Channel(theirs, "source", stall_s=60.0)
+        ended = []
+
+        def send() -> None:
+            with pytest.raises(Disconnected) as caught:
+                source.send([bytes(64 << 20)], None)
+            ended.append(caught.value)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        until(lambda: stands_still(theirs))
+        theirs.shutdown(socket.SHUT_RDWR)
+        while theirs.recv(1 << 20):
+            pass
+        (reader.abandon if abandons else reader.close)()
+        thread.join(1.0 if not abandons else 30.0)
+        assert bool(ended) == abandons
+        source.cut()
+        thread.join(30.0)
+        assert ended and not thread.is_alive()
+
+
+def stands_still(sock: socket.socket) -> bool:
+    """Nothing more comes: the other side is out of room."""
+    waiting = [int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)]
+    for _ in range(20):
+        threading.Event().wait(0.01)
+        waiting.append(int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder))
+    return waiting[0] > 0 and len(set(waiting)) == 1

@@ -224,7 +224,7 @@ class SocketLink:
 
     def _dispose(self) -> None:
         for channel in self._channels:
-            channel.close()
+            channel.abandon()  # the source may be sending
 
     def _request(self, channel: Channel, segments: Sequence[int], deadline: float) -> None:
         channel.send_message(StreamRead(runs_of(segments), max(0.0, deadline - time.monotonic())), deadline)
