@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +50,7 @@ from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import NotServable
 from tensorhub_plugins.core.transports import create as create_transport
-from tensorhub_plugins.core.transports.rdma.bindings import BINDING_VARIABLE, BINDINGS, VerbsError
+from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.link import WINDOW
 from tensorhub_plugins.core.transports.rdma.rails import find_ports
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
@@ -67,8 +65,6 @@ PEERS = 6
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
 RDMA = ("rdma", "tcp")
-REGISTERED_SIZE_BYTES = 64 << 20
-ROUNDS = 3
 
 
 def all_cases() -> dict[str, Callable[[Crew], None]]:
@@ -86,7 +82,6 @@ def all_cases() -> dict[str, Callable[[Crew], None]]:
         not_reached,
         connections_and_registrations_are_kept,
         memory_of_a_device_that_verbs_refuses,
-        other_threads_run_while_memory_is_registered,
         two_rails,
         two_hosts,
     ]
@@ -114,7 +109,10 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
             assert manifest.size_bytes == manifest_size
             target = {"a": torch.zeros(SIZE_BYTES, dtype=torch.uint8)}
             reading = read_equal(
-                link, range(manifest.segment_count), Slab.adopt(target), deadline=time.monotonic() + 20
+                link,
+                range(manifest.segment_count),
+                Slab.adopt(target),
+                deadline=far() if one_sided else time.monotonic() + 20,
             )
             got = [next(reading)]
             if one_sided:  # "ready" is said by the source itself, for all segments at once
@@ -263,48 +261,6 @@ def memory_of_a_device_that_verbs_refuses(crew: Crew) -> None:
                 raise AssertionError("memory of nobody was registered")
     finally:
         nic.close()
-
-
-def other_threads_run_while_memory_is_registered(crew: Crew) -> None:
-    """By ctypes. pyverbs keeps the GIL: beside it nothing else runs. And what both read in a second, in turns."""
-    ticks = dict.fromkeys(BINDINGS, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in BINDINGS}
-    memory = torch.zeros(REGISTERED_SIZE_BYTES, dtype=torch.uint8)
-    counter, stopped = itertools.count(), threading.Event()
-
-    def tick() -> None:
-        while not stopped.is_set():
-            next(counter)
-
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    before = os.environ[BINDING_VARIABLE]
-    try:
-        for _ in range(ROUNDS):
-            for name in BINDINGS:
-                os.environ[BINDING_VARIABLE] = name
-                nic = open_nics(find_ports()[0])[0]
-                began = next(counter)
-                nic.register(memory.data_ptr(), memory.numel()).close()
-                ticks[name] += next(counter) - began
-                nic.close()
-        stopped.set()
-        ticking.join()
-        for _ in range(ROUNDS):
-            for name in BINDINGS:
-                os.environ[BINDING_VARIABLE] = name
-                with pair_of_transports() as (source, offer, reader):
-                    endpoint = source.serve(SimpleShelf(offer))
-                    read_it(reader, endpoint)  # connects and registers
-                    began_s = time.monotonic()
-                    read_it(reader, endpoint)
-                    seconds[name].append(time.monotonic() - began_s)
-    finally:
-        stopped.set()
-        os.environ[BINDING_VARIABLE] = before
-    rates = {name: [round(SIZE_BYTES / 1e6 / each, 1) for each in found] for name, found in seconds.items()}
-    print(f"      another thread's steps meanwhile: {ticks}; MB/s: {rates}", flush=True)
-    assert ticks["ctypes"] > 2 * ticks["pyverbs"], ticks
 
 
 def two_rails(crew: Crew) -> None:
