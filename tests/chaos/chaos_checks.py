@@ -139,7 +139,7 @@ def _backwards(calls: Iterable[Call]) -> list[str]:
 
 def _superseded(calls: Iterable[Call]) -> list[str]:
     calls = list(calls)
-    lineage = _begun(calls, float("inf"))
+    lineage = _begun((c for c in calls if c.version), float("inf"))
     found = []
     for call in calls:
         heard_of = tuple(attempt for attempt in lineage if attempt.number <= call.attempt)
@@ -178,10 +178,15 @@ def _untyped(calls: Iterable[Call]) -> list[str]:
 
 
 def _begun(calls: Iterable[Call], by: float) -> Lineage:
-    """The attempts that may have begun by then: of one whose answer nobody has heard the number is not known."""
-    return merged(
-        Attempt(attempt_of(c.version), c.asked, b"") for c in calls if c.call == "begin" and c.version and c.began <= by
-    )
+    """The attempts that may have begun by then. One whose answer nobody has heard counts as well, because readers hear
+    of it from the hub: its number is above all that had been answered before it was asked for."""
+    begins = [c for c in calls if c.call == "begin" and c.began <= by and c.error not in ("UsageError", "Superseded")]
+    attempts = []
+    for c in begins:
+        before = [attempt_of(o.version) for o in begins if o.version and o.ended is not None and o.ended < c.began]
+        number = attempt_of(c.version) if c.version else max(before, default=0) + 1
+        attempts.append(Attempt(number, c.asked, b""))
+    return merged(attempts)
 
 
 def _wedged(evidence: Evidence) -> list[str]:

@@ -57,6 +57,18 @@ def test_the_judge_is_content_with_attempts() -> None:
     assert violations(after, truth) == []
 
 
+def test_the_judge_is_content_with_an_attempt_whose_answer_nobody_has_heard() -> None:
+    """Its trainer was killed, or the hub: a reader goes back with it all the same, and never before."""
+    lost, denied = replace(BEGIN, ended=None, version=0), replace(BEGIN, version=0, error="UsageError")
+    denied = replace(denied, text="it still sends heartbeats")
+    late = replace(lost, began=2.5)
+    again = replace(BEGIN, life=5, version=version_of(2, 6), began=2.5, ended=2.6)
+    assert violations(evidence(PUBLISH, SIX, lost, READ, READ_SIX), truth) == []
+    for begins in ((denied,), (late,), (again,)):
+        found = violations(evidence(PUBLISH, SIX, *begins, READ, READ_SIX), truth)
+        assert [line.split(":")[0] for line in found] == ["backwards"], found
+
+
 def test_the_judge_is_content_with_a_good_run() -> None:
     killed = replace(PUBLISH, ended=None, version=0, asked=8)
     read_of_it = replace(READ, version=8, digest=truth(3, 8))
