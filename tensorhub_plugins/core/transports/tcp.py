@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.messages import SEGMENT
 from tensorhub_plugins.core.transports.stream.several import connect_all, pump_all
+from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import SourceBackend, StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen, tune
 
@@ -38,7 +38,7 @@ OFFLOAD_CORES = 4  # with fewer, a source on this host needs the core: offloadin
 OFFLOAD_SEGMENTS = 2  # that wait for the other thread
 
 
-class TcpTransport:
+class TcpTransport(SocketTransport):
     """advertise_host: the address of this host that peers connect to, and the only one listened on if it is local (if
     it is not, behind address translation, all are). None: loopback, for readers on this host.
 
@@ -59,6 +59,7 @@ class TcpTransport:
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
+        super().__init__()
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
         self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
@@ -71,25 +72,20 @@ class TcpTransport:
         self._gate = gate
         self._channel: Callable[..., Channel] = Channel
         self._source = TcpSource()
-        self._server: StreamServer | None = None
-        self._links: weakref.WeakSet[TcpLink] = weakref.WeakSet()
-        self._closed = False
 
     @staticmethod
     def available() -> str | None:
         return None
 
     def serve(self, shelf: Shelf) -> str:
-        if self._closed or self._server is not None:
-            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        self._check_may_serve()
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
         self._server = StreamServer(listener, shelf, self._source, self._limits, self._gate)
         return format_address(self.name, self._host, port)
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> TcpLink:
-        if self._closed:
-            raise UsageError("the transport is closed")
+        self._check_open()
         host, port = parse_address(endpoint, self.name)
         limit = self._limits.stall_s
         reach = partial(connect, endpoint, host, port, stall_s=limit, deadline=deadline, make=self._channel)
@@ -97,13 +93,6 @@ class TcpTransport:
         link = TcpLink(channels, self._offload_size_bytes)
         self._links.add(link)
         return link
-
-    def close(self) -> None:
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-        for link in list(self._links):
-            link.cut()
 
 
 class TcpLink(SocketLink):

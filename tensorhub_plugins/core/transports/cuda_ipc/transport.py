@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ import torch
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.device import Device, Stream
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.runs import memory_at, memory_of
@@ -46,6 +45,7 @@ from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.link import SocketLink
 from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX
+from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 SCHEME = "cuda_ipc://"
@@ -55,7 +55,7 @@ STAGE_SIZE_BYTES = 32 << 20  # the same, of what is digested: for each thread th
 OPEN_MAX = 64  # sources whose memory stays open
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(SocketTransport):
     """ipc: None: CUDA's own. limits: as for tcp."""
 
     name = "cuda_ipc"
@@ -67,6 +67,7 @@ class CudaIpcTransport:
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
+        super().__init__()
         self._ipc: Ipc = CudaIpc() if ipc is None else ipc
         self._limits = limits
         self._gate = gate
@@ -75,35 +76,26 @@ class CudaIpcTransport:
         self._open: Kept[tuple[bytes, str], OpenMemory] = Kept("tensorhub-cuda-ipc-open", OPEN_MAX)
         self._refused: dict[str, str] = {}  # by device of a source: why its memory cannot be opened here
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tensorhub-cuda-ipc")
-        self._server: StreamServer | None = None
-        self._links: weakref.WeakSet[CudaIpcLink] = weakref.WeakSet()
-        self._closed = False
 
     @staticmethod
     def available() -> str | None:
         return CudaIpc.unavailable() or (None if devices.is_there() else "torch finds no CUDA device")
 
     def serve(self, shelf: Shelf) -> str:
-        if self._closed or self._server is not None:
-            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        self._check_may_serve()
         listener, endpoint = unix_socket.listen(SCHEME)
         self._server = StreamServer(listener, shelf, CudaIpcSource(self._ipc), self._limits, self._gate)
         return endpoint
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> CudaIpcLink:
-        if self._closed:
-            raise UsageError("the transport is closed")
+        self._check_open()
         channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         link = CudaIpcLink(channel, self)
         self._links.add(link)
         return link
 
     def close(self) -> None:
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-        for link in list(self._links):
-            link.cut()
+        super().close()
         self._pool.shutdown()
         self._open.close()
 

@@ -55,6 +55,19 @@ class Limits(NamedTuple):
     reads_started_max: int  # by one queue pair, at the same time
     reads_served_max: int
 
+    @classmethod
+    def of(cls, port: Any, device: Any) -> Limits:
+        """Of what verbs say of a port and of its device: both bindings name it as verbs do."""
+        return cls(
+            port.lid,
+            port.active_mtu,
+            port.max_msg_sz,
+            device.max_qp_wr,
+            device.max_cqe,
+            device.max_qp_init_rd_atom,
+            device.max_qp_rd_atom,
+        )
+
 
 class Way(NamedTuple):
     """From a queue pair to that of a peer."""

@@ -208,15 +208,7 @@ class Card:
             attributes, limits = PortAttributes(), DeviceAttributes()
             _call("ibv_query_port", self.context, port, byref(attributes))
             _call("ibv_query_device", self.context, byref(limits))
-            self.limits = Limits(
-                attributes.lid,
-                attributes.active_mtu,
-                attributes.max_msg_sz,
-                limits.max_qp_wr,
-                limits.max_cqe,
-                limits.max_qp_init_rd_atom,
-                limits.max_qp_rd_atom,
-            )
+            self.limits = Limits.of(attributes, limits)
             self.domain = _made("ibv_alloc_pd", self.context)
         except BaseException:
             self._close()

@@ -71,15 +71,7 @@ class Card:
             self.context = pyverbs.Context(name=device)
         try:
             attributes, limits = self.context.query_port(port), self.context.query_device()
-            self.limits = Limits(
-                attributes.lid,
-                attributes.active_mtu,
-                attributes.max_msg_sz,
-                limits.max_qp_wr,
-                limits.max_cqe,
-                limits.max_qp_init_rd_atom,
-                limits.max_qp_rd_atom,
-            )
+            self.limits = Limits.of(attributes, limits)
             self.domain = pyverbs.PD(self.context)
         except BaseException:
             self.context.close()

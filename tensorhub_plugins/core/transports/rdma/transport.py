@@ -36,7 +36,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -52,6 +51,7 @@ from tensorhub_plugins.core.transports.rdma.rails import choose_ports, find_port
 from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.source import RdmaSource
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics, why_not
+from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.transports.stream.tcp_socket import LOOPBACK, connect, listen
 
@@ -61,7 +61,7 @@ GID_INDEX_VARIABLE = "TENSORHUB_RDMA_GID_INDEX"
 _log = logging.getLogger(__name__)
 
 
-class RdmaTransport:
+class RdmaTransport(SocketTransport):
     """advertise_host: as for tcp, for the control connection. devices, gid_index: None is what the environment says,
     else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
 
@@ -78,6 +78,7 @@ class RdmaTransport:
         gate: Gate | None = None,
     ) -> None:
         """UsageError when the devices named are not usable; VerbsError stays inside."""
+        super().__init__()
         self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
         self._port = port
         self._limits = limits
@@ -91,12 +92,9 @@ class RdmaTransport:
             raise UsageError(f"no RDMA device can be used: {'; '.join([str(error), *reasons])}") from error
         _log.info("rdma: using %s", ", ".join(str(nic.port) for nic in self._nics))
         self._memory = Registry(self._nics)
-        self._server: StreamServer | None = None
         self._guard = threading.Lock()
-        self._links: weakref.WeakSet[RdmaLink] = weakref.WeakSet()
         self._idle: deque[Connection] = deque()
         self._unreachable: dict[str, tuple[float, str]] = {}
-        self._closed = False
 
     @staticmethod
     def available() -> str | None:
@@ -118,8 +116,7 @@ class RdmaTransport:
         return has_link()
 
     def serve(self, shelf: Shelf) -> str:
-        if self._closed or self._server is not None:
-            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        self._check_may_serve()
         listener = listen(self._host, self._port)
         port = listener.getsockname()[1]
         self._server = StreamServer(
@@ -130,8 +127,7 @@ class RdmaTransport:
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> RdmaLink:
         host, port = parse_address(endpoint, self.name)
         with self._guard:
-            if self._closed:
-                raise UsageError("the transport is closed")
+            self._check_open()
             until, reason = self._unreachable.get(endpoint, (0.0, ""))
         if time.monotonic() < until:
             raise SourceLost(f"not reached over rdma a moment ago: {reason}", peer=endpoint, phase="connect")
@@ -146,12 +142,9 @@ class RdmaTransport:
         with self._guard:
             self._closed = True
             idle, self._idle = list(self._idle), deque()
-        if self._server is not None:
-            self._server.close()
+        super().close()
         for connection in idle:
             connection.close()
-        for link in list(self._links):
-            link.cut()
         self._memory.clear()
         for nic in self._nics:
             nic.close()  # once the links that were cut have let go of it

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
@@ -35,6 +33,7 @@ from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 from tensorhub_plugins.core.types import ShardKey
 
@@ -46,7 +45,7 @@ CALL_SIZE_BYTES = 2 << 20  # of small segments by one call; what it has copied i
 _log = logging.getLogger(__name__)
 
 
-class ShmTransport:
+class ShmTransport(SocketTransport):
     """copy_threads: None picks by the number of cores. map_from: which time it reads the same shared memory it maps it,
     and keeps it mapped as long as its owner has it. limits: as for tcp; also how long a shared copy is kept."""
 
@@ -60,15 +59,13 @@ class ShmTransport:
         limits: TransportLimits = DEFAULT_LIMITS,
         gate: Gate | None = None,
     ) -> None:
+        super().__init__()
         self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
         self._by_address = _process.available()  # until it turns out to be forbidden
         self._limits = limits
         self._gate = gate
         self._mappings = MappingCache(map_from)
         self._pool: ThreadPoolExecutor | None = None
-        self._server: StreamServer | None = None
-        self._links: weakref.WeakSet[ShmLink] = weakref.WeakSet()
-        self._closed = False
 
     @staticmethod
     def available() -> str | None:
@@ -77,16 +74,14 @@ class ShmTransport:
         return None
 
     def serve(self, shelf: Shelf) -> str:
-        if self._closed or self._server is not None:
-            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+        self._check_may_serve()
         listener, endpoint = unix_socket.listen(SCHEME)
         _process.let_others_read()
         self._server = StreamServer(listener, shelf, ShmSource(self._limits), self._limits, self._gate)
         return endpoint
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
-        if self._closed:
-            raise UsageError("the transport is closed")
+        self._check_open()
         channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
@@ -102,11 +97,7 @@ class ShmTransport:
         self._by_address = False
 
     def close(self) -> None:
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-        for link in list(self._links):
-            link.cut()
+        super().close()
         if self._pool is not None:
             self._pool.shutdown()
         self._mappings.close()

@@ -1,0 +1,34 @@
+"""What the transports over sockets have in common: one server for one shelf, and links that end with the transport."""
+
+from __future__ import annotations
+
+import weakref
+
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.source import StreamServer
+
+
+class SocketTransport:
+    """Tcp, shm, rdma and cuda_ipc begin with this."""
+
+    def __init__(self) -> None:
+        self._server: StreamServer | None = None
+        self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+        self._closed = False
+
+    def _check_may_serve(self) -> None:
+        if self._closed or self._server is not None:
+            raise UsageError("this transport is closed or serves already: one transport, one shelf")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the transport is closed")
+
+    def close(self) -> None:
+        """Idempotent: no reader comes any more, and who uses a link gets SourceLost."""
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for link in list(self._links):
+            link.cut()
