@@ -293,9 +293,8 @@ class Serving:
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
         if not for_others:
-            self._spend(
-                table.size_bytes, refuses=self._budget.refuses and deadline == NEVER
-            )  # what is read is not refused
+            is_read = deadline != NEVER  # which is not refused
+            self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
         slab = self.pool.take(table, deadline)
         self._fetched.discard(slab)
         return slab
