@@ -19,6 +19,7 @@ import msgspec
 import ray
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.utils import device
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
@@ -30,7 +31,7 @@ from tensorhub_plugins.core import (
     run_log,
     version_of,
 )
-from tensorhub_plugins.verl import config, hub, null_worker, parts, steps
+from tensorhub_plugins.verl import checks, config, hub, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -42,7 +43,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     """`is_master` is given in trainer ranks only (true on rank 0); rollout workers are made without it."""
 
     def __init__(self, bucket_size: int, is_master: bool | None = None, **engine_kwargs: Any) -> None:
-        del bucket_size  # the store moves segments; verl's buckets come after receive_weights
+        self._bucket_size_bytes = bucket_size  # the store moves segments; verl's buckets come after receive_weights
         self.options = config.parse(engine_kwargs)
         config.check_verl(self.options)
         self.is_trainer, self.is_master = is_master is not None, bool(is_master)
@@ -108,10 +109,18 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     # --- rollout, drop-in ---------------------------------------------------------------------------------------------
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yields views into this worker's copy, which stays published (and unchanged) until the next version."""
+        """Yields views into this worker's copy, which stays published (and unchanged) until the next version.
+
+        verl packs them into a bucket. It hands on what is larger by pickling its whole storage, for a view that of all
+        tensors, or on a GPU by its handle: such a tensor is copied into memory of its own there until the next is asked
+        for. UsageError, before the first one, where verl has no handles to give.
+        """
         tensors = await asyncio.to_thread(self._receive, version_of_step(global_steps or 0))
+        large = {name for name, tensor in tensors.items() if tensor.nbytes > self._bucket_size_bytes}
+        if large and not device.is_support_ipc():
+            raise _too_large({name: tensors[name].nbytes for name in large}, self._bucket_size_bytes)
         for name, tensor in tensors.items():
-            yield name, tensor
+            yield name, tensor.to(_device(), copy=True) if name in large else tensor
 
     def _receive(self, step: int) -> dict[str, torch.Tensor]:
         """All rollouts come at once: those that have a part serve it on to the others while the rest arrives.
@@ -176,6 +185,20 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             slices_experts=bool(self.options.slices_experts),
             begins=True,
         )
+
+
+def _device() -> str:
+    """Where verl's engines compute, of this process."""
+    return f"{device.get_device_name()}:{device.get_device_id()}"
+
+
+def _too_large(sizes: dict[str, int], bucket_size_bytes: int) -> UsageError:
+    name = max(sizes, key=lambda each: sizes[each])
+    needed = -(-sizes[name] >> 20)
+    return UsageError(
+        f"{len(sizes)} tensors are larger than verl's bucket of {bucket_size_bytes >> 20} MiB, the largest is {name} "
+        f"({needed} MiB): set {checks.ENGINE}.update_weights_bucket_megabytes={needed}"
+    )
 
 
 def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
