@@ -177,21 +177,24 @@ def _check_zombie(world: World, session: bytes, request_id: int) -> None:
 
 
 def check_reply(world: World, effect: hub_machine.Send) -> None:
-    answer = (world.lives, effect.session, getattr(effect.message, "request_id", 0))
-    repeated = answer in world.answered  # what it says again was decided before
+    # What it says again was decided before. A refusal that was lost on the way may be followed by another answer.
+    answer = (world.lives, effect.session, getattr(effect.message, "request_id", 0), type(effect.message))
+    repeated = answer in world.answered
     world.answered.add(answer)
     if not repeated:
         _check_directed(world, effect.session, effect.message)
     if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:
         return
-    for key in world.unpublishing.get((effect.session, effect.message.request_id), ()):
+    keys = world.unpublishing.get((effect.session, effect.message.request_id), ())
+    for key in keys:
         cut = world.cut_off.setdefault((effect.session, key), {})
         cut.update({name: cut.get(name, world.now) if repeated else world.now for name in effect.message.cut_off})
     source = world.workers.get(effect.session)
     asked = source.machine.asked.get(effect.message.request_id) if source else None
     if asked is None or not isinstance(asked.message, m.Unpublish):
+        world.given_up |= {(effect.session, key) for key in keys}  # it waits no more, and the hub has decided
         return
-    for key in asked.message.keys:
+    for key in keys:
         offer = source.shelf.find(key)
         given_up = (effect.session, key) in world.given_up
         if not repeated and not asked.message.gone and offer is not None and offer.complete and not given_up:

@@ -115,7 +115,7 @@ class World:
         self.begun: dict[int, set[bytes]] = {}  # number -> marks of the attempts that have had it
         self.asked: dict[tuple[bytes, int], m.ClientMessage] = {}  # by session and request
         self.asked_under: dict[tuple[int, bytes, int], bytes] = {}  # hub's life, session, request -> attempt it knew of
-        self.answered: set[tuple[int, bytes, int]] = set()  # hub's life, session, request
+        self.answered: set[tuple[int, bytes, int, type]] = set()  # hub's life, session, request, kind of answer
         self.ever_pinned: set[int] = set()
         self.ever_withdrawn: set[int] = set()
         self.visible_before: set[int] = set()  # the event that the hub is handling
