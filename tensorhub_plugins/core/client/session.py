@@ -492,6 +492,7 @@ class Session:
 
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
+        self._settle_unpublishes()
         self._send(
             msgspec.structs.replace(
                 self.identity,
@@ -523,6 +524,19 @@ class Session:
                 welcomed=self.hub or b"",
             )
         )
+
+    def _settle_unpublishes(self) -> None:
+        """A Hello says all that is held, so it gives up what is not here; what has been offered again meanwhile stays.
+        Sent again after it, an Unpublish would take back what the Hello has just announced."""
+        for request_id, asked in list(self.asked.items()):
+            if not isinstance(asked.message, m.Unpublish):
+                continue
+            keys = tuple(key for key in asked.message.keys if 0 < self.offered.get(key, 0) < request_id)
+            if keys:
+                asked.message = msgspec.structs.replace(asked.message, keys=keys)
+            else:
+                del self.asked[request_id]
+                self._effects.append(Answered(request_id, m.Unpublished(request_id)))
 
     def _send(self, message: m.ClientMessage) -> None:
         self._effects.append(Send(message))

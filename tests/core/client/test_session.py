@@ -81,8 +81,8 @@ class Story:
 
     def restart_hub(self, hub: bytes = OTHER_HUB) -> m.Hello:
         """This hub says that it does not know us; the Hello that follows."""
-        (hello,) = self.hear(m.Unknown(hub))
-        assert isinstance(hello, m.Hello)
+        *settled, hello = self.hear(m.Unknown(hub))
+        assert isinstance(hello, m.Hello) and all(isinstance(each, s.Answered) for each in settled)
         return hello
 
 
@@ -360,9 +360,9 @@ def test_a_publish_that_is_not_answered_in_time_is_taken_back_until_the_hub_has_
     taken_back, *rest = story.tick(5.0 + s.ANSWER_MARGIN_S)
     assert isinstance(taken_back, m.Unpublish) and taken_back.gone and taken_back.keys == (KEY,)
     assert s.Expired(number, True) in rest
-    hello = story.restart_hub()
-    assert hello.holdings == () and hello.pending == (taken_back.request_id,)
     assert story.tick(1e6) != [] and taken_back.request_id in story.machine.asked  # it is never given up
+    hello = story.restart_hub()
+    assert hello.holdings == hello.pending == ()  # which takes it back as well
 
 
 def test_what_was_read_stays_announced_however_long_the_hub_is_away():
@@ -404,6 +404,27 @@ def test_a_shard_that_is_read_again_between_two_answers_stays_announced():
     third = story.ask(m.Unpublish, (KEY,), 5.0)  # the control: one that means this offering
     story.hear(m.Unpublished(third))
     assert story.machine.holdings == story.machine.offered == {}
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_an_unpublish_before_a_hello_does_not_take_back_what_is_offered_anew(gone: bool):
+    """A new hub takes all that the Hello holds as older than the Unpublish, which is sent to it again."""
+    story = Story()
+    story.publish(KEY)
+    story.publish(NEXT)
+    first = story.ask(m.Unpublish, (KEY,), 5.0)
+    second = story.ask(m.Unpublish, (KEY, NEXT) if not gone else (KEY,), 5.0, gone=gone)
+    story.hear(m.Unpublished(first))
+    story.publish(KEY)
+    effects = story.machine.handle(s.Heard(m.Unknown(OTHER_HUB)), story.now)
+    (hello,) = (effect.message for effect in effects if isinstance(effect, s.Send))
+    assert {held.key for held in hello.holdings} == {KEY, NEXT}
+    again = story.hear(story.welcome(hello, OTHER_HUB))
+    if gone:
+        assert hello.pending == () and effects[0] == s.Answered(second, m.Unpublished(second))
+        assert again == [s.HubBack(True)]
+    else:
+        assert hello.pending == (second,) and again == [s.HubBack(True), m.Unpublish(second, (NEXT,), 60.0)]
 
 
 def test_a_kept_copy_stays_announced_until_it_may_be_dropped():
