@@ -68,6 +68,8 @@ class Reading:
             return 0  # the one we do not know may have been answered already, by a hub that was restarted since
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         group = history.group(worker)
+        if group.has_refused(shard, worker.session, acquire.request_id):
+            return self._cannot_follow(worker, acquire)
         if group.version and shard_count > 1 and (shard not in group.notified_shards or pending.version):
             too_old = group.version < at_least and group.version != history.directive.pin
             if too_old or not history.is_visible(group.version):
@@ -89,11 +91,12 @@ class Reading:
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
         """What the other shards of its replica took as the latest is none for this one: let them agree anew."""
         group = worker.history.group(worker)
+        taken = f"version {group.version}" if group.version else "another version"
         text = (
-            f"other shards of {worker.hello.replica} took version {group.version} as the latest, and this one cannot: "
-            "let all of them read again, naming one version"
+            f"other shards of {worker.hello.replica} took {taken} as the latest, and this one cannot: let all of them "
+            "read again, naming one version"
         )
-        group.forget_version()
+        group.refuse(worker.hello.shard, worker.session, acquire.request_id)
         return m.Refused(acquire.request_id, "VersionGone", text)
 
     # --- from whom ---

@@ -202,6 +202,7 @@ class GroupResolution:
     generation: int = 0
     version: int = 0  # 0: none is agreed on
     notified_shards: set[int] = field(default_factory=set)
+    refused: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> session and request that could not
 
     def begin(self, version: int) -> None:
         """The next generation."""
@@ -210,6 +211,15 @@ class GroupResolution:
     def forget_version(self) -> None:
         """The group has to agree on "latest" anew."""
         self.version = 0
+
+    def refuse(self, shard: int, session: bytes, request_id: int) -> None:
+        """This request cannot have what the others took, also when its refusal is lost and it comes again."""
+        self.refused[shard] = session, request_id
+        self.forget_version()
+
+    def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:
+        refused_session, last = self.refused.get(shard, (b"", 0))
+        return session == refused_session and request_id <= last
 
     def recall(self, shard: int, generation: int, version: int) -> None:
         """A shard says in which generation it was answered last: what was agreed on before a hub's restart."""

@@ -104,6 +104,33 @@ def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_ot
     assert scenario.heard("rollout/0")[0].startswith("read 4")
 
 
+def test_who_cannot_follow_its_group_hears_it_however_often_it_asks() -> None:
+    """Seed 8159: the refusal was lost while the shard was away, and asked again it had another version than the rest."""
+    scenario = Scenario()
+    for shard in ("0", "1"):
+        scenario.join(f"trainer/{shard}", 2)
+        scenario.join(f"rollout/{shard}", 2)
+    for version in (1, 2):
+        scenario.publish("trainer/0", version)
+        scenario.publish("trainer/1", version)
+        if version == 1:
+            scenario.acquire("rollout/0", layouts=(CHECKPOINT,))
+            scenario.say("rollout/0", m.Release)
+    for shard in ("0", "1"):
+        scenario.unpublish(f"trainer/{shard}", 1)
+    lost = m.Acquire(scenario.acquire("rollout/1"), 0, 0, (CHECKPOINT,), 60.0)
+    scenario.silent = ("rollout/1",)
+    scenario.wait(LIMITS.session_timeout_s + 1.0)
+    assert scenario.heard("rollout/1") == ["refused VersionGone"]
+    assert scenario.sessions["rollout/1"] not in scenario.hub.registry.workers
+    scenario.join("rollout/1", 2, request_id=2, pending=(1,), hub=scenario.hub.session)
+    scenario.tell("rollout/1", lost)
+    assert scenario.heard("rollout/1") == ["refused VersionGone"]
+    scenario.requests["rollout/1"] = 2
+    scenario.acquire("rollout/1")  # the control: it asks anew
+    assert scenario.heard("rollout/1")[0].startswith("read 2")
+
+
 def a_hub_that_knows_two_versions_and_a_reader() -> Scenario:
     scenario = Scenario(recovering=True)
     for version in (3, 4):
