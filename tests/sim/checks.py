@@ -181,6 +181,9 @@ def check_reply(world: World, effect: hub_machine.Send) -> None:
     answer = (world.lives, effect.session, getattr(effect.message, "request_id", 0), type(effect.message))
     repeated = answer in world.answered
     world.answered.add(answer)
+    reader = world.workers.get(effect.session)
+    if reader is not None and isinstance(effect.message, m.Granted) and effect.message.generation:
+        reader.lent = max(reader.lent, effect.message.version)
     if not repeated:
         _check_directed(world, effect.session, effect.message)
     if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:

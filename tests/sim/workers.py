@@ -177,7 +177,7 @@ class Worker:
         self.machine = s.Session(hello, self.world.now, room_bytes=1 << 30)
         self.alive, self.finished = True, False
         self.frozen_until = self.cut_until = self.tired_until = 0.0
-        self.seen = 0
+        self.seen = self.lent = 0
         self.haunts: Callable[[Worker], Program] | None = None  # a former life that others take for dead
         self.outcome = 0  # the version that the last read gave; 0: there was none; FAILED
         self.shelf: Shelf[Offer] = self.world.shelf_class()
@@ -411,7 +411,9 @@ class Worker:
             operator_said_so = version in self.world.ever_pinned or self.seen <= max(
                 self.world.ever_withdrawn, default=0
             )
-            if not operator_said_so and not is_superseded(self.seen, self.world.attempts):
+            # What it was lent last is what the hub knows that it has seen, also if it never arrived.
+            newest, self.lent = max(self.seen, self.lent), 0
+            if not operator_said_so and not is_superseded(newest, self.world.attempts):
                 raise Violation("backwards", self.world, f"{self.name} was given version {version} after {self.seen}")
             self.world.counts["went_back"] += 1
         self.seen = version

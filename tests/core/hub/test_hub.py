@@ -105,7 +105,7 @@ def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_ot
 
 
 def test_who_cannot_follow_its_group_hears_it_however_often_it_asks() -> None:
-    """Seed 8159: the refusal was lost while the shard was away, and asked again it had another version than the rest."""
+    """Seed 8159: its refusal was lost while it was away, and asked again it had another version than the rest."""
     scenario = Scenario()
     for shard in ("0", "1"):
         scenario.join(f"trainer/{shard}", 2)
