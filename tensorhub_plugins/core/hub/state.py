@@ -218,6 +218,7 @@ class GroupResolution:
         self.forget_version()
 
     def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:
+        """Whether this request of the shard, or a later one, was refused."""
         refused_session, last = self.refused.get(shard, (b"", 0))
         return session == refused_session and request_id <= last
 
