@@ -63,8 +63,7 @@ class Reading:
         replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
         if worker.is_replaced and shard_count > 1:
             return self._was_replaced(worker, acquire)
-        present = {w.hello.shard for w in history.replicas[replica].values()}
-        if len(present) < shard_count:
+        if len({w.hello.shard for w in history.replicas[replica].values()}) < shard_count:
             return 0  # the one we do not know may have been answered already, by a hub that was restarted since
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         group = history.group(worker)
