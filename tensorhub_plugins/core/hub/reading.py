@@ -73,10 +73,9 @@ class Reading:
             too_old = group.version < at_least and group.version != history.directive.pin
             if too_old or not history.is_visible(group.version):
                 return 0 if self._registry.recovering(now) else self._cannot_follow(worker, acquire)
+        elif (newest := history.latest(at_least)) is None:
+            return 0
         else:
-            newest = history.latest(at_least)
-            if newest is None:
-                return 0
             group.begin(newest)
         group.notified_shards.add(shard)
         pending.version = group.version
