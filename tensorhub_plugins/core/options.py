@@ -59,6 +59,9 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
 
     keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
+    # The training goes on while a version is copied from its GPU, and the next publish raises what fails (Publisher);
+    # None: where a trainer rank has a GPU.
+    in_background: bool | None = None
     restarts: int = 10  # of one engine before it is given up
     staleness_s: float | None = None  # an engine that has not heard of the hub for longer takes no new work
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness

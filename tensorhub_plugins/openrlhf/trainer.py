@@ -80,6 +80,7 @@ class PolicyModelActor(_Policy):
             slices=max(1, int(strategy.args.vllm.tensor_parallel_size)),
             slices_experts=True,  # OpenRLHF's engines are not expert parallel
             begins=True,
+            in_background=options.in_background,
         )
 
     def tensorhub_begin(self, step: int) -> int:
@@ -88,9 +89,10 @@ class PolicyModelActor(_Policy):
         return self._publisher.attempt or 0
 
     def tensorhub_publish(self, step: int) -> dict[str, float]:
-        """Called on every rank. Returns metrics as soon as the hub knows, and the attempt; no rank waits for an
-        engine."""
-        release_cached_memory()
+        """Called on every rank. Returns metrics, and the attempt, as soon as the hub knows, or, in the background, when
+        the training may go on; no rank waits for an engine."""
+        if not self._publisher.in_background:  # it would wait for the device
+            release_cached_memory()
         if self._by_parts:
             metrics = self._publisher.publish_parts(step, parts.held_by_rank(self.actor.model.module, self._steps))
         else:

@@ -184,6 +184,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             slices=self.options.slices or 1,
             slices_experts=bool(self.options.slices_experts),
             begins=True,
+            in_background=self.options.in_background,
         )
 
 

@@ -24,7 +24,7 @@ import torch
 
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
-from tensorhub_plugins.core.device import host_copy, settled
+from tensorhub_plugins.core.device import here, host_copy, settled
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import (
     Manifest,
@@ -88,10 +88,11 @@ class Publisher:
     that each of their workers reads little more than what it needs; others read the same, in more pieces.
     slices_experts: experts as well: these engines are not expert parallel.
 
-    in_background: publish returns when the copies are queued on the device, and the training goes on; what is left, and
-    its errors, are waited for by the next call, or by `settle`. The copies follow what the calling thread's stream has
-    queued, and are followed by what it queues next, an optimizer's step for example: the weights are to be written on
-    that stream alone. They take up to half of the device's free memory; beyond it they are waited for.
+    in_background: publish returns when the copies are queued on the device, and the training goes on; what is left is
+    waited for by the next call, or by `settle`, and so are its errors, which are logged at once. The copies follow what
+    the calling thread's stream has queued, and are followed by what it queues next, an optimizer's step for example:
+    the weights are to be written on that stream alone. They take up to half of the device's free memory; beyond it they
+    are waited for. None: where this process uses a device by the first version; on a CPU there is nothing to queue.
 
     begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
     makes an end of what its former life published from that step on. Versions are those of `version` then.
@@ -116,7 +117,7 @@ class Publisher:
         slices: int = 1,
         slices_experts: bool = False,
         begins: bool = False,
-        in_background: bool = False,
+        in_background: bool | None = False,
     ) -> None:
         if not 1 <= slices <= SLICES_MAX:
             raise UsageError(f"slices={slices}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
@@ -133,7 +134,8 @@ class Publisher:
         self._whole = TensorTable.of(model)  # of all ranks, of the last version
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
-        self._background = ThreadPoolExecutor(1, "tensorhub-publish") if in_background else None
+        self._in_background = in_background
+        self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
         self._is_said = False  # what memory it takes
         if model:
@@ -141,6 +143,13 @@ class Publisher:
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
         self._retiring.start()
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the training goes on before a version is there for others."""
+        if self._in_background is None:
+            self._in_background = here() is not None
+        return self._in_background
 
     @property
     def whole_size_bytes(self) -> int:
@@ -176,17 +185,31 @@ class Publisher:
         if coming is not None:
             coming.result()
 
+    def _say_failure(self, done: Future[dict[str, float]]) -> None:
+        """At once: the next publish, which raises it, may be minutes away, and engines wait for this one."""
+        error = done.exception()
+        if error is not None:
+            log.error("%s: a version was not published, as the next publish will say, too: %s", self.worker, error)
+
     def _publish(self, step: int, snapshot: Callable[[int], Snapshot]) -> dict[str, float]:
         self.settle()
         if self.attempt is None:
             self.begin(step - 1)
         version, started = self.version(step), time.monotonic()
         taken = snapshot(version)
-        if self._background is None:
-            return self._offer(version, taken, started)
-        self._coming = self._background.submit(self._offer, version, taken, started)
-        seconds = time.monotonic() - started
-        return {"tensorhub/publish/gather_seconds": seconds, "tensorhub/publish/bytes": float(taken.slab.size_bytes)}
+        return (self._offer_later if self.in_background else self._offer)(version, taken, started)
+
+    def _offer_later(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
+        """`_offer` in the background: what is known at once."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "tensorhub-publish")
+        size_bytes = float(taken.slab.size_bytes)
+        self._coming = self._executor.submit(self._offer, version, taken, started)
+        self._coming.add_done_callback(self._say_failure)
+        return {
+            "tensorhub/publish/gather_seconds": time.monotonic() - started,
+            "tensorhub/publish/bytes": size_bytes,
+        }
 
     def _offer(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
         slab, whole, parts, downloads = taken
@@ -280,13 +303,13 @@ class Publisher:
         slab, pieces = self._allocate(with_parts(specs, parts))
         with self._queueing() as downloads:
             for name, tensor in self._settled((name, tensor) for name, (tensor, _) in here.items()):
-                _write(slab, pieces[name], tensor.detach(), downloads, stays=self._background is None)
+                _write(slab, pieces[name], tensor.detach(), downloads, stays=not self.in_background)
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     @contextlib.contextmanager
     def _queueing(self) -> Iterator[Downloads]:
         """What is queued is waited for before anything is let go of."""
-        downloads = Downloads() if self._background is None else Downloads(None)
+        downloads = Downloads(None) if self.in_background else Downloads()
         try:
             yield downloads
         except BaseException:
@@ -295,7 +318,7 @@ class Publisher:
 
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Written, on whatever stream; in the background on this thread's, which the copies follow."""
-        return settled(weights) if self._background is None else weights
+        return weights if self.in_background else settled(weights)
 
     def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""
@@ -357,8 +380,8 @@ class Publisher:
         """Take the published versions back and close the client. Errors are not raised: the run is over."""
         with contextlib.suppress(Exception):
             self.settle()
-        if self._background is not None:
-            self._background.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
         self._retired.put(None)
         self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):
