@@ -199,20 +199,34 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()
+    ends = group.rank_in_group == 0, group.rank_in_group == group.world_size - 1
+    heads = _ties_its_head(vllm_config)
     with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
-        recorder = _Recorder(places)
-        with recorder:
-            try:
-                load_weights: Any = model.load_weights
-                load_weights(recorder.watched(tensors))
-            except Exception as error:
-                raise VersionRefused(recorder.explain(error)) from error
+        return rehearse_in(places, model.load_weights, tensors, ends=ends, heads=heads)
+
+
+def rehearse_in(
+    places: dict[int, Place],
+    load_weights: Any,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    ends: tuple[bool, bool],
+    heads: bool = False,
+) -> Rehearsal:
+    """`rehearse` with loaders that write into these places, by their storages, which have no memory. ends: whether this
+    is the first of the ranks that share each tensor, and the last. heads: the output head is the embedding."""
+    recorder = _Recorder(places)
+    with recorder:
+        try:
+            load_weights(recorder.watched(tensors))
+        except Exception as error:
+            raise VersionRefused(recorder.explain(error)) from error
     if recorder.wrong_kinds:
         raise VersionRefused(
             f"{len(recorder.wrong_kinds)} tensors are not the kind of number that the model holds: "
             f"{some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way"
         )
-    empty = _not_filled(model, places)
+    empty = _not_filled(places)
     if empty:
         raise VersionRefused(
             f"{len(empty)} parameters of the model would not be filled: {some(empty)}. "
@@ -224,13 +238,13 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
             f"cannot repeat: {some(recorder.copies)}. Publish them under names of their own, or start a new engine "
             "for every version"
         )
-    left = recorder.left_over(is_first=group.rank_in_group == 0, is_last=group.rank_in_group == group.world_size - 1)
+    left = recorder.left_over(is_first=ends[0], is_last=ends[1])
     if left:
         raise VersionRefused(
             f"{len(left)} tensors are larger than what the model takes of them: {some(left)}. "
             "Give the engine the configuration of the model that is trained"
         )
-    tied, ignored = recorder.tied(heads=_ties_its_head(vllm_config)), recorder.ignored_biases()
+    tied, ignored = recorder.tied(heads=heads), recorder.ignored_biases()
     plan = recorder.plan(tied, ignored)
     return Rehearsal(shapes_of(tensors), frozenset(recorder.used), tied, ignored, plan)
 
@@ -241,7 +255,7 @@ def _ties_its_head(vllm_config: Any) -> bool:
 
 
 @dataclass
-class _Place:
+class Place:
     """A parameter or buffer of the model, as it is before anything is loaded."""
 
     name: str
@@ -284,7 +298,7 @@ class _Place:
 class _Recorder(TorchDispatchMode):
     """Sees every operation of the loaders: what is written into which parameter, and from which tensor it came."""
 
-    def __init__(self, places: dict[int, _Place]) -> None:
+    def __init__(self, places: dict[int, Place]) -> None:
         super().__init__()
         self.used: set[str] = set()
         self.wrong_kinds: list[str] = []
@@ -371,7 +385,7 @@ class _Recorder(TorchDispatchMode):
         start = (_where(tensor)[1] - _where(whole)[1]) // whole.element_size()
         return start, tuple(tensor.shape), tuple(tensor.stride())
 
-    def _piece(self, func: Any, place: _Place, box: Box, target: torch.Tensor, read: list[torch.Tensor]) -> None:
+    def _piece(self, func: Any, place: Place, box: Box, target: torch.Tensor, read: list[torch.Tensor]) -> None:
         """Remember what this writes there, as far as it can be done again by a copy."""
         if func is torch.ops.aten.copy_.default and len(read) == 1:
             name = self._given_at(read[0])
@@ -460,12 +474,12 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
+def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, Place]]:
     """Tensors without memory in the place of the model's own, by storage; afterwards all is as it was."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 
-    places: dict[int, _Place] = {}
+    places: dict[int, Place] = {}
     with preserved(model, always=True):
         for prefix, layer in model.named_modules():
             live = dict(layer._parameters)
@@ -478,7 +492,7 @@ def _stand_ins(model: torch.nn.Module) -> Iterator[dict[int, _Place]]:
                         tensor = owned[name] = to_meta_tensor(tensor)
                     _unwrap_loader(tensor)
                     if tensor.is_meta:
-                        places[_storage(tensor)] = _Place(
+                        places[_storage(tensor)] = Place(
                             f"{prefix}.{name}" if prefix else name,
                             layer,
                             tensor.shape,
@@ -530,9 +544,9 @@ def preserved(model: torch.nn.Module, *, always: bool = False) -> Iterator[None]
             LOADING_LAYERS.clear()
 
 
-def _not_filled(model: torch.nn.Module, places: Mapping[int, _Place]) -> list[str]:
+def _not_filled(places: Mapping[int, Place]) -> list[str]:
     filled: set[int] = set()  # addresses of live parameters that get new bytes
-    lacking: list[tuple[_Place, int]] = []
+    lacking: list[tuple[Place, int]] = []
     for place in places.values():
         count, done = place.shape.numel(), place.filled
         if done:
@@ -547,7 +561,7 @@ def _not_filled(model: torch.nn.Module, places: Mapping[int, _Place]) -> list[st
     ]
 
 
-def _is_optional(place: _Place) -> bool:
+def _is_optional(place: Place) -> bool:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return place.name.rpartition(".")[2] in OPTIONAL_SCALES and is_deferred_attention_layer(place.layer)
