@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
     from tensorhub_plugins.core.device import copy_all, on_host, release_cached_memory, synchronize
+    from tensorhub_plugins.core.memory.adoption import forget_live_memory
     from tensorhub_plugins.core.memory.slab import Slab
     from tensorhub_plugins.core.memory.tensors import (
         contiguous_spec,
@@ -85,6 +86,7 @@ _WITH_TORCH = {
     "here": "client.arguments",
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
+    "forget_live_memory": "memory.adoption",
     **dict.fromkeys(("copy_all", "on_host", "release_cached_memory", "synchronize"), "device"),
     "gate": "capturing",
     "Publisher": "client.publisher",
@@ -140,6 +142,7 @@ __all__ = [
     "contiguous_spec",
     "copy_all",
     "flat_bytes",
+    "forget_live_memory",
     "fsdp1_parts",
     "fsdp1_problem",
     "fsdp2_parts",

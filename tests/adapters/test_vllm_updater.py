@@ -35,6 +35,7 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionRefused,
 )
+from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -415,7 +416,9 @@ def test_an_engine_falls_asleep_when_nobody_reads_it_any_more(engines: Engines) 
             sleeping.result(0.5)
         assert not reading.done()
         let_go(sleeper._client, 1, LAYOUT)
+        assert Adoption._kept  # by which a network card's registration lives on
         sleeping.result(TIMEOUT_S)
+        assert not Adoption._kept
         assert reading.result(TIMEOUT_S).tensors()["fused"].unique().tolist() == [1.0]
 
 

@@ -32,6 +32,8 @@ def test_it_runs_on_the_cpu(tmp_path):
     measured = [figure for figure in found["figures"] if not figure["not_run"]]
     assert {figure["limit"] for figure in measured} >= {"d2h", "h2d", "device_copy", "tcp", "memcpy"}
     assert all(figure["seconds"] > 0 and (not figure["limit"] or figure["ratio"] > 0) for figure in measured)
+    for name in ("by a device copy", "first token after", "decode p99 beside", "engine start from a peer"):
+        assert any(name in figure["name"] for figure in measured), name
     not_run = {figure["name"] for figure in found["figures"] if figure["not_run"]}
     assert "pins" in not_run and ("cuda_ipc" in not_run or torch.cuda.is_available())
 

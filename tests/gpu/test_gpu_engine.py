@@ -1,4 +1,4 @@
-"""Installs into an engine with captured graphs (engine.py): rows 3, 5, 6 and 25 of the suite."""
+"""Installs into an engine with captured graphs (recipes/bench/gpu/engine.py): rows 3, 5, 6 and 25 of the suite."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from engine import Engine, weights_of
 
+from recipes.bench.gpu.engine import Engine, weights_of
 from tensorhub_plugins.core import Slab
 
 

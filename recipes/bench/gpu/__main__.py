@@ -19,10 +19,13 @@ from pathlib import Path
 
 import torch
 
+from recipes.bench.gpu import decoding, store
 from recipes.bench.gpu.limits import Limits, measure
 from recipes.bench.gpu.machine import Machine, shapes_of
-from recipes.bench.gpu.store import FIGURES, Figure, NotRun, Setting
+from recipes.bench.gpu.store import Figure, NotRun, Setting
 from recipes.bench.results import save
+
+FIGURES = {**store.FIGURES, **decoding.FIGURES}
 
 
 def main() -> None:

@@ -14,7 +14,16 @@ import torch
 from recipes.bench.gpu.limits import Limits
 from recipes.bench.gpu.machine import Machine
 from recipes.bench.gpu.source import Source
-from tensorhub_plugins.core import Client, Slab, TensorSpec, copy_all, same_bytes, start_server
+from tensorhub_plugins.core import (
+    Client,
+    Publisher,
+    Slab,
+    TensorSpec,
+    contiguous_spec,
+    copy_all,
+    same_bytes,
+    start_server,
+)
 from tensorhub_plugins.core.digests import NO_DIGESTS
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.transports import unavailable
@@ -133,7 +142,7 @@ def digests(setting: Setting, limits: Limits) -> list[Figure]:
 def publishes(setting: Setting, limits: Limits) -> list[Figure]:
     """How long the training step stands still."""
     tensors, found = setting.tensors(1), []
-    with start_server() as server, _client(server.address, "trainer") as trainer:
+    with start_server() as server, client_of(server.address, "trainer") as trainer:
         trainer.retain(0)  # what is taken back need not be kept
         version = 0
         for copy, name, limit in ((True, "publish(copy=True)", "d2h"), (False, "publish(copy=False)", "")):
@@ -147,7 +156,31 @@ def publishes(setting: Setting, limits: Limits) -> list[Figure]:
                 trainer.unpublish(version)
             median = statistics.median(taken[1:])
             found.append(Figure(f"{name}, the step stands still", median, setting.size_bytes, limit, goal_s=0.02))
-    return found
+    return [*found, _in_background(setting, tensors)]
+
+
+def _in_background(setting: Setting, tensors: dict[str, torch.Tensor]) -> Figure:
+    """A snapshot in the device's memory, which comes to the host while the training goes on."""
+    model = [contiguous_spec(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    with start_server() as server:
+        trainer = client_of(server.address, "trainer")
+        publisher = Publisher(
+            trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=TIMEOUT_S, model=model, in_background=True
+        )
+        stands_still, until_there = [], []
+        for version in range(1, setting.times + 3):  # two versions take memory, which later ones use again
+            setting.machine.settle()
+            began = time.perf_counter()
+            publisher.publish(version, tensors.items())
+            stands_still.append(time.perf_counter() - began)
+            publisher.settle()
+            until_there.append(time.perf_counter() - began)
+        with client_of(server.address, "rollout") as rollout:
+            check_equal(rollout.fetch(version, timeout_s=TIMEOUT_S).tensors(), tensors)
+        publisher.close()
+    remark = f"{statistics.median(until_there[2:]):.3f} s until it is there for readers"
+    name, median = "publish by a device copy, the step stands still", statistics.median(stands_still[2:])
+    return Figure(name, median, setting.size_bytes, "device_copy", goal_s=0.02, remark=remark)
 
 
 def fetches(transport: str, limit: str) -> Callable[[Setting, Limits], list[Figure]]:
@@ -162,7 +195,7 @@ def fetches(transport: str, limit: str) -> Callable[[Setting, Limits], list[Figu
         with (
             start_server() as server,
             Source(server.address, setting, transport) as source,
-            _client(server.address, "rollout", transports=(transport,)) as rollout,
+            client_of(server.address, "rollout", transports=(transport,)) as rollout,
         ):
             for way in ("into live tensors", "into host memory"):
                 taken = []
@@ -190,9 +223,9 @@ def installs(setting: Setting, limits: Limits) -> list[Figure]:
     """Staged: the bytes are in a pinned slab of this host, and the engine stands still while they are copied over."""
     machine = setting.machine
     live, tensors = setting.tensors(1), setting.tensors(2)
-    with start_server() as server, _client(server.address, "trainer") as trainer:
+    with start_server() as server, client_of(server.address, "trainer") as trainer:
         trainer.publish(1, tensors)
-        with _client(server.address, "rollout", transports=("tcp",)) as rollout:
+        with client_of(server.address, "rollout", transports=("tcp",)) as rollout:
             arrived = rollout.fetch(1, timeout_s=TIMEOUT_S).tensors()
             pinning.wait_for_background(TIMEOUT_S)
             taken = machine.timed(lambda: copy_all((live[name], arrived[name]) for name in live), setting.times)
@@ -200,7 +233,8 @@ def installs(setting: Setting, limits: Limits) -> list[Figure]:
     return [Figure("pause of a staged install", taken, setting.size_bytes, "h2d", goal=1 / 1.1)]
 
 
-def _client(address: str, replica: str, **options: Any) -> Client:
+def client_of(address: str, replica: str, **options: Any) -> Client:
+    """Of this process."""
     given = {"transports": ("tcp",), **options}
     return Client(address, run="bench", model="actor", replica=replica, **given)
 

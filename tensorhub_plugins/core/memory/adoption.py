@@ -125,6 +125,16 @@ class Adoption:
         self._tensors.clear()  # their callbacks hold this: without them it goes now, and not with a collection
 
 
+def forget_live_memory() -> None:
+    """Live tensors are about to leave their memory, and may be at the same addresses again with other memory behind
+    them, as in an engine's sleep. Nothing that was learnt of it is kept from now on, but by slabs that are open: no
+    network card has it registered."""
+    with Adoption._lock:
+        kept = list(Adoption._kept)
+    for each in kept:
+        each._forget(None)
+
+
 def _some_at_a_time(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """So many that there is no line of Python for each of them, and so few that they are still in the cache when the
     next trait is asked for."""

@@ -30,6 +30,7 @@ from tensorhub_plugins.core import (
     TensorHubError,
     UsageError,
     VersionRefused,
+    forget_live_memory,
     run_log,
 )
 from tensorhub_plugins.core.log import get_logger
@@ -156,6 +157,7 @@ class Updater:
         """The live weights are about to leave their memory; no peer may read them there."""
         self.before_external_change("sleep")
         self._handle(update_state.FallAsleep())
+        forget_live_memory()  # a registration would keep it, or be of it when others have it
 
     @property
     def is_asleep(self) -> bool:

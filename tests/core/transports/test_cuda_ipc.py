@@ -12,6 +12,7 @@ import torch
 from transport_helpers import FORGED, KEY, served, soon, until
 
 from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
@@ -95,6 +96,31 @@ def test_bytes_arrive(simulation, digests, where):
         slab = ipc_devices.adopt(target) if where == "device" else Slab.adopt(target)
         read(reader.connect(endpoint, deadline=soon()), slab, digests=digests)
         assert all(torch.equal(target[name], tensors[name]) for name in tensors)
+    simulation.check()
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "blake3"])
+def test_digests_are_made_on_the_device(simulation, monkeypatch, algorithm):
+    """What comes to the host is their lanes and tails. The control: those that no kernel makes need all of it."""
+    came, down = [], Device._queue
+    monkeypatch.setattr(
+        Device,
+        "_queue",
+        lambda self, way, flats, host, after: came.append(host.numel()) or down(self, way, flats, host, after),
+    )
+    tensors = {"w": torch.arange(250_000, dtype=torch.int32)}
+    with ipc_devices.adopt(tensors) as source, contextlib.closing(ipc_devices.apart()) as serving:
+        offer = Offer(KEY, source.manifest(100_000, algorithm=algorithm), source)
+        offer.mark_all_ready()
+        target = {"w": torch.zeros_like(tensors["w"])}
+        with ipc_devices.adopt(target) as slab, contextlib.closing(ipc_devices.apart()) as reader:
+            link = reader.connect(serving.serve(SimpleShelf(offer)), deadline=soon())
+            came.clear()
+            read(link, slab)
+            link.close()
+        assert torch.equal(target["w"], tensors["w"])
+    assert (sum(came) == source.size_bytes) == (algorithm == "blake3")
+    assert algorithm == "blake3" or not came
     simulation.check()
 
 

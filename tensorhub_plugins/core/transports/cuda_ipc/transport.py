@@ -6,7 +6,7 @@ allocation once, keeps it open for the next version (kept.py), and copies many s
 own: into its live tensors, or down into host memory. Another GPU of the host is read over its peer path.
 
 With digests, segments are copied to memory beside first and to their places when the connection is still open: what a
-withdrawn source has overwritten does not even reach a live tensor. The digest itself is made on the host.
+withdrawn source has overwritten does not even reach a live tensor. The digest is made there, on the device.
 
 Not run on a GPU yet: name it in `transports` to use it. What is not of a device, and memory without a handle, is
 refused with the reason: the next transport serves it.
@@ -24,11 +24,12 @@ import torch
 
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.device import Device, Stream
-from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, XXH3, digest_of
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.runs import memory_at, memory_of
+from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.cuda_ipc.copies import Pair, copy_pairs
 from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, Ipc, NotShareable
@@ -49,7 +50,7 @@ from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 
 SCHEME = "cuda_ipc://"
-THREADS = 2  # one digests, or waits for its copy, while the other one queues the next
+THREADS = 2  # one waits for its copy, or finishes digests, while the other one queues the next
 COPY_SIZE_BYTES = 128 << 20  # at once: a tenth of a millisecond of a GPU's memory, ten times what it takes to queue it
 STAGE_SIZE_BYTES = 32 << 20  # the same, of what is digested: for each thread there is so much memory beside
 OPEN_MAX = 64  # sources whose memory stays open
@@ -218,7 +219,7 @@ class _Batch:
                 copy_views([memory_of(host)], views)
 
     def _by_the_stage(self, segments: range, start: int, stop: int) -> None:
-        device, plan, manifest = self._device, self._plan, self._manifest
+        device, plan = self._device, self._plan
         with device.calling() as driver:
             stage = driver.scratch(stop - start, self._stream)
         copy_pairs(device, self._stream, _cut(self._source.flats(start, stop), stage))
@@ -229,11 +230,19 @@ class _Batch:
             self._stream,
             [(stage[at : at + flat.numel()], flat) for at, flat in plan.flats(start, stop)],
         )
-        host = device.buffer(stop - start)
-        device.down([stage], host)
-        for segment in segments:
-            first, end = manifest.segment_range(segment)
-            plan.digested(segment, digest_of([memory_of(host[first - start : end - start])], manifest.digest_algorithm))
+        for segment, digest in zip(segments, self._digests(stage), strict=True):
+            plan.digested(segment, digest)
+
+    def _digests(self, stage: torch.Tensor) -> Iterator[bytes]:
+        """Of all segments that lie there, on the device where it can be."""
+        size_bytes, algorithm = self._manifest.segment_size_bytes, self._manifest.digest_algorithm
+        if algorithm == XXH3:
+            joined = digests_there(self._device, lambda at, end: [stage[at:end]][: end - at], stage.numel(), size_bytes)
+            if joined is not None:
+                return (joined[at : at + DIGEST_SIZE_BYTES] for at in range(0, len(joined), DIGEST_SIZE_BYTES))
+        host = self._device.buffer(stage.numel())
+        self._device.down([stage], host)
+        return (digest_of([memory_of(part)], algorithm) for part in torch.split(host, size_bytes))
 
 
 def _cut(sources: list[torch.Tensor], target: torch.Tensor) -> list[Pair]:
