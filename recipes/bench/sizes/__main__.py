@@ -1,74 +1,77 @@
-"""What each worker of a tensor parallel engine reads of a checkpoint, from configurations alone: no weights, no GPU.
+"""What a version costs in bytes, memory and requests, from configurations alone: no weights, no GPU.
 
-    python -m recipes.bench.sizes [--tp 1,2,4,8]
+    python -m recipes.bench.sizes [--models Qwen2.5-7B,...] [--json FILE]
+    python -m recipes.bench.sizes --real        # the same arithmetic beside a real trainer and real engines
 
-vLLM's own classes and loaders on the meta device (tensorhub_plugins/vllm/doctor/slices.py). `needed`: what a worker's
-plan names, and what it keeps in host memory while a version arrives. `read`: the segments that hold a byte of it, which
-is what it fetches, from a trainer that publishes matrices slice by slice (`Publisher(slices=TP)`); `of whole matrices`:
-from one that does not. All of the first rank, as parts of the checkpoint; from the first version on.
+vLLM's own classes and loaders on the meta device say what a worker needs; a trainer of simulated ranks, what lies in
+which segment of which shard. Two hosts of eight GPUs (four, for engines of two hosts), full of engines. predict.py has
+the ways that are compared, and what each column is; real.py, what is counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import tempfile
 from pathlib import Path
+from typing import Any
 
-QWEN3_MOE = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
-MODELS: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {  # what shapes depend on, of their config.json
-    "Qwen2.5-7B": ("Qwen2", (3584, 18944, 28, 28, 4, 152064), {}),
-    "Phi-3-medium": ("Phi3", (5120, 17920, 40, 40, 10, 32064), {}),  # q, k and v are one tensor, gate and up another
-    "Llama-3-70B": ("Llama", (8192, 28672, 80, 64, 8, 128256), {}),
-    "Qwen3-30B-A3B": ("Qwen3Moe", (2048, 6144, 48, 32, 4, 151936), {**QWEN3_MOE, "moe_intermediate_size": 768}),
-    "Qwen3-235B-A22B": ("Qwen3Moe", (4096, 12288, 94, 64, 4, 151936), {**QWEN3_MOE, "moe_intermediate_size": 1536}),
+from recipes.bench.results import save
+from recipes.bench.sizes import predict, real
+from recipes.bench.sizes.models import MODELS
+
+COLUMNS = {
+    "needed": "a worker needs",
+    "fetched": "fetches",
+    "first": "into its host",
+    "other": "into another host",
+    "memory": "host memory",
+    "memory_live": "serving live",
+    "part": "a rank's part",
+    "trainer": "its memory",
+    "gathered": "gathered",
+    "requests": "requests",
 }
-FIGURES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--tp", default="1,2,4,8", help="sizes of the tensor parallel group (default: %(default)s)")
-    arguments.add_argument("--models", default=",".join(MODELS), help="which of them (default: all)")
+    arguments.add_argument("--models", help="which of them, by name (default: all)")
+    arguments.add_argument("--real", action="store_true", help="count it, in real processes (minutes, 5 GB)")
+    arguments.add_argument("--json", type=Path, help="write all figures here")
     given = arguments.parse_args()
-    sizes = [int(size) for size in given.tp.split(",")]
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    print("| model | engine | checkpoint, GB | needed, GB | needed | read, GB | read | of whole matrices |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name in given.models.split(","):
-        family, figures, more = MODELS[name]
-        settings = {**dict(zip(FIGURES, figures, strict=True)), **more}
-        possible = [size for size in sizes if settings["num_attention_heads"] % size == 0]
-        table(name, family, settings, possible, expert_parallel=False)
-        if "num_experts" in settings:
-            table(name, family, settings, [size for size in possible if size > 1], expert_parallel=True)
+    save(given.json, beside_each_other() if given.real else table(given.models))
 
 
-def table(name: str, family: str, settings: dict[str, int], sizes: list[int], *, expert_parallel: bool) -> None:
-    import transformers
+def table(names: str | None) -> dict[str, Any]:
+    print("|", " | ".join(["engine", "way", *COLUMNS.values()]), "|")
+    print("|", " | ".join(["---"] * (len(COLUMNS) + 2)), "|")
+    figures: dict[str, Any] = {}
+    # vLLM makes other groups of processes for experts: each model in a process of its own.
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for engines in pool.imap(predict.ways_by_engine, names.split(",") if names else MODELS):
+            figures |= engines
+            for engine, rows in engines.items():
+                for way, costs in rows.items():
+                    print("|", " | ".join([engine, way, *map(shown, costs, costs.values())]), "|", flush=True)
+    return figures
 
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
-    from tensorhub_plugins.vllm.doctor.slices import shapes_of_config, shares
 
-    kind = getattr(transformers, f"{family}Config")
-    config = kind(**settings, architectures=[f"{family}ForCausalLM"], tie_word_embeddings=False, dtype="bfloat16")
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        ranks = [Rank(size, 0) for size in sizes]
-        how = {"enable_expert_parallel": expert_parallel}
-        for share in shares(Path(folder), shapes_of_config(config), ranks, **how):
-            sizes_bytes = (share.needed, share.read, share.read_of_whole)
-            needed, read, of_whole = ([f"{size / 1e9:.1f}", f"{size / share.checkpoint:.1%}"] for size in sizes_bytes)
-            engine = f"TP {share.rank.tp_size}{', EP' if expert_parallel else ''}"
-            figures = [engine, f"{share.checkpoint / 1e9:.1f}", *needed, *read, of_whole[1]]
-            print("|", " | ".join([name, *figures]), "|", flush=True)
+def shown(column: str, value: int) -> str:
+    return f"{value:,}" if column == "requests" else f"{value / 1e9:.1f}"
+
+
+def beside_each_other() -> dict[str, Any]:
+    predicted, measured = real.predicted(), real.measured()
+    for name, value in predicted.items():
+        ratio = f"{measured[name] / value:.4f}" if value else ""
+        print(f"{name:30} measured {measured[name]:12,}  predicted {value:12,}  {ratio}")
+    wrong = real.check(measured, predicted)
+    print(f"not within {real.TOLERANCE:.0%}: {', '.join(wrong)}" if wrong else f"all within {real.TOLERANCE:.0%}")
+    if wrong:
+        raise SystemExit(1)
+    return {"measured": measured, "predicted": predicted}
 
 
 if __name__ == "__main__":

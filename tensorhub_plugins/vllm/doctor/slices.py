@@ -64,7 +64,13 @@ def read_bytes(plan: Plan, slices: int, *, experts: bool) -> int:
         for name, (dtype, shape) in plan.shapes.items()
         for spec in specs_of(name, dtype, shape, [whole_region(shape)])
     )
-    table = TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices, experts=experts))
+    return read_of(
+        plan, TensorTable.of(piece.spec for whole in wholes for piece in slices_of(whole, slices, experts=experts))
+    )
+
+
+def read_of(plan: Plan, table: TensorTable) -> int:
+    """Bytes of all segments of a shard with this table that hold a byte of what is needed."""
     size = segment_size_for(table.size_bytes)
     read: set[int] = set()
     for spec, start in zip(table, table.offsets, strict=True):

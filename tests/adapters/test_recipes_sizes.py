@@ -1,0 +1,110 @@
+"""The table of real sizes: its arithmetic on a trainer's parts, and beside a real trainer and real engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from vllm_ranks import alone
+
+from recipes.bench.sizes import models, predict, real
+from tensorhub_plugins.core import segment_size_for
+from tensorhub_plugins.vllm.worker.plan import Plan, whole_region
+
+BFLOAT16 = torch.bfloat16
+
+
+def shapes_of(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    return {name.replace("__", "."): (BFLOAT16, torch.Size(shape)) for name, shape in shapes.items()}
+
+
+def test_simulated_ranks_hold_what_fsdp2_would_give_them() -> None:
+    experts = {f"l__experts__{k}__up_proj__weight": (2048, 1024) for k in range(5)}
+    shapes = shapes_of(a=(10, 3), b=(2,), l__up_proj__weight=(2049, 1024), l__down_proj__weight=(1024, 2048), **experts)
+    tables = predict.trainer_tables(shapes, 3, 2)
+    held = [{name: 0 for name in shapes} for _ in tables]
+    for mine, table in zip(held, tables, strict=True):
+        for spec in table:
+            mine[spec.tensor] += spec.size_bytes
+    for name, (dtype, shape) in shapes.items():
+        rows = [len(each) for each in torch.zeros(shape[0]).chunk(3)]
+        if "experts" in name:  # two experts for each rank, and the last one for the last
+            rows = [shape[0] if int(name.split(".")[2]) // 2 == rank else 0 for rank in range(3)]
+        row_bytes = dtype.itemsize * shape[1:].numel()
+        assert [mine[name] for mine in held] == [row_bytes * count for count in (*rows, 0)[:3]]
+    cut = {spec.name for spec in tables[0]}
+    assert {"000/l.up_proj.weight", "001/l.down_proj.weight", "001/l.experts.1.up_proj.weight", "a"} <= cut
+
+
+def test_a_worker_reads_the_segments_that_it_needs_of_every_rank() -> None:
+    shapes = shapes_of(l__up_proj__weight=(8192, 1024), l__norm__weight=(7,))
+    whole = {name: (whole_region(shape),) for name, (_, shape) in shapes.items()}
+    half = {"l.up_proj.weight": (whole_region((4096, 1024)),)}
+    tables = predict.trainer_tables(shapes, 2, 2)
+    size_bytes = sum(table.size_bytes for table in tables)
+    for needed, expected in ((whole, size_bytes), (half, size_bytes // 2 - 7), ({}, 0)):
+        worker = models.Worker(Plan(shapes, (), needed, frozenset()), 0)
+        read = sum(map(worker.reads, tables))
+        assert expected <= read <= expected + segment_size_for(tables[0].size_bytes)
+
+
+def test_layers_that_are_alike_stand_for_the_others() -> None:
+    three = {"embed": 1, "model.layers.0.w": 5, "model.layers.1.w": 2, "model.layers.2.w": 2}
+    assert models.deepened(three, 3, 5) == {**three, "model.layers.3.w": 2, "model.layers.4.w": 2}
+    assert models.deepened(three, 3, 3) == three
+    with pytest.raises(ValueError, match="0 and 1 are not alike"):
+        models.deepened(three, 2, 5)
+
+
+def test_the_check_names_what_is_off_by_more_than_it_may_be() -> None:
+    predicted = {"read": 1000, "collectives": 0}
+    assert real.check({"read": 1019, "collectives": 0, "more": 1}, predicted) == []
+    assert len(real.check({"read": 1021, "collectives": 1}, predicted)) == 2
+    assert real.check({"read": 979, "collectives": 0}, predicted) == ["read: measured 979, predicted 1000"]
+    assert len(real.check({}, predicted)) == 2
+
+
+# --- with vLLM ---
+
+
+def of_a_deep_model(layers: int) -> tuple[Any, Any]:
+    """By the layers that are alike, and by all."""
+    from tensorhub_plugins.vllm.doctor.ranks import Rank
+
+    model = models.Model("Qwen2", (256, 512, layers, 4, 2, 512), ranks=1, tp=(2,))
+    found = []
+    for unlike in (0, layers - 2):
+        worker = models.worker_of(replace(model, unlike=unlike), Rank(2, 1))
+        found.append((dict(worker.plan.shapes), dict(worker.plan.needed), worker.holds_bytes))
+    return found[0], found[1]
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_a_model_of_few_layers_says_the_same_of_many() -> None:
+    few, all_ = alone(of_a_deep_model, 6)
+    assert few == all_ and len({name for name in few[1] if "layers.5." in name}) == 12
+
+
+@pytest.mark.heavy
+@pytest.mark.long  # starts seven processes that import torch, six of them vLLM
+@pytest.mark.timeout(900)
+def test_real_processes_agree_with_the_table() -> None:
+    predicted, measured = alone(real.predicted), real.measured()
+    assert real.check(measured, predicted) == []
+    # The control: trainers that do not cut matrices would have their readers fetch more.
+    wrong = real.check(measured, alone(of_whole_matrices))
+    assert [line.partition(":")[0] for line in wrong] == [
+        *(f"fetched by worker {rank}" for rank in range(2)),
+        "into the host, from others",
+    ]
+
+
+def of_whole_matrices() -> dict[str, int]:
+    return real.predicted(slices=1)
