@@ -562,9 +562,11 @@ def _not_filled(places: Mapping[int, Place]) -> list[str]:
 
 
 def _is_optional(place: Place) -> bool:
+    if place.name.rpartition(".")[2] not in OPTIONAL_SCALES:
+        return False
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-    return place.name.rpartition(".")[2] in OPTIONAL_SCALES and is_deferred_attention_layer(place.layer)
+    return bool(is_deferred_attention_layer(place.layer))
 
 
 # --- small things ---
