@@ -37,7 +37,7 @@ class Model:
     ranks: int
     tp: tuple[int, ...]
     unlike: int = 0
-    more: Mapping[str, int] = field(default_factory=dict)
+    more: Mapping[str, int | str] = field(default_factory=dict)
 
     @property
     def layers(self) -> int:
@@ -66,8 +66,15 @@ MODELS = {
             "moe_intermediate_size": 1536,
         },
     ),
-    # Its configuration's own defaults are those of V3.
-    "DeepSeek-V3": Model("DeepseekV3", (7168, 18432, 61, 128, 128, 129280), ranks=256, tp=(16,), unlike=3),
+    # All else is its configuration's own defaults, which are those of V3.
+    "DeepSeek-V3": Model(
+        "DeepseekV3",
+        (7168, 18432, 61, 128, 128, 129280),
+        ranks=256,
+        tp=(16,),
+        unlike=3,
+        more={"topk_method": "noaux_tc"},
+    ),
 }
 
 

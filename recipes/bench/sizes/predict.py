@@ -24,9 +24,9 @@ from tensorhub_plugins.vllm.worker.plan import Shapes, specs_of, whole_region
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 KEEP = 2  # versions on offer, by default; memory is taken for one more
 # To the hub, for a version in the steady state, where no source is slow or lost: of a trainer rank, Publish and
-# Unpublish; of a worker that converts, Acquire, Release, Publish and Unpublish; of one that reads from a peer and
-# serves what arrives, one Publish more.
-OF_RANK, OF_CONVERTER, OF_PEER = 2, 4, 5
+# Unpublish; of a worker that converts, Acquire, Publish, Unpublish, and a Release for each trainer rank; of one that
+# reads from a peer and serves what arrives, one Publish more, and one Release.
+OF_RANK, OF_CONVERTER, OF_PEER = 2, 3, 5
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,5 @@ def _costs(needed: int, fetched: int, holds: int, fleet: Fleet, part: int, *, ga
         part=part,
         trainer=(KEEP + 1) * part,
         gathered=gathered,
-        requests=OF_RANK * fleet.ranks + OF_CONVERTER * fleet.tp + OF_PEER * peers,
+        requests=OF_RANK * fleet.ranks + (OF_CONVERTER + fleet.ranks) * fleet.tp + OF_PEER * peers,
     )
