@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,21 @@ class Shell:
         self._process.communicate()
 
 
+class _Said(io.TextIOBase):
+    """What a command says goes to our reader; what Ray says meanwhile, by threads of its own, into the log."""
+
+    def write(self, text: str) -> int:
+        to = sys.__stdout__ if threading.current_thread() is threading.main_thread() else sys.__stderr__
+        assert to is not None
+        return to.write(text)
+
+
 if __name__ == "__main__":
     import ray
 
     ray.init(address="auto", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    sys.stdout = sys.stderr = _Said()
     for command in sys.stdin:
-        with contextlib.redirect_stderr(sys.stdout):  # what it says of itself, without what Ray says beside it
-            status = main(["fleet", *command.split()])
-        print(f"{DONE} {status}", flush=True)
+        status = main(["fleet", *command.split()])
+        print(f"{DONE} {status}")
+        sys.__stdout__.flush()
