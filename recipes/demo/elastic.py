@@ -45,13 +45,14 @@ BESIDE = {"RAY_worker_niceness": "0"}
 # build has them so only when it is told that no process is bound to cores.
 ONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ONE_PROCESS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"
+AT_ONCE = "actor_rollout_ref.rollout.max_num_seqs=4"  # answers of a replica: two cores generate for all of them
 LONG_ANSWERS = ("--data.max_len", "256", "--rollout.max_new_tokens", "192")  # one is under way at every moment
 
 
 def _for_verl(folder: Path) -> tuple[str, ...]:
     options = ("verify=true", "replica_timeout_s=8")
     store = (f"+{STORE}.{option}" for option in options)
-    return *JOB, *store, ONE_PROCESS, f"trainer.rollout_data_dir={folder / 'samples'}"
+    return *JOB, AT_ONCE, *store, ONE_PROCESS, f"trainer.rollout_data_dir={folder / 'samples'}"
 
 
 class Failed(Exception):
