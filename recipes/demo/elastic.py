@@ -34,7 +34,7 @@ GPUS = "2 2 2"  # of the head (one for the trainer) and of two more nodes
 PROMPTS, ANSWERS = 8, 4  # of a step, and to each
 POLL_S = 1.0  # every time all events are read, and there are two cores; the times of the report are of the events
 START_TIMEOUT_S = 600.0  # of the run, and of a replica: imports of verl and vLLM, mostly
-VERSIONS_AFTER = 2  # that everybody takes at the end
+VERSIONS_AFTER = 1  # that everybody takes at the end
 
 
 # On two cores all of them would wait for each other; on a cluster who joins has a machine of its own. So whoever serves
@@ -194,19 +194,20 @@ def main() -> int:
     framework = arguments.framework
     name = "demo-elastic" + ("" if framework == "verl" else f"-{framework}")
     folder = (arguments.out or Path(os.environ.get("OUT", ROOT / "out")) / name).resolve()
-    if not arguments.report_only:
-        end_cleanly_when_told()
-        print(f"{framework} GRPO on three Ray nodes: one trainer, one replica, a {arguments.size} model")
-        print("starting Ray, the trainer and the engine (imports, mostly: one to two minutes) ...", flush=True)
-        run = Run(folder, arguments.size, framework)
-        try:
-            tell(run)
-        except Failed as error:
-            print(f"elastic: {error}", file=sys.stderr)
-            return 1
-        finally:
-            run.close()
-    return show(folder, framework)
+    if arguments.report_only:
+        return show(folder, framework)
+    end_cleanly_when_told()
+    print(f"{framework} GRPO on three Ray nodes: one trainer, one replica, a {arguments.size} model")
+    print("starting Ray, the trainer and the engine (imports, mostly: one to two minutes) ...", flush=True)
+    run = Run(folder, arguments.size, framework)
+    try:
+        tell(run)
+        return show(folder, framework)
+    except Failed as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        return 1
+    finally:
+        run.close()
 
 
 def tell(run: Run) -> None:
@@ -296,7 +297,7 @@ def show(folder: Path, framework: str) -> int:
     draw(report, events, folder / "fleet.png")
     print("\n" + reports.table(report))
     print("\n" + "\n".join(f"{'ok  ' if c.holds else 'FAIL'}  {c.claim}\n        {c.detail}" for c in report.claims))
-    print(f"\n{folder / 'report.json'}\n{folder / 'fleet.png'}")
+    print(f"\n{folder / 'report.json'}\n{folder / 'fleet.png'}", flush=True)
     return 0 if report.holds else 1
 
 
