@@ -83,4 +83,14 @@ def configure(given: Mapping[str, Any], vllm_config: Any, where: str = "the stor
     filled = {"run": "default", "replica": f"{socket.gethostname()}-{vllm_config.instance_id}", **given}
     if not filled.get("hub") and os.environ.get(HUB_ENVIRONMENT):
         filled["hub"] = os.environ[HUB_ENVIRONMENT]
-    return WorkerConfig.parse(filled, where)
+    return of_rank(WorkerConfig.parse(filled, where), vllm_config)
+
+
+def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
+    """As this data parallel rank of a dense model joins the store.
+
+    vLLM makes engines of them that know nothing of each other and have one configuration: all but the first get a name
+    of their own here, or the hub would take them for one worker.
+    """
+    index = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
+    return msgspec.structs.replace(config, replica=f"{config.replica}-dp{index}") if index else config

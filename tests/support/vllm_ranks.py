@@ -1,4 +1,4 @@
-"""Ranks of tensor parallel engines, each made, loaded and updated alone in a process of its own (doctor/ranks.py)."""
+"""Ranks of parallel engines, each made, loaded and updated alone in a process of its own (doctor/ranks.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 @contextmanager
-def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None) -> Iterator[Any]:
+def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """(model, vllm_config) as load_format makes it: with zeros, or (weights) by vLLM's own loaders."""
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -51,13 +51,64 @@ def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None) -> It
     from tensorhub_plugins.vllm.doctor.ranks import made
     from tensorhub_plugins.vllm.worker import cpu
 
-    with made(folder, rank, device="cpu") as (model, config), cpu.live_layers(), torch.no_grad():
+    with made(folder, rank, device="cpu", **options) as (model, config), cpu.live_layers(), torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         if weights is not None:
             model.load_weights(iter(weights.items()))
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
         yield model, config
+
+
+def bytes_of_ranks(folder: Path, sizes: tuple[int, int, int], options: dict[str, Any]) -> list[dict[str, str]]:
+    """Digests of what each rank of an engine (TP, PP, DP) has after vLLM's own load of this folder's checkpoint."""
+    from tensorhub_plugins.vllm.doctor.ranks import Rank
+
+    found = []
+    for rank in Rank.all_of(*sizes):
+        with loaded(folder, rank, checkpoint(folder), **options) as (model, _):
+            found.append(bytes_of(model))
+    return found
+
+
+def plans_of_ranks(
+    family: str, settings: dict[str, Any], sizes: tuple[int, int, int], options: dict[str, Any]
+) -> tuple[dict[str, tuple[int, ...]], list[dict[str, Any]]]:
+    """From a configuration, without memory: the checkpoint's shapes, and of each rank of an engine (TP, PP, DP) what it
+    needs, the layers that are reloaded, and the parameters of others that are not made of pieces, each element once."""
+    import tempfile
+
+    import torch
+    import transformers
+
+    from tensorhub_plugins.vllm.doctor.ranks import Rank, made
+    from tensorhub_plugins.vllm.doctor.slices import planned, shapes_of_config
+    from tensorhub_plugins.vllm.worker.plan import filled, layer_of
+
+    config = getattr(transformers, f"{family}Config")(
+        **{"tie_word_embeddings": False, **settings}, architectures=[f"{family}ForCausalLM"], dtype="bfloat16"
+    )
+    ranks = []
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        shapes = shapes_of_config(config)
+        for rank in Rank.all_of(*sizes):
+            with made(Path(folder), rank, **options) as (model, vllm_config):
+                plan = planned(model, vllm_config, shapes)
+                numbers = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+                boxes: dict[int, list[Any]] = {}
+                for piece in plan.pieces:
+                    boxes.setdefault(numbers[piece.target], []).append(piece.written)
+                uncovered = []
+                for name, parameter in model.named_parameters():  # a padding of the vocabulary is no piece
+                    written = boxes.get(id(parameter), [])
+                    count = sum(torch.Size(shape).numel() for _, shape, _ in written)
+                    rows = parameter.numel() if "embed" not in name and "lm_head" not in name else count
+                    if layer_of(name) not in plan.process and not count == filled(parameter.numel(), written) == rows:
+                        uncovered.append(name)
+                needed = {name: [region.box for region in regions] for name, regions in plan.needed.items()}
+            ranks.append({"needed": needed, "process": sorted(plan.process), "uncovered": uncovered})
+    return {name: tuple(shape) for name, (_, shape) in shapes.items()}, ranks
 
 
 def bytes_of(model: Any) -> dict[str, str]:

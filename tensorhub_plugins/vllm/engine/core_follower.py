@@ -99,7 +99,7 @@ async def check_weights(engine: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        workers = await asyncio.wait_for(engine.collective_rpc("tensorhub_health"), HEALTH_TIMEOUT_S)
+        workers = await asyncio.wait_for(_of_all_workers(engine, "tensorhub_health"), HEALTH_TIMEOUT_S)
     except asyncio.TimeoutError:
         return
     broken = next((worker for worker in workers if worker), None)
@@ -107,6 +107,16 @@ async def check_weights(engine: Any) -> None:
         error = EngineDeadError()
         error.args = (f"the engine holds its requests until it has whole weights: {broken}",)
         raise error
+
+
+async def _of_all_workers(engine: Any, method: str) -> list[Any]:
+    """Their answers. Of data parallel engines vLLM's own call gives those of the first engine."""
+    core = engine.engine_core
+    engines = getattr(core, "core_engines", ())
+    if len(engines) < 2:
+        return list(await engine.collective_rpc(method))
+    asked = (core._call_utility_async("collective_rpc", method, engine=each) for each in engines)
+    return [answer for answers in await asyncio.gather(*asked) for answer in answers]
 
 
 # --- following ---

@@ -46,7 +46,7 @@ import torch
 from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, gate, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.config import WorkerConfig, of_rank
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather
@@ -83,7 +83,8 @@ class TensorHubWorkerExtension:
 
         if secret is not None and keys_from_environment() is None:
             os.environ[SECRET_VARIABLE] = secret
-        updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
+        own = of_rank(WorkerConfig.parse(config), self.vllm_config)
+        updater = join(own, self.model_runner.get_model(), self.vllm_config)
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
             "layout": updater.position.layout,
@@ -317,7 +318,11 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
     if parallel.data_parallel_size > 1:
-        raise UsageError("one engine per replica: set data_parallel_size=1 and start more engines instead")
+        raise UsageError(
+            "data parallel ranks of a mixture of experts share its experts and step together, which an update would "
+            "have to stop as one: set data_parallel_size=1, give the engine its GPUs by tensor_parallel_size (with "
+            "--enable-expert-parallel), and start more engines"
+        )
     connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     if connector:
         raise UsageError(
