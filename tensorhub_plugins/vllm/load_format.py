@@ -119,7 +119,8 @@ def _check_made(model: torch.nn.Module) -> None:
     if any(getattr(getattr(m, "quant_method", None), "uses_meta_device", False) for m in model.modules()):
         raise UsageError(
             "weights that vLLM quantizes while it loads them cannot come from the store: start without --quantization, "
-            "or publish a checkpoint that is quantized already"
+            "publish a checkpoint that is quantized already, or give the model a quantization_config of FP8 by blocks "
+            "(--hf-overrides; weight_block_size), which the store makes of floats"
         )
 
 

@@ -224,7 +224,8 @@ def rehearse_in(
     if recorder.wrong_kinds:
         raise VersionRefused(
             f"{len(recorder.wrong_kinds)} tensors are not the kind of number that the model holds: "
-            f"{some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way"
+            f"{some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way, "
+            "but for FP8 with a weight_block_size, which is made of floats here"
         )
     empty = _not_filled(places)
     if empty:
@@ -302,6 +303,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.used: set[str] = set()
         self.wrong_kinds: list[str] = []
+        self.cast_to_fp8: set[str] = set()
         self.copies: list[str] = []  # parameters that are written with other parameters of the model
         self._places = places
         self._origins: dict[int, frozenset[str]] = {}  # storage of what was made of tensors -> their names
@@ -470,6 +472,8 @@ class _Recorder(TorchDispatchMode):
         for source in read:
             if kind(source.dtype) != kind(tensor.dtype):
                 of = ", ".join(sorted(names)) or "a tensor"
+                if source.dtype in FLOATS and tensor.dtype == torch.float8_e4m3fn:
+                    self.cast_to_fp8 |= names
                 self.wrong_kinds.append(f"{of} is {_dtype(source.dtype)}, {place.name} is {_dtype(tensor.dtype)}")
 
 

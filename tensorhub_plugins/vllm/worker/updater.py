@@ -39,6 +39,7 @@ from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
+from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
 from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
 
@@ -58,6 +59,8 @@ class Updater:
         self._name = f"{config.replica}/{position.shard}"
         self._contract = Contract(model, vllm_config)
         self._conversion = Conversion(model, vllm_config)
+        block = block_of(vllm_config)
+        self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
         self._lock = threading.Lock()  # guards the state; held for moments only
         self._state = UpdateState(serves_live=config.source == "live")
         self._fetching: Future[None] | None = None  # the last fetch
@@ -65,7 +68,8 @@ class Updater:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = False
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
+        # Else a worker needs all there is; and what of floats an FP8 weight is made of, no plan says.
+        self._plans_ahead = position.shard_count > 1 and self._quantizer is None
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
             self._say_memory()
@@ -295,8 +299,7 @@ class Updater:
             if staged.fetched.layout == self.position.layout:
                 weights.check_same_tensors(weights.tensors(self._model), staged.fetched.tensors())
             else:
-                given = plan.given_by(staged.fetched)
-                self._contract.check(given.tensors, given.shapes)
+                self._check(staged.fetched)
         except VersionRefused as error:
             self._drop(staged)
             raise VersionRefused(error.message, version=version) from error
@@ -305,12 +308,25 @@ class Updater:
             raise
         return staged
 
+    def _check(self, fetched: Fetched) -> None:
+        given = plan.given_by(fetched)
+        if self._quantizer is not None:
+            if not self._quantizer.knows(given.shapes):
+                return  # the loaders are to be asked, which vLLM's own thread does
+            given = self._quantizer.given(fetched, given)
+        self._contract.check(given.tensors, given.shapes)
+
+    def _given(self, fetched: Fetched) -> plan.Given:
+        """A checkpoint that has come, as this model's loaders want it. In vLLM's own thread."""
+        given = plan.given_by(fetched)
+        return given if self._quantizer is None else self._quantizer.given(fetched, given)
+
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Of a checkpoint only what this worker needs; None: that is not known, or this one is not like those before.
 
         A runtime layout comes whole, as ever.
         """
-        needed = self._conversion.wanted()
+        needed = self._conversion.wanted() if self._quantizer is None else None
         if needed is None:
             return self._get_first(version, deadline) if self._plans_ahead else None
         try:
@@ -377,6 +393,8 @@ class Updater:
     def _drop(self, staged: Staged) -> None:
         """Let go of bytes that will not be installed, or are not needed any more."""
         fetched = staged.fetched
+        if self._quantizer is not None:
+            self._quantizer.forget()
         try:
             if fetched is None:
                 if staged.report is not None:  # read in place, and perhaps offered from there
@@ -427,7 +445,7 @@ class Updater:
         if staged.fetched is None or staged.fetched.layout == self.position.layout:
             return  # a peer's tensors have been compared, and its weights were whole
         try:
-            given = plan.given_by(staged.fetched)
+            given = self._given(staged.fetched)
             self._contract.rehearse(given.tensors, given.shapes)
         except VersionRefused as error:
             refused = VersionRefused(error.message, version=staged.version)
@@ -458,7 +476,7 @@ class Updater:
         return self._convert(whole.fetched)
 
     def _convert(self, fetched: Fetched) -> str:
-        given = plan.given_by(fetched)
+        given = self._given(fetched)
         self._contract.rehearse(given.tensors, given.shapes)  # again only for what was read in place of something else
         given.plan = self._contract.plan_for(given.shapes)
         how = self._conversion.install(given)
@@ -537,6 +555,8 @@ class Updater:
     def _drop_source(self, staged: Staged) -> None:
         """Let go of what was fetched, unless it is what we serve."""
         fetched, layout = staged.fetched, self.position.layout
+        if self._quantizer is not None:
+            self._quantizer.forget()
         if fetched is None:
             return
         if fetched.converts is not None and self._state.served != staged.version:

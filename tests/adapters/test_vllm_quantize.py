@@ -1,0 +1,229 @@
+"""FP8 by blocks from a checkpoint of floats: verl's numbers, vLLM's loaders and layers, the real store; no engine runs.
+
+What a CPU has no kernel for is left out: a stand-in keeps the scale it was given, as the real ones do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from packaging.version import Version
+
+from tensorhub_plugins.core import Client, Deadline, start_server
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.worker import quantize, references
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import ShardPosition
+
+pytestmark = pytest.mark.heavy
+BLOCK = (128, 128)
+TIMEOUT_S = 30.0
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 100), (1, 1), (300, 128)])
+def test_the_numbers_are_verls(shape: tuple[int, int]) -> None:
+    verl = pytest.importorskip("verl.utils.kernel.fp8_kernel")
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tensor[0] = 0
+    values, scales = quantize.quantize(tensor, BLOCK)
+    theirs, their_scales = verl._scaled_fp8_blockwise_pytorch(tensor, list(BLOCK))
+    assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(scales, their_scales.squeeze(-1))
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+    assert torch.allclose(values.float() * spread, tensor.float(), atol=0.2)
+
+
+class _Kernel:
+    """Reads the scale that it remembers, as vLLM's do."""
+
+    scale: torch.Tensor | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.scale = layer.weight_scale_inv.data
+
+
+class _Model(torch.nn.Module):
+    def load_weights(self, weights: Any) -> set[str]:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].weight_loader(parameters[name], tensor)
+        return set(parameters)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    made = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(made):
+        store = tmp_path_factory.mktemp("group") / "store"
+        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        initialize_model_parallel(1)
+        made.model_config = SimpleNamespace(dtype=torch.bfloat16, quantization="fp8")
+        made.quant_config = Fp8Config(True, "dynamic", weight_block_size=list(BLOCK))
+        yield made
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> _Model:
+    """A quantized layer between two that are not."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    monkeypatch.setattr(fp8, "init_fp8_linear_kernel", lambda **settings: _Kernel(), raising=False)
+    model = _Model()
+    with torch.device("cpu"):
+        model.gate = ReplicatedLinear(256, 8, bias=False, prefix="gate")
+        model.linear = ColumnParallelLinear(256, 384, bias=False, quant_config=config.quant_config, prefix="linear")
+        model.norm = RMSNorm(256)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+        if not hasattr(parameter, "weight_loader"):
+            parameter.weight_loader = default_weight_loader
+    record_metadata_for_reloading(model)
+    model.linear.quant_method.process_weights_after_loading(model.linear)
+    return model
+
+
+def kernel(model: Any) -> _Kernel:
+    method = vars(model.linear.quant_method).values()
+    return next(each for each in method if isinstance(each, _Kernel))
+
+
+def checkpoint(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"gate.weight": (8, 256), "linear.weight": (384, 256), "norm.weight": (256,)}
+    return {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+
+
+class Engine:
+    def __init__(self, name: str, hub: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = make(config, monkeypatch)
+        said = {"hub": hub.address, "run": "r", "model": "m", "replica": name, "serve_from": "live"}
+        self.updater = Updater(
+            WorkerConfig.parse(said), self.model, config, ShardPosition(0, 1, "runtime:x"), lambda vote: [vote]
+        )
+
+    def update(self, version: int) -> Any:
+        result = self.updater.update(version, TIMEOUT_S)
+        assert result["installed"], result["error"]
+        self.updater._wait_until_served(Deadline.after(TIMEOUT_S), TIMEOUT_S)
+        return result["layout"]
+
+    def is_version_of(self, seed: int) -> list[bool]:
+        """Whether the weight, the scale, what the kernel reads, and the rest are of this checkpoint."""
+        given, layer = checkpoint(seed), self.model.linear
+        values, scales = quantize.quantize(given["linear.weight"], BLOCK)
+        remembered = kernel(self.model).scale
+        assert remembered is not None
+        return [
+            torch.equal(layer.weight.view(torch.uint8), values.view(torch.uint8)),
+            torch.equal(layer.weight_scale_inv, scales),
+            torch.equal(remembered, scales),
+            torch.equal(self.model.gate.weight, given["gate.weight"])
+            and torch.equal(self.model.norm.weight, given["norm.weight"]),
+        ]
+
+
+@pytest.fixture
+def verls_patches() -> Iterator[None]:
+    """What verl changes of vLLM's FP8 layers in the workers of such a rollout, for its own way of reloading."""
+    verl = pytest.importorskip("verl")
+    file = Path(verl.__file__).parent / "utils/vllm/vllm_fp8_utils.py"  # alone: its package wants a vLLM called so
+    spec = importlib.util.spec_from_file_location("vllm_fp8_utils", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with ExitStack() as stack:
+        for patcher in module.build_fp8_method_patchers(Version("0.29.0")):
+            stack.enter_context(patcher)
+        yield
+
+
+@pytest.mark.parametrize("within", ["vLLM", "verl"])
+def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
+    within: str, config: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if within == "verl":
+        request.getfixturevalue("verls_patches")
+    threads: list[int] = []
+    original = quantize.quantize
+
+    def counted(tensor: torch.Tensor, block: tuple[int, int]) -> Any:
+        threads.append(threading.get_ident())
+        return original(tensor, block)
+
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
+        for version in (1, 2, 3):  # each converts by a reload, and then copies what the other has converted
+            trainer.publish(version, checkpoint(version))
+            with monkeypatch.context() as patch:
+                patch.setattr(quantize, "quantize", counted)
+                layouts = [engine.update(version) for engine in engines]
+            assert layouts == ["checkpoint", "runtime:x"] and len(threads) == version
+            assert [engine.is_version_of(version) for engine in engines] == [[True] * 4] * 2
+            engines.reverse()
+        # Beside the engine, but for the first one of each, when the loaders are asked.
+        assert [thread == threading.get_ident() for thread in threads] == [True, True, False]
+        # One that is not like the others is refused by name, whatever it is made of.
+        bad = checkpoint(4)
+        trainer.publish(4, {**bad, "linear.weight": bad["linear.weight"][:-1].clone()})
+        for engine in engines:
+            refused = engine.updater.update(4, TIMEOUT_S)
+            assert not refused["installed"] and "linear.weight" in refused["error"] and refused["broken"] is None
+            assert engine.is_version_of(3) == [True] * 4
+            engine.updater.close()
+
+
+def test_the_control_a_kernel_that_keeps_what_a_reload_gave_it_is_noticed(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(references, "rebind", lambda root, moved, skip: 0)
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
+        for version in (1, 2):
+            trainer.publish(version, checkpoint(version))
+            for engine in engines:
+                assert engine.update(version) == "checkpoint"  # no raw copies
+                assert engine.is_version_of(version) == [True] * 4
+        copied = {name: p.detach().clone() for name, p in engines[0].model.linear.named_parameters()}
+        trainer.publish(3, checkpoint(3))
+        engines[0].update(3)
+        for name, parameter in engines[0].model.linear.named_parameters():
+            parameter.data.copy_(copied[name])
+        assert engines[0].is_version_of(2) == [True, True, False, False]  # what raw copies would have made
+        for engine in engines:
+            engine.updater.close()
+
+
+def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = checkpoint(1)
+    given["linear.weight"], given["linear.weight_scale_inv"] = quantize.quantize(given["linear.weight"], BLOCK)
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engine = Engine("e0", hub, config, monkeypatch)
+        trainer.publish(1, given)
+        engine.update(1)
+        assert engine.is_version_of(1) == [True] * 4
+        engine.updater.close()
