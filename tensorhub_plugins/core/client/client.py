@@ -2,7 +2,6 @@
 
     with Client("tcp://host:7070", run="r1", model="actor", replica="trainer") as trainer:
         trainer.publish(1, tensors)                 # for vLLM: vllm.checkpoint_tensors(model)
-
     with Client("tcp://host:7070", run="r1", model="actor", replica="rollout-0") as rollout:
         report = rollout.replicate(parameters)      # the newest version, in place, from the best holder
 
@@ -512,6 +511,7 @@ class Client:
             algorithm=self._digest if self._digest == digests.BLAKE3 else None,
             serve=destinations.serve,
             for_others=destinations.for_others,
+            in_part=destinations.in_part,
             location=self._location,
             limits=self._limits,
         )

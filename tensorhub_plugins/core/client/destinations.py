@@ -99,6 +99,11 @@ class Destinations:
 
     # --- for the transfer ---
 
+    @property
+    def in_part(self) -> bool:
+        """Whether a checkpoint is read in part: nothing of it can be passed on."""
+        return self._wanted is not None
+
     def expect(self, key: ShardKey) -> None:
         if self.serve:
             self._serving.grant(self._read, key)

@@ -197,7 +197,7 @@ class Reading:
             shard_count=found.shard_count,
             sources={shard: source.session for shard, source in found.sources.items()},
             deadline=registry.lease_until(worker, acquire.request_id, pending.deadline, now),
-            serves=acquire.serve,
+            serves=acquire.serve and not (acquire.in_part and found.layout == CHECKPOINT),
             beside=bool(acquire.beside),
         )
         registry.add_lease(lease)

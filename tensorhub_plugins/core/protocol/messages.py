@@ -268,10 +268,11 @@ class Acquire(_Message, frozen=True):
 
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
     shard that this worker is. claim: when no worker has the first layout, this one will convert the last into it.
-    shards: of `shards_layout` in `shard_count` shards only these are needed (after a loss). avoid: sources that failed,
-    the last resort. exclude: never again. serve: what arrives is passed on. beside: sources of these shards that the
-    worker keeps; it asks for an additional one. urgent: because they are slow; else only a source with no other reader
-    is wanted. for_others: a copy that the hub asks for (`Alive.hold`), which says nothing of what this replica reads.
+    shards: of `shards_layout` in `shard_count` shards only these are needed (after a loss). avoid: sources that
+    failed, the last resort. exclude: never again. serve: what arrives is passed on, but of a checkpoint nothing
+    that is read in_part. beside: sources of these shards that the worker keeps; it asks for one more. urgent:
+    because they are slow; else only one with no other reader is wanted. for_others: a copy that the hub asks for
+    (`Alive.hold`), which says nothing of what this replica reads.
     """
 
     request_id: Count
@@ -289,6 +290,7 @@ class Acquire(_Message, frozen=True):
     beside: Sessions = ()
     urgent: bool = False
     for_others: bool = False
+    in_part: bool = False
 
 
 class Release(_Message, frozen=True):

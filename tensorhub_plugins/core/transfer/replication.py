@@ -66,8 +66,8 @@ LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
 
 @dataclass
 class Replication:
-    """layouts: in order of preference. claim, serve, for_others: as in Acquire. verify: whether the shell compares
-    digests. algorithm: the only one of digests that is believed; None: any.
+    """layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire. verify: whether the shell
+    compares digests. algorithm: the only one of digests that is believed; None: any.
 
     deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors.
     """
@@ -81,6 +81,7 @@ class Replication:
     verify: bool = True
     serve: bool = False
     for_others: bool = False
+    in_part: bool = False
     location: Location = Location()  # of the reader
     limits: TransferLimits = TransferLimits()
     algorithm: str | None = None
@@ -199,6 +200,7 @@ class Replication:
             beside=beside,
             urgent=urgent,
             for_others=self.for_others,
+            in_part=self.in_part,
         )
 
     def _answer(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:

@@ -374,6 +374,18 @@ def test_two_that_read_from_each_other_do_not_wait_for_each_other(scenario: Scen
     assert scenario.heard("b/0") == ["refused VersionGone"]  # a has it from b
 
 
+@pytest.mark.parametrize(("layout", "in_part"), [(CHECKPOINT, True), (CHECKPOINT, False), (RUNTIME, True)])
+def test_nobody_is_sent_to_who_reads_a_checkpoint_in_part(scenario: Scenario, layout: str, in_part: bool) -> None:
+    """Engines' workers do: the second one was, in every version, to the first one beside it."""
+    scenario.join("trainer/0", location=Location("", "", "far"))
+    scenario.publish("trainer/0", 1, layout)
+    for name in ("a/0", "b/0"):
+        scenario.join(name, location=Location("", "", "here"))
+        scenario.acquire(name, version=1, layouts=(layout,), serve=True, in_part=in_part)
+    source = "trainer/0" if in_part and layout == CHECKPOINT else "a/0"  # the controls
+    assert scenario.heard("b/0") == [f"read 1 {layout} 0<-{source}"]
+
+
 def test_a_runtime_copy_that_is_excluded_is_not_waited_for(scenario: Scenario) -> None:
     for name in ("trainer/0", "engine/0", "x/0"):
         scenario.join(name)
