@@ -135,14 +135,14 @@ def box(view: torch.Tensor) -> contract.Box:
 )
 def test_elements_are_counted_once(views: Any, filled: int) -> None:
     tensor = torch.zeros(6, 4)
-    place = contract._Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place = contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
     place.boxes.update(box(view) for view in views(tensor))
     assert place.filled == filled
 
 
 def test_a_transposed_parameter_is_counted_too() -> None:
     tensor = torch.zeros(4, 6).t()
-    place = contract._Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
+    place = contract.Place("p", torch.nn.Module(), tensor.shape, tensor.dtype, tensor.numel(), tensor)
     place.boxes.add(box(tensor))
     assert place.filled == 24
 
@@ -169,7 +169,7 @@ class Fused(torch.nn.Module):
 
 def recorded(model: Fused, weights: dict[str, torch.Tensor]) -> contract._Recorder:
     places = {
-        contract._storage(p): contract._Place(n, model, p.shape, p.dtype, p.numel(), p)
+        contract._storage(p): contract.Place(n, model, p.shape, p.dtype, p.numel(), p)
         for n, p in model.named_parameters()
     }
     recorder = contract._Recorder(places)
