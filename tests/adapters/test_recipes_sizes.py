@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
+from sizes_of_models import of_a_deep_model, of_whole_matrices
 from vllm_ranks import alone
 
 from recipes.bench.sizes import models, predict, real
@@ -73,18 +73,6 @@ def test_the_check_names_what_is_off_by_more_than_it_may_be() -> None:
 # --- with vLLM ---
 
 
-def of_a_deep_model(layers: int) -> tuple[Any, Any]:
-    """By the layers that are alike, and by all."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
-
-    model = models.Model("Qwen2", (256, 512, layers, 4, 2, 512), ranks=1, tp=(2,))
-    found = []
-    for unlike in (0, layers - 2):
-        worker = models.worker_of(replace(model, unlike=unlike), Rank(2, 1))
-        found.append((dict(worker.plan.shapes), dict(worker.plan.needed), worker.holds_bytes))
-    return found[0], found[1]
-
-
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
 def test_a_model_of_few_layers_says_the_same_of_many() -> None:
@@ -104,7 +92,3 @@ def test_real_processes_agree_with_the_table() -> None:
         *(f"fetched by worker {rank}" for rank in range(2)),
         "into the host, from others",
     ]
-
-
-def of_whole_matrices() -> dict[str, int]:
-    return real.predicted(slices=1)
