@@ -148,6 +148,12 @@ def test_nothing_breaks_what_must_hold(tmp_path: Path, request: pytest.FixtureRe
 def test_the_run_can_fail(tmp_path: Path) -> None:
     """Negative control: readers that do not verify take what the liar and flipped bits make of a version, and a
     stranger who has been told the secret comes in."""
-    chaos = Chaos(3, 30.0, tmp_path, verify=False, kinds=("flip rollout", "flip trainer"), betrayed=True)
-    found = violations(chaos.run(), truth)
-    assert {"wrong bytes", "stranger"} <= {line.split(":")[0] for line in found}, found
+    found: set[str] = set()
+    for seed in (3, 4, 5):  # on a busy machine few are sent to the liar, and what is flipped may have been read
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        chaos = Chaos(seed, 30.0, folder, verify=False, kinds=("flip rollout", "flip trainer"), betrayed=True)
+        found |= {line.split(":")[0] for line in violations(chaos.run(), truth)}
+        if {"wrong bytes", "stranger"} <= found:
+            return
+    pytest.fail(f"nobody took wrong bytes, or the stranger stayed out: {found}")

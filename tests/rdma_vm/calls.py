@@ -22,6 +22,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.testing import SimpleShelf
 from tensorhub_plugins.core.testing.material import read_equal
+from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
@@ -39,8 +40,9 @@ kept: dict[str, Any] = {}
 KEY = ShardKey(1, "checkpoint")
 
 
-def make_client(address: str, replica: str, transports: tuple[str, ...]) -> Client:
-    return Client(address, run="vm", model="m", replica=replica, transports=transports, connect_timeout_s=CONNECT_S)
+def make_client(address: str, replica: str, transports: tuple[str, ...], **limits: int) -> Client:
+    named = {"run": "vm", "model": "m", "replica": replica, "transports": transports}
+    return Client(address, **named, connect_timeout_s=CONNECT_S, limits=TransferLimits(**limits))
 
 
 def serve_alone(name: str, memlock_size_bytes: int | None = None) -> tuple[str, int]:
@@ -76,6 +78,11 @@ def join(address: str, replica: str, transports: tuple[str, ...], memlock_size_b
     if memlock_size_bytes is not None:
         _limit_locked_memory(memlock_size_bytes)
     kept["client"] = make_client(address, replica, transports)
+
+
+def join_with(address: str, replica: str, transports: tuple[str, ...], limits: dict[str, int]) -> None:
+    """limits: of `TransferLimits`."""
+    kept["client"] = make_client(address, replica, transports, **limits)
 
 
 def replicate(version: int, serve: bool) -> dict[str, Any]:
