@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import secrets
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,21 +53,15 @@ def main() -> None:
     token.write_text(secrets.token_hex(32))
     started: list[subprocess.Popen[bytes]] = []
     try:
-        where = [place(*site.split(":")) for site in options.sites] or [{}] * len(options.gpus)
-        ask = functools.partial(start, options.temp_dir, started=started)
-        nodes = [ask(rank=0, gpus=options.gpus[0], **where[0])]
-        tell = functools.partial(_tell, options.run, _address(options.temp_dir), token)
-        tell(nodes)
-        while not (options.run / "join").exists():
-            if started[0].poll() is not None:
-                return
-            time.sleep(POLL_S)
-        with ThreadPoolExecutor() as pool:  # all at once: each takes seconds, of imports mostly
-            for node in pool.map(
-                lambda rank: ask(rank=rank, gpus=options.gpus[rank], **where[rank]), range(1, len(where))
-            ):
-                nodes.append(node)
-                tell(nodes)
+        nodes: list[dict[str, Any]] = []
+        for rank, gpus in enumerate(options.gpus):
+            while rank > 0 and not (options.run / "join").exists():
+                if started[0].poll() is not None:
+                    return
+                time.sleep(POLL_S)
+            where = place(*options.sites[rank].split(":")) if options.sites else {}
+            nodes.append(start(options.temp_dir, rank, gpus, started, **where))
+            _tell(options.run, {"address": _address(options.temp_dir), "token_path": str(token), "nodes": nodes})
         started[0].wait()  # the head: without it there is no cluster
     finally:
         for process in reversed(started):
@@ -146,9 +138,9 @@ def _raylets(pid: int) -> list[int]:
     return found
 
 
-def _tell(run: Path, address: str, token: Path, nodes: list[dict[str, Any]]) -> None:
+def _tell(run: Path, cluster: dict[str, Any]) -> None:
     partial = run / "nodes.json.partial"
-    partial.write_text(json.dumps({"address": address, "token_path": str(token), "nodes": nodes}))
+    partial.write_text(json.dumps(cluster))
     partial.rename(run / "nodes.json")
 
 
