@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+from recipes.ranks import free_port
 from tensorhub_plugins.core import start_server
 from tensorhub_plugins.core.cli import fetch_status
 
@@ -136,12 +136,6 @@ def environment_for(out: Path) -> dict[str, str]:
     made = subprocess.run(stand_ins, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT).stdout
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "recipes/cpu/stand_ins"), made.strip()])
     return environment
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from torch_ranks import free_port, started  # noqa: E402
+from torch_ranks import started  # noqa: E402
 
+from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import CHECKPOINT, Client, start_server  # noqa: E402
 from tensorhub_plugins.core.cli import fetch_status  # noqa: E402
 

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-from torch_ranks import await_version, free_port, started  # noqa: E402
+from torch_ranks import await_version, started  # noqa: E402
 
+from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import Client, contiguous_spec, start_server  # noqa: E402
 from tensorhub_plugins.verl import parts  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402

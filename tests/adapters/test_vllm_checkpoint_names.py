@@ -19,9 +19,10 @@ pytest.importorskip("transformers.core_model_loading", reason="needs transformer
 
 import torch
 import transformers
-from torch_ranks import free_port, started
+from torch_ranks import started
 from vllm_engines import Engine, checkpoint, wait_until
 
+from recipes.ranks import free_port
 from tensorhub_plugins.core import Client, Server
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.vllm import checkpoint_names, checkpoint_tensors

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ pytest.importorskip("vllm")
 
 import torch
 from packaging.version import Version
+from vllm_layers import only_rank
 
 from tensorhub_plugins.core import Client, Deadline, start_server
 from tensorhub_plugins.vllm.config import WorkerConfig
@@ -63,25 +63,11 @@ class _Model(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-    made = VllmConfig(device_config=DeviceConfig(device="cpu"))
-    with set_current_vllm_config(made):
-        store = tmp_path_factory.mktemp("group") / "store"
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        initialize_model_parallel(1)
-        made.model_config = SimpleNamespace(dtype=torch.bfloat16, quantization="fp8")
+    with only_rank(tmp_path_factory.mktemp("group")) as made:
         made.quant_config = Fp8Config(True, "dynamic", weight_block_size=list(BLOCK))
         yield made
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 def make(config: Any, monkeypatch: pytest.MonkeyPatch) -> _Model:

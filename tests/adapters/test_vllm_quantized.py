@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm_layers import only_rank
 
 from tensorhub_plugins.core import VersionRefused
 from tensorhub_plugins.vllm.worker import contract, reload, weights
@@ -26,24 +27,8 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """vLLM's, in a process that is the only rank of its group."""
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import (
-        destroy_distributed_environment,
-        destroy_model_parallel,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
-
-    made = VllmConfig(device_config=DeviceConfig(device="cpu"))
-    with set_current_vllm_config(made):
-        store = tmp_path_factory.mktemp("group") / "store"
-        init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        initialize_model_parallel(1)
-        made.model_config = SimpleNamespace(dtype=torch.bfloat16, quantization="fp8")
+    with only_rank(tmp_path_factory.mktemp("group")) as made:
         yield made
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 class _Model(torch.nn.Module):

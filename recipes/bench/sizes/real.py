@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from recipes.bench.sizes import engine as engines
 from recipes.bench.sizes import predict
 from recipes.bench.sizes.models import Model, worker_of
+from recipes.ranks import free_port, started
 from tensorhub_plugins.core import start_server
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.protocol import messages
@@ -173,29 +172,15 @@ class Engine:
                 os.kill(worker, 9)
 
 
-@contextmanager
-def trainers(folder: str, hub: str, slices: int) -> Iterator[list[subprocess.Popen[str]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TENSORHUB_HOST": "trainer", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "recipes.bench.sizes.trainer", folder, hub]
-    ranks = [
-        subprocess.Popen(
-            [*command, *map(str, (rank, SMALL.ranks, slices))],
-            env={**os.environ, **where},
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(SMALL.ranks)
-    ]
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+def trainers(folder: str, hub: str, slices: int) -> AbstractContextManager[list[subprocess.Popen[str]]]:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return started(
+        ["-m", "recipes.bench.sizes.trainer"],
+        SMALL.ranks,
+        *(SMALL.ranks, slices, folder, hub),
+        environment={**meeting, "TENSORHUB_HOST": "trainer", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
 
 
 def tell(rank: subprocess.Popen[str], version: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
@@ -25,7 +24,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(folder: str, hub: str, rank: int, ranks: int, slices: int) -> None:
+def main(rank: int, ranks: int, slices: int, folder: str, hub: str) -> None:
     """torch's environment says where the ranks meet."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -56,5 +55,4 @@ def answer(figures: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(*map(int, sys.argv[1:4]), *sys.argv[4:6])

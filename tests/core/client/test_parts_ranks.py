@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch_ranks import await_version, free_port, started
+from torch_ranks import await_version, started
 
+from recipes.ranks import free_port
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.client import fsdp1, fsdp2
 from tensorhub_plugins.core.client.parts import Turns

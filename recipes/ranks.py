@@ -1,0 +1,47 @@
+"""Ranks of a trainer as processes of this host, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+
+def free_port() -> int:
+    """On loopback, for the ranks to meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(
+    program: Sequence[str],
+    count: int,
+    *arguments: object,
+    environment: Mapping[str, str],
+    stdout: int | None = None,
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """`python PROGRAM RANK arguments...` for each rank, killed at the end. `environment` is added to our own.
+
+    What a rank reads from its stdin is the caller's word; with subprocess.PIPE the caller reads what it prints.
+    """
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *program, str(rank), *map(str, arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
