@@ -1,5 +1,9 @@
 """Settings for every test: the same inputs every time, and no verdict that depends on how busy the machine is."""
 
+import atexit
+import os
+import sys
+
 import hypothesis
 import pytest
 
@@ -10,3 +14,20 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-s", type=float, default=60.0, help="seconds of faults in tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="which faults")
+
+
+@atexit.register  # before Ray is imported, so that what it does at the end is done before
+def _leave_before_native_destructors() -> None:
+    """Ray's gRPC threads go on after ray.shutdown(), and one of them may crash while the C++ libraries of an ended
+    process are torn down: what the tests have said would be lost."""
+    if "ray" in sys.modules and _finished:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_finished[-1].exitstatus)
+
+
+_finished: list[pytest.Session] = []
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _finished.append(session)
