@@ -37,7 +37,7 @@ env:  ## the environment alone (about 4 minutes the first time)
 demo: ## a real verl GRPO run on the CPU: one trainer, two vLLM replicas, every version pulled from the store
 	@$(IN_ENV); python -m recipes.demo
 
-demo-elastic: ## verl on three Ray nodes of this machine: 1, 4, 2, 3 replicas, an engine and a node killed (6 minutes on two quiet cores)
+demo-elastic: ## verl on three Ray nodes of this machine: 1, 4, 2, 3 replicas, an engine and a node killed (6 to 8 minutes on two quiet cores)
 	@$(IN_ENV); python -m recipes.demo.elastic
 
 demo-openrlhf: ## OpenRLHF GRPO on the CPU, the store beside OpenRLHF's own path: every version, both reward curves

@@ -15,10 +15,11 @@ all matrices lie together in the stream, then all second ones, and so on: what a
 Which matrices are cut by columns is told by their names. A wrong guess costs what no guess would have: workers read all
 of that matrix. What lies where is said in the table, part by part, so the bytes are right in any case.
 
-What is not cut: small tensors, of which there may be tens of thousands, and those of which a
-trainer rank holds little. Experts are cut like all others for engines whose workers each take a slice of every expert.
-For expert parallel ones, which take whole experts, they stay in one piece; only where slices of columns are as large as
-segments are they cut, and lie side by side.
+What is not cut: small tensors, of which there may be tens of thousands, those of which a trainer rank holds little, and
+what every worker runs whole: cut, it would lie here and there among what only one of them needs. Experts are cut like
+all others for engines whose workers each take a slice of every expert. For expert parallel ones, which take whole
+experts, they stay in one piece; only where slices of columns are as large as segments are they cut, and lie side by
+side.
 """
 
 from __future__ import annotations
@@ -41,14 +42,20 @@ CUT_BY_COLUMNS = frozenset(
         *("down_proj", "w2", "fc2", "dense_4h_to_h", "fc_out", "linear_2", "lin2"),  # behind the activation
     )
 )
+# Matrices that every worker runs whole (vLLM's ReplicatedLinear): routers, and what DeepSeek's attention begins with.
+WHOLE = frozenset(
+    ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wkv_a", "fused_qkv_a_proj")
+)
 
 
 class Least(NamedTuple):
-    """Sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of it),
-    of columns that a rank holds (their entry in the table is far smaller), of columns of an expert."""
+    """Sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of it);
+    of its slice, but of experts, of which many lie side by side (key and value heads, of which several workers may need
+    the same); of columns that a rank holds (their entry in the table is far smaller), of columns of an expert."""
 
     matrix: int = 2 << 20
-    columns: int = 64 << 10
+    slice: int = 768 << 10
+    columns: int = 32 << 10
     expert: int = SEGMENT_SIZE_BYTES
 
 
@@ -80,10 +87,12 @@ def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bo
     """
     whole = held.part.global_shape if held.part is not None else held.shape
     size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
-    if count < 2 or len(whole) != 2 or size_bytes < least.matrix or not held.size_bytes:
+    kind, is_expert = held.name.removesuffix(".weight").rpartition(".")[2], EXPERT in held.name
+    smallest = least.matrix if is_expert else max(least.matrix, count * least.slice)
+    if count < 2 or len(whole) != 2 or kind in WHOLE or size_bytes < smallest or not held.size_bytes:
         return [Slice(held)]
-    axis = 1 if held.name.removesuffix(".weight").rpartition(".")[2] in CUT_BY_COLUMNS else 0
-    stays = EXPERT in held.name and not experts
+    axis = 1 if kind in CUT_BY_COLUMNS else 0
+    stays = is_expert and not experts
     if stays and (axis == 0 or size_bytes < count * least.expert):
         return [Slice(held)]
     if axis == 1 and held.size_bytes < count * least.columns:

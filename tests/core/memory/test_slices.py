@@ -14,7 +14,7 @@ from tensorhub_plugins.core.manifest import SEGMENT_SIZE_BYTES
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slices import Least, slices_of
 
-ALL = Least(1, 1, 1)  # everything is large enough
+ALL = Least(1, 1, 1, 1)  # everything is large enough
 
 
 def names(held, count):
@@ -89,7 +89,10 @@ def test_how_many_parts_there_are_is_bounded():
         return contiguous_spec(name, torch.bfloat16, (rows, columns))
 
     assert names(spec("a.q_proj.weight", 1024, 1023), 8) == ["a.q_proj.weight"]  # less than 2 MiB
-    assert len(names(spec("a.q_proj.weight", 1024, 1024), 8)) == 8
+    assert len(names(spec("a.q_proj.weight", 1024, 1024), 2)) == 2
+    assert names(spec("a.q_proj.weight", 1024, 1024), 8) == ["a.q_proj.weight"]  # slices of 256 KiB
+    expert = spec("a.experts.7.up_proj.weight", 1024, 1024)
+    assert len(slices_of(expert, 8, experts=True)) == 8  # but there are many of them
     assert len(names(spec("a.mlp.experts.7.down_proj.weight", 7168, 2048), 8)) == 1
     assert len(names(spec("a.mlp.experts.7.gate_proj.weight", 65536, 2048), 8)) == 1
     large = spec("a.mlp.experts.7.w2.weight", 8192, 4 * SEGMENT_SIZE_BYTES // 8192)
@@ -98,6 +101,8 @@ def test_how_many_parts_there_are_is_bounded():
     (of_rank,) = with_parts([one_row], {"a.o_proj.weight": Part((8192, 8192), (64, 0))})
     assert names(of_rank, 8) == ["a.o_proj.weight"]
     assert len(names(spec("a.o_proj.weight", 8192, 8192), 8)) == 8
+    for whole in ("mlp.gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"):
+        assert names(spec(f"a.{whole}.weight", 8192, 8192), 8) == [f"a.{whole}.weight"]
     assert names(spec("a.o_proj.weight", 8192, 8192), 1) == ["a.o_proj.weight"]
     assert names(contiguous_spec("a.conv.weight", torch.float32, (64, 64, 4096)), 8) == ["a.conv.weight"]
 
