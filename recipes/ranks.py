@@ -29,19 +29,15 @@ def started(
 
     What a rank reads from its stdin is the caller's word; with subprocess.PIPE the caller reads what it prints.
     """
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *program, str(rank), *map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            stdin=subprocess.PIPE,
-            stdout=stdout,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    ranks: list[subprocess.Popen[str]] = []
     try:
+        for rank in range(count):
+            command = [sys.executable, *program, str(rank), *map(str, arguments)]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            ranks.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=stdout, text=True))
         yield ranks
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.communicate()

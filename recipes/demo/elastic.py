@@ -171,7 +171,7 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for process in psutil.Process(node["raylet"]).children(recursive=True):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        process.nice(STEPS_BACK)
+                        process.nice(max(process.nice(), STEPS_BACK))
 
     def is_lost(self, name: str, since: float) -> bool:
         """Whether the fleet has noticed it. Of one that is ready it tells every version."""

@@ -92,5 +92,13 @@ def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
     vLLM makes engines of them that know nothing of each other and have one configuration: all but the first get a name
     of their own here, or the hub would take them for one worker.
     """
-    index = getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-    return msgspec.structs.replace(config, replica=f"{config.replica}-dp{index}") if index else config
+    if not is_further_rank(vllm_config):
+        return config
+    return msgspec.structs.replace(
+        config, replica=f"{config.replica}-dp{vllm_config.parallel_config.data_parallel_index}"
+    )
+
+
+def is_further_rank(vllm_config: Any) -> bool:
+    """Whether this is such a rank, but not the first."""
+    return bool(getattr(vllm_config.parallel_config, "data_parallel_index", 0))

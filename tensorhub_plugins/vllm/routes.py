@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 
+from tensorhub_plugins.vllm.engine.core_follower import of_all_cores
 from tensorhub_plugins.vllm.model_facts import facts_of
 from tensorhub_plugins.vllm.names import NAME
 
@@ -20,7 +21,9 @@ router = APIRouter()
 async def status(request: Request) -> dict[str, Any]:
     engine = _engine(request)
     config = engine.vllm_config
-    following = await engine.engine_core.call_utility_async("tensorhub_status")
+    # Of several data parallel engines the one that is the furthest behind: what all of them have.
+    cores = await of_all_cores(engine.engine_core, "tensorhub_status")
+    following = min(cores, key=lambda said: (said is not None, said and (not said["broken"], said["version"])))
     return {
         "following": following,
         "facts": facts_of(config.model_config.hf_config),
@@ -33,7 +36,8 @@ async def status(request: Request) -> dict[str, Any]:
 
 @router.get("/tensorhub/starts/{name}")
 async def starts(name: str, request: Request) -> dict[str, Any]:
-    return {"starts": await _engine(request).engine_core.call_utility_async("tensorhub_starts", name)}
+    cores = await of_all_cores(_engine(request).engine_core, "tensorhub_starts", name)
+    return {"starts": next((found for found in cores if found is not None), None)}
 
 
 def _engine(request: Request) -> Any:

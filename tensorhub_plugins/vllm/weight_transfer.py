@@ -45,7 +45,7 @@ from vllm.distributed.weight_transfer.base import (
 from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names
-from tensorhub_plugins.vllm.config import WorkerConfig, configure
+from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
 from tensorhub_plugins.vllm.worker.extension import extend, join, leave
@@ -89,6 +89,8 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
     def receive_weights(self, update_info: UpdateInfo) -> None:
         updater, timeout_s = self._updater(), update_info.timeout_s
         latest = update_info.version == LATEST
+        if latest and is_further_rank(self.vllm_config):
+            raise UsageError("name the version: each data parallel engine would take what is the latest for it")
         version = updater.resolve(timeout_s) if latest else int(update_info.version)
         polled = updater.poll()
         if polled["version"] == version and not polled["broken"]:

@@ -43,6 +43,9 @@ class Cores:
     def __init__(self, broken: list[str | None]) -> None:
         self.broken, self.core_engines = broken, list(range(len(broken)))
 
+    async def call_utility_async(self, name: str, method: str) -> list[str | None]:
+        return await self._call_utility_async(name, method, engine=0)
+
     async def _call_utility_async(self, name: str, method: str, *, engine: int) -> list[str | None]:
         assert (name, method) == ("collective_rpc", "tensorhub_health")
         return [self.broken[engine]]
@@ -50,12 +53,7 @@ class Cores:
 
 @pytest.mark.parametrize("broken", [[None, "mixed"], ["mixed", None], [None, None], ["mixed"]])
 def test_one_broken_engine_of_several_is_not_healthy(broken: list[str | None]) -> None:
-    cores = Cores(broken)
-
-    async def collective_rpc(method: str) -> list[str | None]:
-        return await cores._call_utility_async("collective_rpc", method, engine=0)
-
-    engine = SimpleNamespace(engine_core=cores, collective_rpc=collective_rpc)
+    engine = SimpleNamespace(engine_core=Cores(broken))
     if "mixed" not in broken:
         asyncio.run(check_weights(engine))
         return

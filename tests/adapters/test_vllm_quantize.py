@@ -6,6 +6,9 @@ What a CPU has no kernel for is left out: a stand-in keeps the scale it was give
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -31,17 +34,34 @@ BLOCK = (128, 128)
 TIMEOUT_S = 30.0
 
 
-@pytest.mark.parametrize("shape", [(256, 384), (130, 100), (1, 1), (300, 128)])
-def test_the_numbers_are_verls(shape: tuple[int, int]) -> None:
-    verl = pytest.importorskip("verl.utils.kernel.fp8_kernel")
-    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    tensor[0] = 0
-    values, scales = quantize.quantize(tensor, BLOCK)
-    theirs, their_scales = verl._scaled_fp8_blockwise_pytorch(tensor, list(BLOCK))
-    assert torch.equal(values.view(torch.uint8), theirs.view(torch.uint8))
-    assert torch.equal(scales, their_scales.squeeze(-1))
-    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
-    assert torch.allclose(values.float() * spread, tensor.float(), atol=0.2)
+VERLS = """
+import sys, torch
+from verl.utils.kernel import fp8_kernel
+fp8_kernel.FP8_DTYPE = torch.float32  # Triton's interpreter rounds up to powers of two wrongly
+tensors = torch.load(sys.argv[1])
+torch.save([fp8_kernel.scaled_fp8_blockwise_triton(tensor, [128, 128]) for tensor in tensors], sys.argv[2])
+"""  # in a process of its own, which has Triton interpret kernels
+
+
+def test_the_numbers_are_those_of_verls_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("verl.utils.kernel.fp8_kernel")
+    pytest.importorskip("triton")
+    random = torch.Generator().manual_seed(1)
+    tensors = [
+        torch.randn(shape, generator=random).bfloat16() for shape in [(256, 384), (130, 100), (1, 1), (300, 128)]
+    ]
+    for tensor in tensors:
+        tensor[0] = 0
+    tensors.append(torch.zeros(128, 256).bfloat16().index_fill_(0, torch.tensor([3]), 1e-37))  # nearly nothing
+    torch.save(tensors, tmp_path / "in")
+    command = [sys.executable, "-c", VERLS, str(tmp_path / "in"), str(tmp_path / "out")]
+    subprocess.run(command, check=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300)
+    for tensor, (theirs, their_scales) in zip(tensors, torch.load(tmp_path / "out"), strict=True):
+        values, scales = quantize.quantize(tensor, BLOCK)
+        assert torch.equal(values.view(torch.uint8), theirs.to(values.dtype).view(torch.uint8))
+        assert torch.equal(scales, their_scales)
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
+        assert torch.allclose(values.float() * spread, tensor.float(), atol=0.2)
 
 
 class _Kernel:
@@ -204,6 +224,38 @@ def test_the_control_a_kernel_that_keeps_what_a_reload_gave_it_is_noticed(
             engine.updater.close()
 
 
+def test_floats_beside_a_scale_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be of the weights that these floats were made of."""
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engine = Engine("e0", hub, config, monkeypatch)
+        trainer.publish(1, {**checkpoint(1), "linear.weight_scale_inv": torch.full((3, 2), 7.0)})
+        refused = engine.updater.update(1, TIMEOUT_S)
+        assert not refused["installed"] and "linear.weight_scale_inv" in refused["error"] and refused["broken"] is None
+        trainer.publish(2, checkpoint(2))
+        engine.update(2)
+        assert engine.is_version_of(2) == [True] * 4
+        engine.updater.close()
+
+
+def test_who_cannot_quantize_beside_the_engine_keeps_nobody_waiting(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("can't allocate memory")
+
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        engines = [Engine(name, hub, config, monkeypatch) for name in ("e0", "e1")]
+        trainer.publish(1, checkpoint(1))
+        assert [engine.update(1) for engine in engines] == ["checkpoint", "runtime:x"]
+        trainer.publish(2, checkpoint(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(quantize, "quantize", fails)
+            assert "allocate" in engines[0].updater.update(2, TIMEOUT_S)["error"]
+        assert engines[1].update(2) == "checkpoint"  # it was not left to the first one
+        for engine in engines:
+            engine.updater.close()
+
+
 def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = checkpoint(1)
     given["linear.weight"], given["linear.weight_scale_inv"] = quantize.quantize(given["linear.weight"], BLOCK)
@@ -212,4 +264,5 @@ def test_a_checkpoint_that_is_quantized_already_is_taken_as_it_is(config: Any, m
         trainer.publish(1, given)
         engine.update(1)
         assert engine.is_version_of(1) == [True] * 4
+        assert engine.updater._quantizer is not None and not engine.updater._quantizer.quantizes
         engine.updater.close()

@@ -33,6 +33,7 @@ class LiveMemory:
         self._whole: Slab | None = self.live.adopt()  # until a source shard has been given it
         self._wanted = with_parts(self._whole.specs, parts)
         self._parts = dict(parts or {})
+        self.has_parts = bool(parts)
         self._sources: dict[int, TensorTable] = {}
 
     def of(self, key: ShardKey, manifest: Manifest) -> Slab:
@@ -102,7 +103,7 @@ class Destinations:
     @property
     def in_part(self) -> bool:
         """Whether a checkpoint is read in part: nothing of it can be passed on."""
-        return self._wanted is not None
+        return self._wanted is not None or (self._into is not None and self._into.has_parts)
 
     def expect(self, key: ShardKey) -> None:
         if self.serve:

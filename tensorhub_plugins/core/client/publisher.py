@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -47,6 +47,7 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger(__name__)
 
+SECONDS = "tensorhub/publish/seconds"
 BEGIN_S = 60.0  # at least: a former life on another host is given up after 15 s of silence
 UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
 
@@ -132,11 +133,13 @@ class Publisher:
         self._mine = TensorTable.of(spec for spec in model if ownership.give(spec.size_bytes) == rank)
         self._is_fixed = bool(model)
         self._whole = TensorTable.of(model)  # of all ranks, of the last version
+        self._coming_whole = self._whole  # the same, in the background
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
         self._in_background = in_background
         self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
+        self._last_seconds: float | None = None  # that the one before took
         self._is_said = False  # what memory it takes
         if model:
             self._say_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
@@ -154,10 +157,14 @@ class Publisher:
     @property
     def whole_size_bytes(self) -> int:
         """Of the last version: the shares of all ranks together."""
-        return sum(spec.size_bytes for spec in self._whole)
+        return sum(spec.size_bytes for spec in self._coming_whole or self._whole)
 
     def begin(self, step: int) -> None:
-        """Go on from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`."""
+        """Go on from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`.
+
+        What still comes of the attempt before is over, and has said so if it failed."""
+        coming, self._coming = self._coming, None
+        wait([coming] if coming is not None else [])
         timeout_s = max(self.timeout_s, BEGIN_S)
         self.attempt = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s)
 
@@ -183,7 +190,7 @@ class Publisher:
         """Wait for what is published in the background, and raise what it raises."""
         coming, self._coming = self._coming, None
         if coming is not None:
-            coming.result()
+            self._last_seconds = coming.result().get(SECONDS)
 
     def _say_failure(self, done: Future[dict[str, float]]) -> None:
         """At once: the next publish, which raises it, may be minutes away, and engines wait for this one."""
@@ -200,13 +207,14 @@ class Publisher:
         return (self._offer_later if self.in_background else self._offer)(version, taken, started)
 
     def _offer_later(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
-        """`_offer` in the background: what is known at once."""
+        """`_offer` in the background: what is known at once, and how long the version before took."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "tensorhub-publish")
-        size_bytes = float(taken.slab.size_bytes)
+        size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
         self._coming = self._executor.submit(self._offer, version, taken, started)
         self._coming.add_done_callback(self._say_failure)
         return {
+            **({} if self._last_seconds is None else {SECONDS: self._last_seconds}),
             "tensorhub/publish/gather_seconds": time.monotonic() - started,
             "tensorhub/publish/bytes": size_bytes,
         }
@@ -236,7 +244,7 @@ class Publisher:
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
         return {
-            "tensorhub/publish/seconds": ended - started,
+            SECONDS: ended - started,
             "tensorhub/publish/gather_seconds": gathered - started,
             "tensorhub/publish/bytes": float(slab.size_bytes),
         }

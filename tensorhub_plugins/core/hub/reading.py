@@ -68,7 +68,7 @@ class Reading:
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         group = history.group(worker)
         if group.has_refused(shard, worker.session, acquire.request_id):
-            return self._cannot_follow(worker, acquire)
+            return self._refusal(worker, acquire)  # what they have agreed on since stays
         if group.version and shard_count > 1 and (shard not in group.notified_shards or pending.version):
             too_old = group.version < at_least and group.version != history.directive.pin
             if too_old or not history.is_visible(group.version):
@@ -88,13 +88,17 @@ class Reading:
 
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
         """What the other shards of its replica took as the latest is none for this one: let them agree anew."""
+        refusal = self._refusal(worker, acquire)
+        worker.history.group(worker).refuse(worker.hello.shard, worker.session, acquire.request_id)
+        return refusal
+
+    def _refusal(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
         group = worker.history.group(worker)
         taken = f"version {group.version}" if group.version else "another version"
         text = (
             f"other shards of {worker.hello.replica} took {taken} as the latest, and this one cannot: let all of them "
             "read again, naming one version"
         )
-        group.refuse(worker.hello.shard, worker.session, acquire.request_id)
         return m.Refused(acquire.request_id, "VersionGone", text)
 
     # --- from whom ---

@@ -214,7 +214,8 @@ class GroupResolution:
 
     def refuse(self, shard: int, session: bytes, request_id: int) -> None:
         """This request cannot have what the others took, also when its refusal is lost and it comes again."""
-        self.refused[shard] = session, request_id
+        refused_session, last = self.refused.get(shard, (b"", 0))
+        self.refused[shard] = session, max(request_id, last) if session == refused_session else request_id
         self.forget_version()
 
     def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:

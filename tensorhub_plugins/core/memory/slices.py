@@ -51,11 +51,13 @@ WHOLE = frozenset(
 class Least(NamedTuple):
     """Sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of it);
     of its slice, but of experts, of which many lie side by side (key and value heads, of which several workers may need
-    the same); of columns that a rank holds (their entry in the table is far smaller), of columns of an expert."""
+    the same); of columns that a rank holds (their entry in the table is far smaller), and the same of the many experts;
+    of columns of an expert."""
 
     matrix: int = 2 << 20
     slice: int = 768 << 10
     columns: int = 32 << 10
+    expert_columns: int = 64 << 10
     expert: int = SEGMENT_SIZE_BYTES
 
 
@@ -95,7 +97,7 @@ def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bo
     stays = is_expert and not experts
     if stays and (axis == 0 or size_bytes < count * least.expert):
         return [Slice(held)]
-    if axis == 1 and held.size_bytes < count * least.columns:
+    if axis == 1 and held.size_bytes < count * (least.expert_columns if is_expert else least.columns):
         return [Slice(held)]
     width = -(-whole[axis] // count)
     names = (f"{held.name}/{k:03}" if stays else f"{k:03}/{held.name}" for k in range(count))

@@ -99,7 +99,8 @@ async def check_weights(engine: Any) -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
-        workers = await asyncio.wait_for(_of_all_workers(engine, "tensorhub_health"), HEALTH_TIMEOUT_S)
+        asked = of_all_cores(engine.engine_core, "collective_rpc", "tensorhub_health")
+        workers = [worker for core in await asyncio.wait_for(asked, HEALTH_TIMEOUT_S) for worker in core]
     except asyncio.TimeoutError:
         return
     broken = next((worker for worker in workers if worker), None)
@@ -109,14 +110,15 @@ async def check_weights(engine: Any) -> None:
         raise error
 
 
-async def _of_all_workers(engine: Any, method: str) -> list[Any]:
-    """Their answers. Of data parallel engines vLLM's own call gives those of the first engine."""
-    core = engine.engine_core
-    engines = getattr(core, "core_engines", ())
-    if len(engines) < 2:
-        return list(await engine.collective_rpc(method))
-    asked = (core._call_utility_async("collective_rpc", method, engine=each) for each in engines)
-    return [answer for answers in await asyncio.gather(*asked) for answer in answers]
+async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
+    """Their answers. Of data parallel engines vLLM's own call gives that of the first one.
+
+    client: AsyncLLM's, of its engine cores."""
+    cores = getattr(client, "core_engines", ())
+    if len(cores) < 2:
+        return [await client.call_utility_async(method, *arguments)]
+    asked = (client._call_utility_async(method, *arguments, engine=each) for each in cores)
+    return list(await asyncio.gather(*asked))
 
 
 # --- following ---

@@ -43,10 +43,10 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, gate, keys_from_environment
+from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.config import WorkerConfig, of_rank
+from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather
@@ -83,8 +83,12 @@ class TensorHubWorkerExtension:
 
         if secret is not None and keys_from_environment() is None:
             os.environ[SECRET_VARIABLE] = secret
-        own = of_rank(WorkerConfig.parse(config), self.vllm_config)
-        updater = join(own, self.model_runner.get_model(), self.vllm_config)
+        if is_further_rank(self.vllm_config):
+            raise UsageError(
+                "vLLM tells only what the first of several data parallel engines answers, so that nobody hears of the "
+                "others: make an engine of each rank, or let them follow (--load-format tensorhub)"
+            )
+        updater = join(WorkerConfig.parse(config), self.model_runner.get_model(), self.vllm_config)
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self.model_runner.get_model()).values())
         return {
             "layout": updater.position.layout,
@@ -266,6 +270,7 @@ def _discard(original: Any, worker: Any, tags: tuple[str, ...]) -> Any:
     updater = attached(worker) if "weights" in tags else None
     if updater is not None:
         updater.before_external_change("discard")
+        forget_live_memory()  # other memory may come to be at its addresses
         updater.mark_broken("discard threw the weights away")
     return original(tags)
 

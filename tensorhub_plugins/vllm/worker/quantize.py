@@ -1,9 +1,9 @@
 """A checkpoint of floats for an engine whose weights are FP8 with a scale for each block: quantized as it is installed.
 
-That is what verl does for its rollouts (`rollout.quantization=fp8`), with the same numbers and names: of `X` come X in
-FP8 and `X_scale_inv` in float32, from where vLLM's own loaders and kernels go on (reload.py). Which tensors those are
-is asked of the loaders, too: all that they would put into FP8 parameters as they are (contract.py). The engine serves
-the result in its runtime layout, so that its peers do not quantize again.
+That is what verl does for its rollouts (`rollout.quantization=fp8`), by the formula of its Triton kernel and with the
+same names: of `X` come X in FP8 and `X_scale_inv` in float32, from where vLLM's own loaders and kernels go on
+(reload.py). Which tensors those are is asked of the loaders, too: all that they would put into FP8 parameters as they
+are (contract.py). The engine serves the result in its runtime layout, so that its peers do not quantize again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tensorhub_plugins.vllm.worker.plan import Given, Shapes
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 SCALE = "_scale_inv"
+LARGEST_MIN = 1e-10  # verl's: what a block of zeros, or of nearly nothing, is taken to hold
 
 Block = tuple[int, int]  # rows and columns that have one scale
 
@@ -44,6 +45,11 @@ class Quantizer:
         self._names: frozenset[str] = frozenset()  # what of it is quantized
         self._made: tuple[object, Given] | None = None
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether the last checkpoint was of floats."""
+        return bool(self._names)
+
     def knows(self, shapes: Shapes) -> bool:
         """Whether `given` only computes."""
         return self._shapes == shapes
@@ -55,7 +61,7 @@ class Quantizer:
             return made[1]
         tensors = checkpoint.tensors
         if not self.knows(checkpoint.shapes):
-            self._names = cast_to_fp8(self._model, self._vllm_config, tensors)
+            self._names = _without_scales(cast_to_fp8(self._model, self._vllm_config, tensors), tensors)
             self._shapes = checkpoint.shapes
         result = Given.of(self._quantized(tensors))
         self._made = of, result
@@ -91,13 +97,22 @@ def cast_to_fp8(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, 
     return frozenset(recorder.cast_to_fp8)
 
 
+def _without_scales(names: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    scales = sorted(name + SCALE for name in names if name + SCALE in tensors)
+    if scales:
+        raise VersionRefused(
+            f"{contract.some(scales)}: scales of weights that are published in floats; publish both as they are "
+            "quantized, or the floats alone"
+        )
+    return names
+
+
 def quantize(tensor: torch.Tensor, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix in FP8, and what each block is to be multiplied with, in float32: one row of scales for every row of
     blocks, the last of which may be smaller."""
     (rows, columns), (high, wide) = tensor.shape, block
     padded = torch.nn.functional.pad(tensor, (0, -columns % wide, 0, -rows % high)).float()
     blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    largest = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    factor = torch.where((largest == 0) | largest.isinf(), 1.0, largest.new_tensor(FP8_MAX) / largest)
-    values = (blocks * factor).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(padded.shape)
-    return values[:rows, :columns].contiguous(), factor.reciprocal()[:, 0, :, 0].contiguous()
+    scales = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp_min_(LARGEST_MIN) / FP8_MAX
+    values = (blocks * scales.reciprocal()).clamp_(-FP8_MAX, FP8_MAX).to(FP8).view(padded.shape)
+    return values[:rows, :columns].contiguous(), scales[:, 0, :, 0].contiguous()

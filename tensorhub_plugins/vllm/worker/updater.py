@@ -68,8 +68,7 @@ class Updater:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub")
         self._is_leaving = False
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        # Else a worker needs all there is; and what of floats an FP8 weight is made of, no plan says.
-        self._plans_ahead = position.shard_count > 1 and self._quantizer is None
+        self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
             self._say_memory()
@@ -303,14 +302,14 @@ class Updater:
         except VersionRefused as error:
             self._drop(staged)
             raise VersionRefused(error.message, version=version) from error
-        except UsageError:
+        except BaseException:
             self._drop(staged)
             raise
         return staged
 
     def _check(self, fetched: Fetched) -> None:
         given = plan.given_by(fetched)
-        if self._quantizer is not None:
+        if self._quantizer is not None and fetched.wanted is None:
             if not self._quantizer.knows(given.shapes):
                 return  # the loaders are to be asked, which vLLM's own thread does
             given = self._quantizer.given(fetched, given)
@@ -319,14 +318,17 @@ class Updater:
     def _given(self, fetched: Fetched) -> plan.Given:
         """A checkpoint that has come, as this model's loaders want it. In vLLM's own thread."""
         given = plan.given_by(fetched)
-        return given if self._quantizer is None else self._quantizer.given(fetched, given)
+        # What was read by a plan is quantized already: of floats no plan says what an FP8 weight is made of.
+        if self._quantizer is None or fetched.wanted is not None:
+            return given
+        return self._quantizer.given(fetched, given)
 
     def _get_needed(self, version: int, deadline: Deadline) -> Staged | None:
         """Of a checkpoint only what this worker needs; None: that is not known, or this one is not like those before.
 
         A runtime layout comes whole, as ever.
         """
-        needed = self._conversion.wanted() if self._quantizer is None else None
+        needed = None if self._quantizer and self._quantizer.quantizes else self._conversion.wanted()
         if needed is None:
             return self._get_first(version, deadline) if self._plans_ahead else None
         try:

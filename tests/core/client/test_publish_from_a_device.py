@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import Held, UsageError, contiguous_spec, spec_of
+from tensorhub_plugins.core.client import publisher as publisher_module
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.slab import Slab
@@ -197,3 +198,24 @@ def test_what_fails_in_the_background_is_said_by_the_next_call(device, publisher
     publisher.publish(2, gathered(device, []))  # it has been said
     publisher.settle()
     device.check()
+
+
+def test_a_rollback_lets_what_still_comes_of_the_former_attempt_end(stage, device, publisher_of, monkeypatch):
+    publisher, may_go = publisher_of(begins=True, in_background=True), threading.Event()
+    publisher.publish(1, gathered(device, []))
+    publisher.settle()
+    publish, wait = publisher.client.publish, publisher_module.wait
+    monkeypatch.setattr(publisher.client, "publish", lambda *a, **k: may_go.wait(10) and publish(*a, **k))
+    monkeypatch.setattr(publisher_module, "wait", lambda coming: may_go.set() or wait(coming))
+    publisher.publish(2, gathered(device, []))
+    publisher.begin(0)
+    publisher.publish(1, gathered(device, []))
+    publisher.settle()
+    assert contents(stage.client("rollout"), publisher.version(1)) == WHOLE
+
+
+def test_metrics_in_the_background_are_of_what_was_taken_and_of_the_version_before(device, publisher_of):
+    publisher = publisher_of(in_background=True)
+    first, second = (publisher.publish(version, gathered(device, [])) for version in (1, 2))
+    assert first["tensorhub/publish/bytes"] == publisher.whole_size_bytes == SIZE * COUNT
+    assert "tensorhub/publish/seconds" not in first and second["tensorhub/publish/seconds"] > 0

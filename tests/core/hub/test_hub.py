@@ -7,6 +7,7 @@ from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
 
 from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.report import report, validate
+from tensorhub_plugins.core.hub.state import GroupResolution
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
 
@@ -104,7 +105,8 @@ def test_a_restarted_hub_knows_who_has_had_the_answer_of_a_round(round_of_the_ot
     assert scenario.heard("rollout/0")[0].startswith("read 4")
 
 
-def test_who_cannot_follow_its_group_hears_it_however_often_it_asks() -> None:
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_who_cannot_follow_its_group_hears_it_however_often_it_asks(meanwhile: bool) -> None:
     """Seed 8159: its refusal was lost while it was away, and asked again it had another version than the rest."""
     scenario = Scenario()
     for shard in ("0", "1"):
@@ -124,11 +126,25 @@ def test_who_cannot_follow_its_group_hears_it_however_often_it_asks() -> None:
     assert scenario.heard("rollout/1") == ["refused VersionGone"]
     assert scenario.sessions["rollout/1"] not in scenario.hub.registry.workers
     scenario.join("rollout/1", 2, request_id=2, pending=(1,), hub=scenario.hub.session)
+    if meanwhile:  # what the others agree on before it comes again stays
+        scenario.acquire("rollout/0", layouts=(CHECKPOINT,))
+        assert scenario.heard("rollout/0")[-1].startswith("read 2")
     scenario.tell("rollout/1", lost)
     assert scenario.heard("rollout/1") == ["refused VersionGone"]
+    scenario.publish("trainer/0", 3)
+    scenario.publish("trainer/1", 3)
     scenario.requests["rollout/1"] = 2
     scenario.acquire("rollout/1")  # the control: it asks anew
-    assert scenario.heard("rollout/1")[0].startswith("read 2")
+    assert scenario.heard("rollout/1")[0].startswith("read 2" if meanwhile else "read 3")
+
+
+def test_a_session_remembers_the_last_request_that_was_refused() -> None:
+    group = GroupResolution()
+    for session, request_id in ((b"s", 10), (b"s", 8)):
+        group.refuse(1, session, request_id)
+    assert group.has_refused(1, b"s", 10) and not group.has_refused(1, b"s", 11)
+    group.refuse(1, b"t", 2)
+    assert group.has_refused(1, b"t", 2) and not group.has_refused(1, b"s", 10)
 
 
 def a_hub_that_knows_two_versions_and_a_reader() -> Scenario:

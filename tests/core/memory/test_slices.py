@@ -14,7 +14,7 @@ from tensorhub_plugins.core.manifest import SEGMENT_SIZE_BYTES
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slices import Least, slices_of
 
-ALL = Least(1, 1, 1, 1)  # everything is large enough
+ALL = Least(1, 1, 1, 1, 1)  # everything is large enough
 
 
 def names(held, count):
