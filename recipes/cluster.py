@@ -35,7 +35,10 @@ START_TIMEOUT_S = 120.0  # of one node, on a busy machine
 POLL_S = 0.2
 OBJECTS_BYTES = 200_000_000  # of shared memory, on each node
 CORES = 32  # of which Ray believes that each node has them: they are counted, not used
-EMPTY = {"RAY_prestart_worker_first_driver": "0"}  # else a node starts a process for each of its cores, wanted or not
+QUIET = {
+    "RAY_prestart_worker_first_driver": "0",  # else a node starts a process for each of its cores, wanted or not
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else a node that ends waits half a minute for a head that has ended
+}
 
 
 def main() -> None:
@@ -117,7 +120,7 @@ def start(
     ]
     log = open(folder / f"{name}.log", "wb")  # noqa: SIM115  the process keeps it
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
-    environment = {**os.environ, **EMPTY, **token, **more}
+    environment = {**os.environ, **QUIET, **token, **more}
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     started.append(process)
     deadline = time.monotonic() + START_TIMEOUT_S
