@@ -2,8 +2,9 @@
 
 An attempt is begun by all shards of one replica together, so that its ranks agree. Only one trainer is at work on a
 model: while another one that has published, or begun, sends heartbeats, a Begin is refused; while it is silent, the
-Begin waits until it is given up. What the former attempts made above the step is superseded (protocol/lineage.py), and
-who belongs to them changes nothing from then on: it may read.
+Begin waits until it is given up. So it does while a hub that was restarted has not heard the trainer of the newest
+attempt, of which others have told it: until that one had as long to be heard. What the former attempts made above the
+step is superseded (protocol/lineage.py), and who belongs to them changes nothing from then on: it may read.
 """
 
 from __future__ import annotations
@@ -49,10 +50,21 @@ class Beginning:
         if rivals:
             text = f"{_listed(rivals)} of a former attempt may still live, and is given up after"
             return self._not_in_time(pending, now, f"{text} {self._registry.limits.session_timeout_s:g} s of silence")
+        if self._may_be_unheard(history, now):
+            newest = history.directive.attempts[-1].number
+            text = f"attempt {newest} has begun before this hub was started, and its trainer may still say Hello"
+            return self._not_in_time(pending, now, text)
         missing = [shard for shard in range(worker.hello.shard_count) if shard not in members]
         if missing:
             return self._not_in_time(pending, now, f"shards {missing[:RIVALS_NAMED_MAX]} have not begun it as well")
         return self._begin(pending, begin, list(members.values()))
+
+    def _may_be_unheard(self, history: History, now: float) -> bool:
+        """Whether the newest attempt is a former hub's, and its trainer, not heard here yet, may live."""
+        mark = history.directive.mark
+        if not mark or now >= self._registry.all_silent_are_given_up or self._registry.is_ours(mark):
+            return False
+        return not any(worker.mark == mark for worker in history.workers.values())
 
     def _not_in_time(self, pending: Pending, now: float, why: str) -> m.Refused | None:
         if now < pending.deadline:

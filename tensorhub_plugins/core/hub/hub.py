@@ -93,7 +93,8 @@ class Hub:
         self._domains = FailureDomains(self.registry, self._outbox)
         self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
-        self.registry.schedule(now + self.limits.grace_s, None)
+        for later in (now + self.limits.grace_s, self.registry.all_silent_are_given_up):
+            self.registry.schedule(later, None)
 
     @property
     def session(self) -> bytes:
@@ -189,7 +190,7 @@ class Hub:
             case Claim():
                 self._outbox.log(f"{due.worker.name}: claim to convert {due.key} has expired")
                 self.registry.remove_claim(due)
-            case None:  # all workers have had time to say Hello
+            case None:  # all workers have had time to say Hello, or are given up
                 for history in self.registry.histories.values():
                     waiters.mark_all_ready(history.waiting.values())
                     for number in history.versions:

@@ -80,6 +80,15 @@ class Registry:
         """Within the time in which some workers may not have said Hello yet (rule 6)."""
         return now < self.started + self.limits.grace_s
 
+    @property
+    def all_silent_are_given_up(self) -> float:
+        """When a worker that lived before our start, and was not heard since, counts as dead."""
+        return self.started + max(self.limits.session_timeout_s, self.limits.grace_s)
+
+    def is_ours(self, mark: bytes) -> bool:
+        """Whether this hub, in this life, has begun the attempt of that mark."""
+        return mark.startswith(self.session[:8])
+
     def new_mark(self, word: str) -> bytes:
         """Of an attempt that is begun with this word: no other hub, and no other attempt here, has the same."""
         self._marks += 1

@@ -307,7 +307,27 @@ def test_a_restarted_hub_says_nothing_before_it_knows_who_lives() -> None:
     assert begin(scenario, NEW, 5) == []
     scenario.join("reader/0", directive=m.Directive(attempts=(Attempt(4, 2, b"m" * 16),)))
     scenario.wait(LIMITS.grace_s + 1.0)
+    assert answers(scenario, NEW) == []  # the trainer of attempt 4 may be late
+    scenario.wait(LIMITS.session_timeout_s)
     assert answers(scenario, NEW) == ["attempt 5 at 5"]
+
+
+def test_a_restarted_hub_waits_for_the_trainer_that_others_have_told_it_of() -> None:
+    """What one asked of the hub before, in a former life, ends no attempt that has begun since."""
+    newest = (Attempt(1, 2, b"1" * 16),)
+    for is_late in (True, False):
+        scenario = Scenario(recovering=True)
+        scenario.join("reader/0", directive=m.Directive(attempts=newest))
+        scenario.join(NEW)
+        scenario.wait(LIMITS.grace_s + 1.0)
+        assert begin(scenario, NEW, 5, timeout_s=LIMITS.session_timeout_s) == []
+        if is_late:
+            announce(scenario, OLD, *newest)
+        scenario.wait(LIMITS.session_timeout_s)
+        assert answers(scenario, NEW) == ["refused UsageError" if is_late else "attempt 2 at 5"]
+        if is_late:
+            scenario.publish(OLD, version_of(1, 6))
+            assert answers(scenario, OLD) == []
 
 
 def test_a_readers_key_begins_nothing_and_passes_on_no_attempt() -> None:
