@@ -132,10 +132,11 @@ class Run:
         return answer
 
     def begin(self) -> None:
-        """Until it answers the first request."""
+        """Until it has answered, and published what who joins can have: OpenRLHF does so after its first step only."""
         self.until("Ray cluster", (self.folder / "nodes.json").exists)
         self._shell = Shell(self.cluster(), self.folder / "fleet.log", self._inside)  # while the run itself starts
-        self.until("first answer", lambda: self.ready() == 1 and any(e["event"] == "request" for e in self.events()))
+        first = {"request", "publish"}
+        self.until("first answer", lambda: self.ready() == 1 and first <= {e["event"] for e in self.events()})
 
     def fleet(self, *arguments: str) -> None:
         """`tensorhub fleet ...`, as the run's user types it."""
