@@ -91,7 +91,7 @@ class TcpTransport(SocketTransport):
         reach = partial(connect, endpoint, host, port, stall_s=limit, deadline=deadline, make=self._channel)
         channels = connect_all(reach, FAR_STREAMS if far else self._streams)
         link = TcpLink(channels, self._offload_size_bytes)
-        self._links.add(link)
+        self._add(link)
         return link
 
 

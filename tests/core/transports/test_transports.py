@@ -333,6 +333,22 @@ def offer_of(count=3):
         return Offer(KEY, slab.manifest(1), slab)
 
 
+@pytest.mark.parametrize("make", [TcpTransport, ShmTransport])
+def test_a_link_that_is_made_while_its_transport_closes_is_cut(make, monkeypatch):
+    if reason := make.available():
+        pytest.skip(reason)
+    with served(make()) as (_, endpoint):
+        for closes in (False, True):
+            reader = make()
+            with contextlib.closing(reader):
+                if closes:  # another thread does, just after this one has looked whether it is open
+                    monkeypatch.setattr(reader, "_check_open", reader.close)
+                link = reader.connect(endpoint, deadline=soon())
+                with pytest.raises(SourceLost) if closes else contextlib.nullcontext():
+                    link.open(KEY, 1, deadline=soon())
+                link.close()
+
+
 def test_offer_readiness():
     offer = offer_of()
     with pytest.raises(SourceLost, match="segment 1"):

@@ -92,7 +92,7 @@ class CudaIpcTransport(SocketTransport):
         self._check_open()
         channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         link = CudaIpcLink(channel, self)
-        self._links.add(link)
+        self._add(link)
         return link
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ class RdmaTransport(SocketTransport):
         if connection is None:
             connection = Connection(connect(endpoint, host, port, stall_s=self._limits.stall_s, deadline=deadline))
         link = RdmaLink(self, connection, self._limits.stall_s)
-        self._links.add(link)
+        self._add(link)
         return link
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ class ShmTransport(SocketTransport):
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
         link = ShmLink(channel, self._pool, self._mappings, by_address=self._by_address, forbidden=self._is_forbidden)
-        self._links.add(link)
+        self._add(link)
         return link
 
     def _is_forbidden(self, error: OSError) -> None:

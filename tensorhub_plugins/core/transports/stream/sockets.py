@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from tensorhub_plugins.core.errors import UsageError
@@ -15,6 +16,7 @@ class SocketTransport:
     def __init__(self) -> None:
         self._server: StreamServer | None = None
         self._links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+        self._links_guard = threading.Lock()
         self._closed = False
 
     def _check_may_serve(self) -> None:
@@ -25,10 +27,19 @@ class SocketTransport:
         if self._closed:
             raise UsageError("the transport is closed")
 
+    def _add(self, link: SocketLink) -> None:
+        with self._links_guard:
+            self._links.add(link)
+            closed = self._closed
+        if closed:  # by another thread, while this one connected
+            link.cut()
+
     def close(self) -> None:
         """Idempotent: no reader comes any more, and who uses a link gets SourceLost."""
-        self._closed = True
+        with self._links_guard:
+            self._closed = True
+            links = list(self._links)
         if self._server is not None:
             self._server.close()
-        for link in list(self._links):
+        for link in links:
             link.cut()
