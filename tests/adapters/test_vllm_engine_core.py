@@ -257,6 +257,7 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
     monkeypatch.setattr(Updater, "_acquire", refuse)
     core = following("now")
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.retain(3)
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
