@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _cuda: Any = torch.cuda  # much of it has no types
 
 PIECE_SIZE_BYTES = 32 << 20  # at this size a copy has reached the bus's speed, and others wait a millisecond for it
+HOST_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly, driver_types.h
 SMALL_SIZE_BYTES = 64 << 10  # to launch a copy takes as long as to copy this; smaller ones are gathered on the device
 
 Event = Any
@@ -88,8 +89,9 @@ class Driver(Protocol):
     def numa_node(self) -> int | None:
         """The host's node that it is on; None: not known."""
 
-    def register(self, memory: torch.Tensor) -> str:
-        """Pin this host memory; why that failed, "" when it is done. A failure leaves no error behind."""
+    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
+        """Pin this host memory; why that failed, "" when it is done. A failure leaves no error behind. read_only: it
+        must not be written to."""
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
@@ -314,7 +316,7 @@ class Plain:
     def numa_node(self) -> int | None:
         return None
 
-    def register(self, memory: torch.Tensor) -> str:
+    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
         return "this device needs none"
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -385,8 +387,9 @@ class Cuda(Plain):
             return None
         return node if node >= 0 else None  # -1: the host has one, or does not say
 
-    def register(self, memory: torch.Tensor) -> str:
-        code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
+        flags = HOST_REGISTER_READ_ONLY if read_only else 0
+        code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
         if not code:
             return ""
         # torch only returns it, and the next kernel that this thread launches would fail with it.

@@ -22,6 +22,7 @@ from tensorhub_plugins.core.protocol import messages
 SEGMENT = 1 << 16  # bytes; small, so that a little data is many segments
 SEGMENTS = 16  # of `tensors_of`
 SIZE = SEGMENT * SEGMENTS
+RUNTIME = "runtime:f"
 ANSWER_S = 60.0  # for a process to answer: only a broken one takes so long
 
 _processes = multiprocessing.get_context("forkserver")
@@ -129,6 +130,22 @@ class Worker:
     def fetch(self, layouts: tuple[str, ...], timeout_s: float) -> str | None:
         """Which layout this worker is to convert to."""
         return self.client.fetch(layouts=layouts, timeout_s=timeout_s).converts
+
+
+class Borrower(Worker):
+    """Keeps what it has fetched, as an engine does that has not installed it yet."""
+
+    def publish_runtime(self, version: int, hold_from: int | None = None) -> None:
+        self.client.publish(version, tensors_of(version), RUNTIME)
+        if hold_from is not None:
+            hold_back(self.client, version, hold_from, RUNTIME)
+
+    def borrow(self, version: int) -> str:
+        self.fetched = self.client.fetch(version, (RUNTIME,), serve=True, borrow=True, timeout_s=30)
+        return self.fetched.slab.kind
+
+    def is_right(self, version: int) -> bool:
+        return same_bytes(self.fetched.tensors(), tensors_of(version))
 
 
 class Hub:

@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 from client_processes import (
+    RUNTIME as RUNTIME,
+)
+from client_processes import (
     SEGMENT,
     Hub,
     Process,
@@ -34,7 +37,6 @@ from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.hub.limits import HubLimits
 
 NEAR, FAR = Location("dc", "rack", "here"), Location("dc", "other rack", "there")
-RUNTIME = "runtime:f"
 HELD = 6  # segments that a source held back serves
 LATE_S = 5.0  # beyond a deadline, on a busy machine
 SOON_S = 30.0  # for what happens at once unless something is broken

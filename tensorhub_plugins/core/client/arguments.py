@@ -22,6 +22,7 @@ from tensorhub_plugins.core.transports import (
 )
 from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text
 
+LAYOUTS_MAX = 8  # that one fetch names
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
 
 log = logging.getLogger("tensorhub.client")
@@ -33,6 +34,12 @@ def check_identity(shard: int, shard_count: int, **names: str) -> None:
         check_name(what, name)
     if not 0 <= shard < shard_count <= SHARDS_MAX:
         raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
+
+
+def check_layouts(layouts: Sequence[str]) -> None:
+    """UsageError unless these are layouts, a few."""
+    if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
+        raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
 
 
 def check_budget(budget_bytes: object, over_budget: object) -> None:

@@ -65,8 +65,6 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger("tensorhub.client")
 
-LAYOUTS_MAX = 8  # that one fetch names
-
 
 class Client:
     """One worker's way into the store.
@@ -267,6 +265,7 @@ class Client:
         into: Mapping[str, torch.Tensor] | None = None,
         repair: bool = False,
         wanted: Iterable[TensorSpec] | None = None,
+        borrow: bool = False,
     ) -> Fetched:
         """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
 
@@ -278,14 +277,18 @@ class Client:
         into, repair: tensors for layouts[0], which is read in place as by `replicate`; Fetched has no slabs then.
         wanted: of a checkpoint only these tensors or parts of them, in one slab, and offered to nobody. UsageError if
         they are none of what is published.
+        borrow: where another rollout of this host has the whole shard in memory that can be shared, use that, and take
+        none. Nothing may be written to these tensors. They are offered until the next such fetch begins, and until they
+        are released, too, the other one has new memory for what comes next.
         """
-        if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
-            raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
-        live, chosen_parts = None, None if wanted is None else TensorTable.of(wanted)
+        arguments.check_layouts(layouts)
+        live, only = None, None if wanted is None else TensorTable.of(wanted)
         if into is not None:
             self._serving.check_free(into)
             live = LiveMemory(into, repairs=repair)
-        destinations = Destinations(self._serving, serve=serve, into=live, in_place=layouts[0], wanted=chosen_parts)
+        destinations = Destinations(
+            self._serving, serve=serve, into=live, in_place=layouts[0], wanted=only, borrows=borrow
+        )
         outcome = self._transfer(destinations, version, tuple(layouts), timeout_s, claim=converts and len(layouts) > 1)
         chosen = outcome.claimed is not None and outcome.layout != layouts[0]
         if outcome.claimed is not None and not chosen:
@@ -297,8 +300,8 @@ class Client:
             outcome.manifests,
             ReplicateReport.of(outcome),
             layouts[0] if chosen else None,
-            chosen_parts if outcome.layout == CHECKPOINT else None,
-            self._releaser(destinations.allocated.values()),
+            only if outcome.layout == CHECKPOINT else None,
+            self._serving.releaser(destinations.allocated.values()),
         )
 
     def abandon(self, version: int, layout: str) -> None:
@@ -490,7 +493,7 @@ class Client:
         """For others, see copies.py."""
         into = Destinations(self._serving, serve=True, for_others=True)
         self._transfer(into, version, (CHECKPOINT,), READ_TIMEOUT_S, claim=False)
-        self._releaser(into.allocated.values())()  # what was here before is not offered a second time
+        self._serving.releaser(into.allocated.values())()  # what was here before is not offered a second time
 
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], timeout_s: float, *, claim: bool
@@ -512,6 +515,7 @@ class Client:
             serve=destinations.serve,
             for_others=destinations.for_others,
             in_part=destinations.in_part,
+            borrows=destinations.borrows,
             location=self._location,
             limits=self._limits,
         )
@@ -578,16 +582,6 @@ class Client:
                     version=key.version,
                 )
         return msgspec.structs.replace(slab.manifest(algorithm=self._digest), tensors=described), changed
-
-    def _releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
-        """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""
-        handed_out = [(slab, self._serving.pool.hand_out(slab)) for slab in slabs]
-
-        def release() -> None:
-            for slab, hand_out in handed_out:
-                self._serving.recycle(slab, hand_out)
-
-        return release
 
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
         check_not_forked(self._pid, "client")

@@ -12,6 +12,7 @@ from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
+from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
@@ -61,7 +62,8 @@ class Destinations:
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
-    for_others: it is read for them only, see copies.py.
+    for_others: it is read for them only, see copies.py. borrows: instead of the pool's, memory of a worker beside this
+    one will do, which is not written to.
     """
 
     def __init__(
@@ -73,10 +75,11 @@ class Destinations:
         in_place: str | None = None,
         wanted: TensorTable | None = None,
         for_others: bool = False,
+        borrows: bool = False,
     ) -> None:
         if into is not None and wanted is not None:
             raise UsageError("into= and wanted= are two places to read into: pass one of them")
-        self.serve, self.for_others = serve, for_others
+        self.serve, self.for_others, self.borrows = serve, for_others, borrows
         self.worker = serving.worker
         self._serving = serving
         self._into = into
@@ -93,6 +96,8 @@ class Destinations:
     def begin(self, deadline: float) -> None:
         """Sources are asked for from now on."""
         self._deadline = deadline
+        if self.borrows:
+            self._serving.give_back_borrowed()
         if self._into is not None:
             self._into.live.settle()
         if self.serve:
@@ -109,8 +114,8 @@ class Destinations:
         if self.serve:
             self._serving.grant(self._read, key)
 
-    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
-        slab = self.slabs[key.shard] = self._memory_for(key, manifest)
+    def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
+        slab = self.slabs[key.shard] = self._memory_for(key, manifest, loan)
         if self._may_serve(key) and slab.specs == manifest.tensors:
             if slab.kind == "view":
                 self._serving.lend(slab, self.allocated.values())
@@ -164,7 +169,7 @@ class Destinations:
         """Not what is read of a checkpoint in part, in memory that is one slab for all source shards."""
         return self.serve and (self._wanted is None or key.layout != CHECKPOINT)
 
-    def _memory_for(self, key: ShardKey, manifest: Manifest) -> Slab:
+    def _memory_for(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None) -> Slab:
         if self._into is not None and self._in_place in (None, key.layout):
             self._live = self._into
             return self._into.of(key, manifest)
@@ -172,7 +177,11 @@ class Destinations:
             return self._place_wanted(self._wanted).of(key, manifest)
         if key.layout == CHECKPOINT and has_parts(manifest.tensors):
             return self._place_parts(key.shard, manifest.tensors)
-        slab = self.allocated[key.shard] = self._take(manifest.tensors)
+        if loan is None:
+            slab = self._take(manifest.tensors)
+        else:
+            slab = self._serving.pool.keep(Slab.borrow(manifest.tensors, loan, deadline=self._deadline))
+        self.allocated[key.shard] = slab
         return slab
 
     def _place_wanted(self, wanted: TensorTable) -> LiveMemory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from weakref import WeakSet
@@ -33,13 +33,14 @@ from tensorhub_plugins.core.memory.tensors import share_memory
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.types import ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
 BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
 NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
 SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
+OWN_KINDS = ("allocated", "view")  # of slabs, in memory of the client's own
 ANNOUNCE_S = 0.3  # a hub that is there has long answered by then; one that is away is told when it is back
 
 
@@ -94,9 +95,11 @@ class Serving:
 
     def publish(self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline) -> None:
         """Offer a whole shard; returns when the hub knows of it. On an error nothing was published."""
-        offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1)
-        offer.mark_all_ready()
         was_read = slab in self._fetched
+        # A trainer does not lend: who installs late would keep it from using its memory again.
+        lends = was_read or key.layout != CHECKPOINT
+        offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
+        offer.mark_all_ready()
         with self._changed:
             effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
         try:
@@ -123,6 +126,16 @@ class Serving:
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._release, ticket)
 
+    def give_back_borrowed(self) -> None:
+        """Offer no more what lies in borrowed memory, so that its owner may use that again. Does not block."""
+        with self._changed:
+            entries = self._shelf.entries.items()
+            keys = [k for k, entry in entries if entry.offer.slab.borrowed is not None and not entry.is_arriving]
+            ticket = {key: number for each in keys for key, number in self._shelf.offering(each).items()}
+        if ticket:
+            with suppress(RuntimeError):  # closed meanwhile
+                self._background.submit(self._release, ticket)
+
     def give_up_copies(self, version: int) -> None:
         """What was read for others is here: whether it has to stay, and until when, says the hub. Does not block."""
         with self._changed:
@@ -146,7 +159,7 @@ class Serving:
         try:
             self._unpublish(0, ticket, BACKGROUND_TIMEOUT_S)
         except TensorHubError as error:
-            log.info("%s: retained copies stay for now: %s", self.worker, error)
+            log.info("%s: copies that others may need stay for now: %s", self.worker, error)
 
     def _unpublish(self, version: int, ticket: shelf.Ticket, timeout_s: float) -> UnpublishReport:
         if not ticket:
@@ -245,7 +258,7 @@ class Serving:
 
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
-            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].created_after)
+            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].created_after, lends=True)
             effects = self._shelf.prepare(read, key, offer)
             self._changed.notify_all()
         self._carry_out(effects)
@@ -304,7 +317,7 @@ class Serving:
         were made in what was left."""
         with self._changed:
             entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
-        offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind != "adopted"]
+        offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
         if not self._is_over or (was_over and not refuses):  # said once, until it was below again
@@ -326,7 +339,7 @@ class Serving:
     def room_bytes(self) -> int:
         """For copies that others need: what the budget leaves, and no more than half of what is free."""
         with self._changed:
-            offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind != "adopted"]
+            offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind in OWN_KINDS]
         left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
         return max(0, min(left, machine.available_bytes() // 2))
 
@@ -344,6 +357,16 @@ class Serving:
             self.recycle(block)
         if not is_offered:
             self.pool.give_back(slab, hand_out)
+
+    def releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
+        """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""
+        handed_out = [(slab, self.pool.hand_out(slab)) for slab in slabs]
+
+        def release() -> None:
+            for slab, hand_out in handed_out:
+                self.recycle(slab, hand_out)
+
+        return release
 
     def lend(self, view: Slab, blocks: Iterable[Slab]) -> None:
         """The memory of these slabs is offered as the view, and goes back to the pool with the last view of it."""
@@ -439,7 +462,7 @@ class Serving:
         copy = self.pool.take_once(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
         for name, tensor in offer.slab.tensors().items():
             copy.write(name, tensor)
-        moved = Offer(key, offer.manifest, copy, created_after=offer.created_after)
+        moved = Offer(key, offer.manifest, copy, created_after=offer.created_after, lends=offer.lends)
         moved.mark_all_ready()
         with self._changed:
             replaced = self._shelf.replace(key, offer, moved)

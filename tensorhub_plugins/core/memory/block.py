@@ -31,13 +31,17 @@ class Block:
     fd: of the memfd, -1 where the system has none and the memory is private to this process. Owned by who closes it.
     """
 
-    def __init__(self, table: TensorTable, *, deadline: float = NEVER) -> None:
+    def __init__(self, table: TensorTable, *, deadline: float = NEVER, over: torch.Tensor | None = None) -> None:
         """DeadlineExceeded when so many tensors take longer. UsageError for specs that do not hold together: they may
-        come from a peer, and memory is handed out by what they say."""
+        come from a peer, and memory is handed out by what they say. over: memory that there is already, uint8."""
         _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
-        self.fd = _sealed_memfd(max(size_bytes, mmap.PAGESIZE))
-        if self.fd >= 0:
+        self.fd = _sealed_memfd(max(size_bytes, mmap.PAGESIZE)) if over is None else -1
+        if over is not None:
+            if over.numel() < size_bytes:
+                raise UsageError(f"{size_bytes} bytes of tensors in memory of {over.numel()}")
+            base, memory = over, memory_of(over)
+        elif self.fd >= 0:
             mapped = mmap.mmap(self.fd, max(size_bytes, mmap.PAGESIZE))
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 try:

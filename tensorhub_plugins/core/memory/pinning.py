@@ -38,7 +38,9 @@ class Pinned:
 
     piece_size_bytes = POPULATE_SIZE_BYTES
 
-    def __init__(self, memory: torch.Tensor, device: Device) -> None:
+    def __init__(self, memory: torch.Tensor, device: Device, *, is_lent: bool = False) -> None:
+        """is_lent: another process made it, and only that one writes to it."""
+        self._is_lent = is_lent
         self.done = threading.Event()
         self.reason = ""
         self.device = device
@@ -48,6 +50,17 @@ class Pinned:
 
     def run(self) -> None:
         """Make the pages, beside the device, and register them. In the background, or at once."""
+        if not self._is_lent:
+            self._make_all_pages()
+        with self.device.calling() as driver, self._lock:
+            if self._is_released:
+                self.reason = "it was released before"
+            else:
+                self.reason = driver.register(self._memory, read_only=self._is_lent)
+                self._is_registered = not self.reason
+        self.done.set()
+
+    def _make_all_pages(self) -> None:
         node, memory = self.device.numa_node(), self._memory
         if node is not None and (reason := prefer(memory.data_ptr(), memory.numel(), node)):
             logger.info("%s: its memory is not made on node %d: %s", self.device.name, node, reason)
@@ -60,13 +73,6 @@ class Pinned:
             thread.start()
         for thread in threads:
             thread.join()
-        with self.device.calling() as driver, self._lock:
-            if self._is_released:
-                self.reason = "it was released before"
-            else:
-                self.reason = driver.register(self._memory)
-                self._is_registered = not self.reason
-        self.done.set()
 
     def _make_pages(self, pieces: list[torch.Tensor]) -> None:
         """Of these, while there are any that no other thread has taken."""
@@ -104,6 +110,13 @@ def pin_block(block: Block, device: Device | None = None, *, required: bool = Fa
         if block.fd >= 0:
             os.close(block.fd)
         raise
+
+
+def pin_lent(memory: torch.Tensor, device: Device) -> Pinned:
+    """Register memory that another process of this host has made, and that is only read here, in the background."""
+    pinned = Pinned(memory, device, is_lent=True)
+    _in_background(lambda: _pin_quietly(pinned))
+    return pinned
 
 
 def _pin(memory: torch.Tensor, device: Device | None, *, required: bool) -> Pinned:

@@ -37,11 +37,15 @@ class SlabPool:
         wanted = TensorTable.of(specs)
         with self._lock:
             self._takes += 1
-            found = next((slab for slab in self._free if slab.specs == wanted), None)
+            alike = [slab for slab in self._free if slab.specs == wanted]
+            idle = [slab for slab in alike if slab.is_lent]  # for whoever uses it, and for nobody else
+            for slab in idle:
+                self._forget(slab)
+            found = next((slab for slab in alike if slab not in idle), None)
             if found is not None:
                 del self._free[found]
                 self._handed_out[found] += 1
-            idle = self._idle()
+            idle += self._idle()
         for old in idle:
             old.close()
         if found is not None:
@@ -54,7 +58,10 @@ class SlabPool:
 
     def take_once(self, specs: Iterable[TensorSpec]) -> Slab:
         """Host memory that is closed when it is given back."""
-        slab = Slab.allocate(specs, device=self._device)
+        return self.keep(Slab.allocate(specs, device=self._device))
+
+    def keep(self, slab: Slab) -> Slab:
+        """Close this slab, too, when it is given back."""
         with self._lock:
             self._single.add(slab)
         return slab
@@ -75,7 +82,7 @@ class SlabPool:
             ours = slab in self._handed_out
             if not (ours or slab in self._single) or slab in self._free:
                 return
-            if hand_out not in (None, self._handed_out.get(slab)):
+            if ours and hand_out not in (None, self._handed_out.get(slab)):
                 return
             alike = sum(free.specs == slab.specs for free in self._free)
             if ours and alike < POOLED_SLABS_MAX and not self._closed:

@@ -1,11 +1,12 @@
 """One shard's memory, seen as one flat stream of bytes.
 
-A slab turns tensors into the stream that `manifest` describes and back. Three kinds:
+A slab turns tensors into the stream that `manifest` describes and back. Four kinds:
 
 * adopted: the live tensors themselves (a model's parameters), wherever they lie, CPU or accelerator;
 * allocated: one block the tensors are written into, an anonymous memfd, so that it can be passed to a reader on the
   same host and nothing is left behind when this process is killed;
 * view: what one source shard holds, in parts, of the tensors of allocated slabs. See assembly.py.
+* borrowed: an allocated slab of another process of this host, used where it lies and never written. See loans.py.
 
 On the CPU `readable` and `writable` hand out the memory itself: a socket sends from it and receives into it. Device
 memory is copied through pinned host memory; a range is committed to the device when `writable` is left without an
@@ -22,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 import torch
@@ -41,10 +42,13 @@ from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
 from tensorhub_plugins.core.memory.downloads import Downloads
+from tensorhub_plugins.core.memory.loans import Borrowed, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
+
+Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
 
 class Slab:
@@ -56,20 +60,21 @@ class Slab:
 
     specs: TensorTable
     size_bytes: int
-    kind: Literal["adopted", "allocated", "view"]
+    kind: Kind
     ties: Mapping[str, str]  # of adopted tensors: name -> the first other name of the very same memory
 
     def __init__(
         self,
-        kind: Literal["adopted", "allocated", "view"],
+        kind: Kind,
         specs: TensorTable,
         runs: Runs,
         *,
         tensors: dict[str, torch.Tensor],
         fd: int = -1,
         pinned: Pinned | None = None,
+        borrowed: Borrowed | None = None,
     ) -> None:
-        """Private: use `adopt` or `allocate`, or `assembly.view_of`."""
+        """Private: use `adopt`, `allocate` or `borrow`, or `assembly.view_of`."""
         self.kind = kind
         self.specs = specs
         self.size_bytes = runs.size_bytes
@@ -81,13 +86,14 @@ class Slab:
         self._fd = fd
         self._owner_liveness, self._alive = os.pipe() if fd >= 0 else (-1, -1)
         self._pinned = pinned
+        self._loans, self._borrowed = Loans(), borrowed
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
         self._closed = False
         self._lock = threading.Lock()
 
-    # --- two ways to get one ---
+    # --- three ways to get one ---
 
     @classmethod
     def adopt(cls, tensors: Mapping[str, torch.Tensor], *, scratch: Mapping[str, torch.Tensor] | None = None) -> Slab:
@@ -130,6 +136,14 @@ class Slab:
         made = Block(table, deadline=deadline)
         pinned = None if pin is False else pin_block(made, device, required=bool(pin))
         return cls("allocated", table, made.runs, tensors=made.tensors, fd=made.fd, pinned=pinned)
+
+    @classmethod
+    def borrow(cls, specs: Iterable[TensorSpec], borrowed: Borrowed, *, deadline: float = NEVER) -> Slab:
+        """The allocated slab of these tensors that another process of this host lends: read, and never written. It is
+        given back by `close`. Errors as of `allocate`."""
+        table = TensorTable.of(specs)
+        made = Block(table, deadline=deadline, over=borrowed.memory)
+        return cls("borrowed", table, made.runs, tensors=made.tensors, borrowed=borrowed, pinned=borrowed.pinned)
 
     # --- tensors ---
 
@@ -180,13 +194,31 @@ class Slab:
     @property
     def shared_fd(self) -> int | None:
         """The memfd behind an allocated slab, its file descriptor still owned by the slab; None: not shareable."""
-        return self._fd if self._fd >= 0 and not self._closed else None
+        fd = self._fd if self._borrowed is None else self._borrowed.fd
+        return fd if fd >= 0 and not self._closed else None
 
     @property
     def owner_liveness_fd(self) -> int | None:
         """The end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or when the
         owner of the slab dies: then the memory is to be let go. Still owned by the slab."""
-        return self._owner_liveness if self._owner_liveness >= 0 and not self._closed else None
+        fd = self._owner_liveness if self._borrowed is None else self._borrowed.owner_liveness_fd
+        return fd if fd >= 0 and not self._closed else None
+
+    def lend(self) -> int:
+        """What a process that is passed `shared_fd` is to keep open for as long as it uses the memory in place: until
+        then nobody writes to it. The caller closes it, here."""
+        self._check_open()
+        return self._loans.lend() if self._borrowed is None else self._borrowed.lend()
+
+    @property
+    def borrowed(self) -> Borrowed | None:
+        """What a borrowed slab lies in."""
+        return self._borrowed
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others use the memory in place: it must not be written to."""
+        return self._loans.any
 
     def readable(self, start: int, stop: int) -> list[memoryview]:
         """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
@@ -219,6 +251,7 @@ class Slab:
         as large, that copies to the slab's device are fast from; None: some of the device's own."""
         for start, stop in ranges:
             self._check_range(start, stop)
+        self._check_writable()
         if self._device is None:
             with self._runs.receiving(ranges) as views:
                 yield views
@@ -317,8 +350,11 @@ class Slab:
             if self._closed:
                 return
             self._closed = True
-            if self._pinned is not None:
+            if self._borrowed is not None:
+                self._borrowed.close()
+            elif self._pinned is not None:
                 self._pinned.release()
+            self._loans.close()
             for fd in (self._fd, self._owner_liveness, self._alive):
                 if fd >= 0:
                     os.close(fd)
@@ -346,6 +382,7 @@ class Slab:
     def _target_of(self, name: str, tensor: torch.Tensor, *, casts: bool = False) -> tuple[TensorSpec, torch.Tensor]:
         """What this tensor is here. UsageError if it is none, or another."""
         self._check_open()
+        self._check_writable()
         spec = self.specs.get(name)
         if spec is None:
             raise UsageError(f"tensor {name!r} is not in this slab of {len(self.specs)} tensors")
@@ -362,6 +399,10 @@ class Slab:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the slab is closed")
+
+    def _check_writable(self) -> None:
+        if self._borrowed is not None:
+            raise UsageError("the slab is another worker's, which lends it to be read: copy what is to be changed")
 
     def _is_freed(self, name: str, storage: torch.UntypedStorage) -> bool:
         """Whether the memory of an adopted tensor has been taken away: it was resized, as FSDP does."""

@@ -102,6 +102,7 @@ class Simulation:
         self.contexts: dict[int, set[str]] = {}  # device -> names of the threads that have touched it
         self.calls: Counter[str] = Counter()
         self.registered: dict[int, int] = {}  # address -> size
+        self.read_only: set[int] = set()  # of them
         self.free_size_bytes = 1 << 40
         self.numa_nodes: dict[int, int] = {}  # of devices that are beside one
         self.faults: list[str] = []
@@ -247,7 +248,8 @@ class Simulation:
         """Queue one copy."""
         for side in (source, target):
             if self._region(side.data_ptr()) is None:
-                self._check_registration(side.data_ptr(), side.data_ptr() + _span(side))
+                start = side.data_ptr()
+                self._check_registration(start, start + _span(side), writes=side is target)
 
         self._queue("copy", device, stream, [source], [target], lambda: _set(self.true(target), self.true(source)))
 
@@ -337,8 +339,11 @@ class Simulation:
         where = f"host memory {start:#x}" if region is None else f"{region.name}[{start - region.start}:]"
         return _Access(start, start + _span(tensor), writes, where)
 
-    def _check_registration(self, start: int, stop: int) -> None:
+    def _check_registration(self, start: int, stop: int, *, writes: bool) -> None:
         for first, size_bytes in self.registered.items():
+            if first in self.read_only and writes and first < stop and start < first + size_bytes:
+                self.faults.append(f"a copy to [{start:#x}, {stop:#x}) writes to memory that was registered to be read")
+                raise RuntimeError("CUDA error: invalid argument")
             if first < stop and start < first + size_bytes and not first <= start <= stop <= first + size_bytes:
                 self.faults.append(f"a copy of [{start:#x}, {stop:#x}) touches a registration and memory beside it")
                 raise RuntimeError("CUDA error: invalid argument")
@@ -466,17 +471,20 @@ class Simulated:
     def numa_node(self) -> int | None:
         return self._simulation.numa_nodes.get(self._index)
 
-    def register(self, memory: torch.Tensor) -> str:
+    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
         try:
             self._simulation.called("register")
         except torch.OutOfMemoryError as error:
             return str(error)
         self._simulation.registered[memory.data_ptr()] = memory.numel()
+        if read_only:
+            self._simulation.read_only.add(memory.data_ptr())
         return ""
 
     def unregister(self, memory: torch.Tensor) -> None:
         self._simulation.called("unregister")
         del self._simulation.registered[memory.data_ptr()]
+        self._simulation.read_only.discard(memory.data_ptr())
 
     def allocation(self, address: int) -> tuple[int, int]:
         self._simulation.called("allocation")

@@ -35,10 +35,13 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order."""
+    """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order.
+
+    is_borrowed: it is the memory of the source that Prepare named."""
 
     shard: int
     needed: tuple[int, ...]
+    is_borrowed: bool = False
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -108,7 +111,7 @@ class AskSources(msgspec.Struct, frozen=True):
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Forget everything that was read: it goes on in another layout."""
+    """Forget everything that was read: it goes on in another layout, or in other memory."""
 
     layout: str
 
@@ -130,10 +133,11 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Find memory for this source shard; answered by Prepared."""
+    """Find memory for this source shard; answered by Prepared. lender: the source that may be asked for its own."""
 
     key: ShardKey
     manifest: Manifest
+    lender: bytes | None = None
 
 
 class ConfirmEpoch(msgspec.Struct, frozen=True):

@@ -6,6 +6,8 @@ Its life: ask the hub for sources -> open each -> prepare memory -> read the mis
 What it holds on to
     Nothing that was verified is read again: a lost source costs the segments in flight, the rest comes from another.
     A source that failed is avoided while there is another, and excluded once it has sent corrupt bytes too often.
+    What is borrowed, the memory of a source on this host, goes with that source if it is lost before all is verified:
+    then all is read again, once, into memory of its own. Afterwards it stays, whatever becomes of the source.
     The version, once resolved, stays. The layout may change while there are alternatives (the peers that had the
     runtime layout died, the trainer still has the checkpoint): then it starts again in that layout.
     Everything ends by the deadline, in Complete or GiveUp; and at once when an operator withdraws the version.
@@ -66,8 +68,9 @@ LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
 
 @dataclass
 class Replication:
-    """layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire. verify: whether the shell
-    compares digests. algorithm: the only one of digests that is believed; None: any.
+    """layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire. borrows: whether a source on
+    this host is asked to lend its memory. verify: whether the shell compares digests. algorithm: the only one of
+    digests that is believed; None: any.
 
     deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors.
     """
@@ -82,6 +85,7 @@ class Replication:
     serve: bool = False
     for_others: bool = False
     in_part: bool = False
+    borrows: bool = False
     location: Location = Location()  # of the reader
     limits: TransferLimits = TransferLimits()
     algorithm: str | None = None
@@ -122,8 +126,8 @@ class Replication:
                     self._answer(request_id, reply, now)
             case Opened(shard, session, manifest):
                 self._opened(shard, session, manifest, now)
-            case Prepared(shard, needed):
-                self._prepared(shard, needed, now)
+            case Prepared():
+                self._prepared(event, now)
             case Arrived():
                 self._arrived(event, now)
             case SourceWaiting(shard, session):
@@ -265,7 +269,8 @@ class Replication:
             self._go_on(shard, state, now)
         elif not state.is_preparing:
             state.is_preparing = True
-            self._effects.append(Prepare(self._key(shard), manifest))
+            state.lender = session if self.borrows else None
+            self._effects.append(Prepare(self._key(shard), manifest, state.lender))
 
     def _believes(self, shard: int, session: bytes, manifest: Manifest, now: float) -> bool:
         """Whether this is what was published, with digests that we take; if not, its source is done with."""
@@ -283,10 +288,11 @@ class Replication:
             return False
         return True
 
-    def _prepared(self, shard: int, needed: tuple[int, ...], now: float) -> None:
-        state = self.shards[shard]
-        state.begin(needed, now, self.limits)
-        self._go_on(shard, state, now)
+    def _prepared(self, event: Prepared, now: float) -> None:
+        state = self.shards[event.shard]
+        state.lender = state.lender if event.is_borrowed else None
+        state.begin(event.needed, now, self.limits)
+        self._go_on(event.shard, state, now)
 
     # --- reading ---
 
@@ -411,10 +417,20 @@ class Replication:
         if state.is_whole:
             self._complete_if_done()  # every byte had arrived intact: nothing is lost with the source
             return
+        if state.lender == session:
+            self._go_without_loans()
+        state = self.shards[shard]
         if any(s.is_open for s in state.sources.values()):
             self._share(shard, state, now)
         if not state.sources and self._ask_at is None:  # one question for all shards that are lost together
             self._ask_at = now + backoff_s(self._retries, self.limits)
+
+    def _go_without_loans(self) -> None:
+        """What has come lies in the lost source's memory, and the rest cannot be written there."""
+        self.borrows = False
+        self._drop_all()
+        self._effects.append(Restart(self.layout))
+        self.shards = {shard: Shard(state.root, self.verify, peer=state.peer) for shard, state in self.shards.items()}
 
     def _waits(self, shard: int, session: bytes, now: float) -> None:
         source = self._current(shard, session)

@@ -25,6 +25,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory import moves
+from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer import events, replication
@@ -62,8 +63,9 @@ class Destinations(Protocol):
     def expect(self, key: ShardKey) -> None:
         """This shard is about to be read: peers that ask for it may wait for `prepare`."""
 
-    def prepare(self, key: ShardKey, manifest: Manifest) -> Slab:
-        """Memory for this source shard. Raise UsageError when its tensors do not fit."""
+    def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
+        """Memory for this source shard, that of its source (loan) where that will do. Raise UsageError when its tensors
+        do not fit."""
 
     def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
         """Of these segments of what was prepared those that are to be read: the others are in place already."""
@@ -72,7 +74,7 @@ class Destinations(Protocol):
         """The bytes of this segment are in place, and what was published."""
 
     def restart(self) -> None:
-        """Everything prepared so far is void: the transfer goes on in another layout."""
+        """Everything prepared so far is void: the transfer goes on in another layout, or in other memory."""
 
 
 @dataclass
@@ -202,8 +204,8 @@ class Transfer:
                 reader = SourceReader(key, grant, self._transports, self._machine, self._events)
                 self._readers[key.shard, grant.session] = reader
                 reader.start()
-            case events.Prepare(key, manifest):
-                self._next.append(self._prepare(key, manifest))
+            case events.Prepare(key, manifest, lender):
+                self._next.append(self._prepare(key, manifest, lender))
             case events.Read(shard, session, segments):
                 self._left = [reader for reader in self._left if reader.lives]
                 after = [reader for reader in self._left if reader.shard == shard and reader.writes]
@@ -231,14 +233,16 @@ class Transfer:
             case _:
                 assert_never(effect)
 
-    def _prepare(self, key: ShardKey, manifest: Manifest) -> events.Event:
+    def _prepare(self, key: ShardKey, manifest: Manifest, lender: bytes | None) -> events.Event:
+        loan = None if lender is None else self._readers[key.shard, lender].take_loan()
         try:
-            slab = self._destinations.prepare(key, manifest)
+            slab = self._destinations.prepare(key, manifest, loan)
         except DeadlineExceeded:  # of its many tensors
             return events.Tick()  # who it came from, and what is missing, the machine knows
         target = self._targets[key.shard] = Target(manifest, slab, moves.plan(manifest.tensors, slab.specs))
         needed = moves.needed(manifest, target.moves)
-        return events.Prepared(key.shard, self._destinations.missing(key, manifest, needed))
+        missing = self._destinations.missing(key, manifest, needed)
+        return events.Prepared(key.shard, missing, loan is not None and slab.borrowed is loan)
 
     def _ask(self, acquire: messages.Acquire) -> None:
         numbers: list[int] = []
@@ -256,7 +260,7 @@ class Transfer:
         self._hub.ask(make, self._machine.deadline).add_done_callback(answered)
 
     def _restart(self, layout: str) -> None:
-        log.info("going on in layout %s", layout)
+        log.info("reading anew, in layout %s", layout)
         self._join_all()
         self._destinations.restart()
         self._targets.clear()

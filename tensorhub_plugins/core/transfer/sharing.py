@@ -101,6 +101,8 @@ class Source:
 class Shard:
     """Progress on one shard. missing is None until there is memory for it; queue: of it, what no source is assigned.
 
+    lender: the only source that can be read, because its own memory is what the shard is in.
+
     verify: whether every segment is checked as it comes; else nothing counts before its source's epoch was confirmed.
     """
 
@@ -110,6 +112,7 @@ class Shard:
     missing: dict[int, None] | None = None
     queue: deque[int] = field(default_factory=deque)
     is_preparing: bool = False
+    lender: bytes | None = None
     peer: str = ""  # the last source that was lost
     began: float = 0.0
     additional_at: float = 0.0  # when the next question for an idle source is due
@@ -208,7 +211,7 @@ def _too_slow(
 def reason_for_more(shard: Shard, now: float, limits: TransferLimits) -> Literal["slow", "idle", None]:
     """Whether an additional source is worth a question: all that work are slow, or the transfer lasts."""
     working = [source for source in shard.sources.values() if source.assigned]
-    if not working or not shard.missing or len(shard.sources) >= limits.sources_max:
+    if not working or not shard.missing or shard.lender is not None or len(shard.sources) >= limits.sources_max:
         return None
     if all(source.is_slow or source.is_silent(now, source.last_at) for source in working):
         return "slow"

@@ -16,13 +16,14 @@ from typing import TypeAlias
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.security import tls
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transports import Link, Transport, choices, nothing_in_common
-from tensorhub_plugins.core.types import FAR, ShardKey, distance
+from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 
 @dataclass
@@ -61,6 +62,7 @@ class SourceReader:
         self._deadline = machine.deadline
         self._limits = machine.limits
         self._verify = machine.verify
+        self._borrows = machine.borrows and distance(machine.location, grant.location) == HOST
         self._far = distance(machine.location, grant.location) == FAR
         self._inbox = inbox
         self._changed = threading.Condition()
@@ -111,6 +113,10 @@ class SourceReader:
             self._target = target
             self._batches.append(_Batch(segments, after))
             self._changed.notify()
+
+    def take_loan(self) -> Borrowed | None:
+        """The source's own memory, if it has lent it."""
+        return None if self._link is None else self._link.take_loan()
 
     def confirm_epoch(self) -> None:
         """Ask the source, when all is read, whether it has withdrawn its offer meanwhile."""
@@ -188,7 +194,7 @@ class SourceReader:
                         link.close()
                         raise SourceLost("given up while it was opened", peer=self.grant.worker, phase="open")
                     self._link = link
-                link.digests, link.ticket = self._verify, self.grant.ticket
+                link.digests, link.ticket, link.borrows = self._verify, self.grant.ticket, self._borrows
                 manifest = link.open(self.key, self.grant.as_of, deadline=deadline)
                 self.transport = name
                 return link, manifest

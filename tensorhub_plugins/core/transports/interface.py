@@ -25,6 +25,7 @@ from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.types import ShardKey
 
 if TYPE_CHECKING:
+    from tensorhub_plugins.core.memory.loans import Borrowed
     from tensorhub_plugins.core.memory.moves import Move
     from tensorhub_plugins.core.memory.slab import Slab
 
@@ -130,16 +131,24 @@ class Link(Protocol):
     other than VersionGone and NotServable it is closed.
 
     progress: what the source was last heard to do. digests: whether `read` computes them, for `digest`. ticket: of
-    the lease, for `open`."""
+    the lease, for `open`. borrows: whether `open` asks for a loan."""
 
     progress: LinkProgress
     digests: bool
     ticket: Ticket | None
+    borrows: bool
 
     def open(self, key: ShardKey, as_of: int, *, deadline: float) -> Manifest:
         """Begin to read an offer. VersionGone when it is not offered, NotServable when not over this transport.
 
         as_of: the grant's; an offer that was created after it is another one."""
+        ...
+
+    def take_loan(self) -> Borrowed | None:
+        """The source's own memory of what was opened, the caller's from now on; None: it lends none.
+
+        A slab over it (`Slab.borrow`) may be the target of `read`, which then waits for the segments and digests
+        them."""
         ...
 
     def read(

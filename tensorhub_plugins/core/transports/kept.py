@@ -16,6 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from tensorhub_plugins.core.memory.loans import is_over
+
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
@@ -48,7 +50,7 @@ class Kept(Generic[Key, Value]):
         pipe whose other end the owner has."""
         dropped: list[Value] = []
         with self._guard:
-            if key in self._entries and _is_over(self._entries[key][0]):
+            if key in self._entries and is_over(self._entries[key][0]):
                 dropped.append(self._drop(key))  # the key was given to other memory since
             if key in self._entries or self._closed:
                 os.close(owner_liveness_fd)
@@ -108,11 +110,5 @@ class Kept(Generic[Key, Value]):
                     return
                 with contextlib.suppress(BlockingIOError):
                     self._wake_out.recv(4096, socket.MSG_DONTWAIT)
-                dropped = [self._drop(key) for key, (fd, _) in list(self._entries.items()) if _is_over(fd)]
+                dropped = [self._drop(key) for key, (fd, _) in list(self._entries.items()) if is_over(fd)]
             dropped.clear()
-
-
-def _is_over(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, 0)
-    return bool(poll.poll(0))

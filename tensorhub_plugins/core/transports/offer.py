@@ -25,13 +25,22 @@ class Offer:
     """
 
     def __init__(
-        self, key: ShardKey, manifest: Manifest, slab: Slab, epoch: int = 0, *, created_after: int = 0
+        self,
+        key: ShardKey,
+        manifest: Manifest,
+        slab: Slab,
+        epoch: int = 0,
+        *,
+        created_after: int = 0,
+        lends: bool = False,
     ) -> None:
-        """created_after: a `request_id` of the session with the hub from before the hub was told of this offer."""
+        """created_after: a `request_id` of the session with the hub from before the hub was told of this offer. lends:
+        readers of this host may use its memory where it lies, and have it after the offer is withdrawn."""
         self.key = key
         self.created_after = created_after
         self.manifest = manifest
         self.slab = slab
+        self.lends = lends
         self.epoch = epoch  # told to readers, who compare it after reading
         self._ready = bytearray(manifest.segment_count)
         self._changed = threading.Condition()

@@ -184,7 +184,7 @@ class TcpSource(SourceBackend):
     def refusal(self, offer: Offer) -> str | None:
         return None
 
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         pass
 
     def segment_payload(

@@ -47,6 +47,7 @@ logger = get_logger(__name__)
 
 Asked: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 PLAN_AHEAD_S = 10.0  # for vLLM's thread to come by; then the first version is read whole
+MAKE_ROOM_S = 1.0  # for readers that were sent to the last version a moment ago
 HAND_OVER_TIMEOUT_S = 5.0  # a node with a spot notice has half a minute; who follows takes the newest version by itself
 
 
@@ -384,8 +385,8 @@ class Updater:
 
     def _get(self, version: int, layouts: tuple[str, ...], deadline: Deadline, **how: Any) -> Staged:
         """how: serve, into, repair and wanted, see Client.fetch."""
-        began = time.monotonic()
-        return self._came(self._client.fetch(version, layouts, timeout_s=deadline.remaining(), **how), began)
+        began, timeout_s = time.monotonic(), deadline.remaining()
+        return self._came(self._client.fetch(version, layouts, timeout_s=timeout_s, borrow=True, **how), began)
 
     def _came(self, fetched: Fetched, began: float) -> Staged:
         self._handle(update_state.BytesRead(fetched.report))
@@ -549,10 +550,24 @@ class Updater:
         # may be, because it was the last.
         key = ShardKey(version, layout, self.position.shard, self.position.shard_count)
         if key not in self._client.serving():
+            if in_host_memory:
+                self._make_room(version)
             self._client.publish(version, live, layout, copy=in_host_memory, timeout_s=timeout_s)
         size_bytes = sum(tensor.nbytes for tensor in live.values())
         run_log.record("serve", worker=self._name, version=version, layout=layout, bytes=size_bytes)
         self._handle(update_state.Served(version))
+
+    def _make_room(self, version: int) -> None:
+        """The version before gives its memory to this one, unless somebody reads it: else a third copy is taken."""
+        with self._lock:
+            before = self._state.served
+        if before in (None, version):
+            return
+        key = ShardKey(before, self.position.layout, self.position.shard, self.position.shard_count)
+        offer = self._client.find(key)
+        if offer is not None and not offer.active_readers:
+            self._client.unpublish(before, self.position.layout, timeout_s=MAKE_ROOM_S)
+            self._handle(update_state.Withdrawn())
 
     def _drop_source(self, staged: Staged) -> None:
         """Let go of what was fetched, unless it is what we serve."""

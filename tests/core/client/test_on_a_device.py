@@ -6,10 +6,11 @@ import threading
 
 import pytest
 import torch
+from client_stage import until
 
 from tensorhub_plugins.core import CorruptBytes, Held, UsageError, same_bytes, spec_of
 from tensorhub_plugins.core.client.publisher import Publisher
-from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.device import Device, copy_all
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.testing import sample_tensors
 from tensorhub_plugins.core.testing.simulated import Simulation
@@ -135,6 +136,34 @@ def test_readers_of_this_host_share_one_copy_of_a_devices_memory(stage, device):
     trainer_alone = stage.client("three", transports=("tcp",)).fetch(1)  # the control: these do copy
     assert_equal(device, trainer_alone.tensors(), weights)
     assert device.calls["copy"] - before > 0
+    device.check()
+
+
+def test_borrowed_memory_is_pinned_once_and_as_long_as_its_owner_has_it(stage, device):
+    """For all versions that come in it, and only to be read: it is another worker's."""
+    first, second = (stage.client(name, transports=("shm", "tcp")) for name in ("one", "two"))
+    first.retain(0)
+    new = {"big": torch.arange(100_000)}
+    registered = []
+    for version in (1, 2):
+        first.publish(version, new, "runtime:f")
+        fetched = second.fetch(version, ("runtime:f",), borrow=True)
+        assert fetched.slab.kind == "borrowed" and pinning.wait_for_background(60)
+        assert fetched.slab.copying_device is not None
+        registered.append(dict(device.registered))
+        assert len(device.read_only) == 1
+        live = there(device, {"big": torch.zeros(100_000, dtype=torch.int64)})
+        copy_all([(live[name], tensor) for name, tensor in fetched.tensors().items()])
+        assert_equal(device, live, new)
+        with pytest.raises(RuntimeError, match="invalid argument"):  # the control: so it would notice a write
+            copy_all([(fetched.tensors()["big"], live["big"])])
+        device.faults.clear()
+        first.unpublish(version)
+        fetched.release()
+    assert registered[0] == registered[1] and len(registered[0]) == 2  # the owner's, and the borrower's mapping of it
+    del fetched
+    first.close()
+    until(lambda: pinning.wait_for_background(60) and not device.registered)
     device.check()
 
 

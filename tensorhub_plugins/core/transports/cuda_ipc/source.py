@@ -33,7 +33,7 @@ class CudaIpcSource(SourceBackend):
             return str(error)
         return None
 
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         try:
             exported = self._exports.of(offer.slab)
         except NotShareable as error:  # it was moved, or closed, since

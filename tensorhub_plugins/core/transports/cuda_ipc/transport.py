@@ -45,7 +45,7 @@ from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected
 from tensorhub_plugins.core.transports.stream.link import SocketLink
-from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX
+from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
 
@@ -148,7 +148,7 @@ class CudaIpcLink(SocketLink):
         if fd >= 0:
             os.close(fd)
 
-    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         self._let_go()
         memory = channel.receive_message(memory_decoder, REPLY_SIZE_BYTES_MAX, deadline)
         (self._owner_liveness_fd,) = channel.receive_descriptors(1, deadline)

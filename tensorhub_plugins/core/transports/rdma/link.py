@@ -37,7 +37,7 @@ from tensorhub_plugins.core.transports.rdma.verbs import ReadQueuePair
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected, Silent
 from tensorhub_plugins.core.transports.stream.link import SocketLink
-from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, SEGMENT
+from tensorhub_plugins.core.transports.stream.messages import REPLY_SIZE_BYTES_MAX, SEGMENT, StreamOpened
 
 if TYPE_CHECKING:
     from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
@@ -155,7 +155,7 @@ class RdmaLink(SocketLink):
 
     # opening
 
-    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         self._rested = False
         self._drop_bounce_buffers()  # of the size of another offer's segments
         told = channel.receive_message(rails_decoder, REPLY_SIZE_BYTES_MAX, deadline)

@@ -64,7 +64,7 @@ class RdmaSource(SourceBackend):
         self._put_back(ring)
         return None
 
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         try:
             memory, ring = self._readable(offer)
         except VerbsError as error:

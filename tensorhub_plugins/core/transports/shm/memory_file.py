@@ -18,11 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
+
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.loans import Borrowed, bytes_over
+from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
 
@@ -95,11 +100,24 @@ def _take(pending: deque[memoryview], size_bytes: int) -> list[memoryview]:
 
 
 class _Mapping:
-    """A file of another process that was read."""
+    """A file of another process that was read, or is borrowed."""
 
     def __init__(self) -> None:
         self.access_count = 0
         self.memory: memoryview | None = None
+        self.base: torch.Tensor | None = None  # uint8, over the same
+        self.pinned: Pinned | None = None
+
+    def map(self, fd: int, size_bytes: int) -> memoryview | None:
+        # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
+        if self.memory is None:
+            with contextlib.suppress(OSError, ValueError):
+                self.memory = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+        return self.memory
+
+    def __del__(self) -> None:
+        if self.pinned is not None:
+            self.pinned.release()
 
 
 class MappingCache:
@@ -120,21 +138,51 @@ class MappingCache:
         if not _is_sealed(fd):
             os.close(owner_liveness_fd)
             return None
-        status = os.fstat(fd)
-        mapping = self.kept.get((status.st_dev, status.st_ino, status.st_size), owner_liveness_fd, _Mapping)
+        size_bytes = os.fstat(fd).st_size
+        mapping = self.kept.get(_identity(fd), owner_liveness_fd, _Mapping)
         if mapping is None:
             return None
         with self._guard:
             mapping.access_count += 1
-            if mapping.memory is None and mapping.access_count >= self._map_from:
-                # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
-                with contextlib.suppress(OSError, ValueError):
-                    mapping.memory = memoryview(mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ))
-            return mapping.memory
+            return mapping.map(fd, size_bytes) if mapping.access_count >= self._map_from else mapping.memory
+
+    def borrow(
+        self, fd: int, owner_liveness_fd: int, loan_fd: int, device: Device | None, *, is_shared: bool
+    ) -> Borrowed | None:
+        """All of this file's memory, to be used where it lies; None where it is not safe to map it. Takes the
+        descriptors over.
+
+        is_shared: nobody writes to it here: it is mapped once, kept like what is read, and pinned for the device. Else
+        whoever writes to it, some model's loader, has the pages that it has changed for itself.
+        """
+        size_bytes, mapping = os.fstat(fd).st_size, None
+        if is_shared and _is_sealed(fd):
+            mapping = self.kept.get(_identity(fd), os.dup(owner_liveness_fd), _Mapping)
+        memory, pinned = None, None
+        if mapping is not None:
+            with self._guard:
+                mapped = mapping.map(fd, size_bytes)
+                if mapped is not None and mapping.base is None:
+                    mapping.base = bytes_over(mapped)
+                    mapping.pinned = None if device is None else pin_lent(mapping.base, device)
+                memory, pinned = mapping.base, mapping.pinned
+        elif _is_sealed(fd):
+            with contextlib.suppress(OSError, ValueError):
+                memory = bytes_over(memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE)))
+        if memory is None:
+            for each in (fd, owner_liveness_fd, loan_fd):
+                os.close(each)
+            return None
+        return Borrowed(memory, fd, owner_liveness_fd, loan_fd, pinned)
 
     def close(self) -> None:
         """Idempotent. What is being read stays until it has been."""
         self.kept.close()
+
+
+def _identity(fd: int) -> _Identity:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size
 
 
 def _is_sealed(fd: int) -> bool:

@@ -16,6 +16,7 @@ from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.source import SourceBackend
 from tensorhub_plugins.core.transports.stream.unix_socket import check_owner
+from tensorhub_plugins.core.types import CHECKPOINT
 
 READY_MAX = 4096  # segments in one word of the source: to say it for each takes time from those that copy
 COPY_AHEAD = 8  # while its reader copies these the source copies the next ones into the shared copy
@@ -62,7 +63,18 @@ class ShmSource(SourceBackend):
                 return None
         return _process.pack(extents)
 
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+    def lends(self, offer: Offer) -> bool:
+        if offer.slab.shared_fd is not None:
+            return True
+        if offer.key.layout == CHECKPOINT:  # its readers want parts of it, or put parts together
+            return False
+        with self._guard:
+            shared = self._copy_of(offer, several=True)
+            if shared is not None:
+                shared.together = SHARED_COPY_READERS  # it is worth keeping for the next borrower
+        return shared is not None
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         slab = offer.slab
         if slab.shared_fd is None:
             with self._guard:
@@ -76,10 +88,12 @@ class ShmSource(SourceBackend):
         if fd is None or liveness_fd is None:
             raise SourceLost("the slab was closed", version=offer.version)
         readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
+        loan = [slab.lend()] if lends else []
         try:
-            channel.send_descriptors([readable, liveness_fd], deadline)
+            channel.send_descriptors([readable, liveness_fd, *loan], deadline)
         finally:
-            os.close(readable)
+            for each in (readable, *loan):
+                os.close(each)
 
     def segment_payload(
         self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
@@ -137,7 +151,7 @@ class ShmSource(SourceBackend):
         `several` want to read at the same time."""
         shared = self._copies.get(offer)
         if shared is None and offer.slab.kind != "allocated":
-            if self._idle is not None and self._idle.slab.specs == offer.manifest.tensors:
+            if self._idle is not None and self._idle.may_be_of(offer):
                 shared = self._take_idle()
             elif several:
                 shared = SharedCopy(offer)
@@ -155,6 +169,11 @@ class SharedCopy:
         self.slab = Slab.allocate(offer.manifest.tensors, pin=False if device is None else None, device=device)
         self.readers = 0
         self._of: weakref.ref[Offer] | None = None
+
+    def may_be_of(self, offer: Offer) -> bool:
+        """Whether its memory can become a copy of this one: it is, or nobody uses what it is a copy of."""
+        is_same = self._of is not None and self._of() is offer
+        return self.slab.specs == offer.manifest.tensors and (is_same or not self.slab.is_lent)
 
     def begin(self, offer: Offer) -> None:
         """Be a copy of this one from now on; what was copied of it before is not copied again."""

@@ -4,6 +4,8 @@ The same host is where the source's UNIX socket can be reached (unix_socket.py).
 source says which segments are ready and sends no bytes. Where the reader copies from:
 
 * An allocated slab is a memfd, which the source passes over the socket, opened read-only (memory_file.py).
+* A reader that asks for a loan maps that file and uses it where it lies, for as long as it likes (memory/loans.py): it
+  copies nothing, and the segments are only digested.
 * Adopted memory is read by its addresses, where the system lets one process read another's (process_memory.py).
   Where it does not, the first reader is sent away, to tcp.
 * For several readers at a time, from the third on (the second, where addresses are forbidden), the source copies the
@@ -20,7 +22,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -33,9 +37,10 @@ from tensorhub_plugins.core.transports.stream import unix_socket
 from tensorhub_plugins.core.transports.stream.announced import AnnouncedStream
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import SocketLink
+from tensorhub_plugins.core.transports.stream.messages import StreamOpened
 from tensorhub_plugins.core.transports.stream.sockets import SocketTransport
 from tensorhub_plugins.core.transports.stream.source import StreamServer
-from tensorhub_plugins.core.types import ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 SCHEME = "shm://"
 COPY_THREADS_MAX = 4  # one core copies at 5.6 GB/s here and two at 9.2
@@ -65,6 +70,7 @@ class ShmTransport(SocketTransport):
         self._limits = limits
         self._gate = gate
         self._mappings = MappingCache(map_from)
+        self._device = here()  # for which borrowed memory is pinned: the threads that read have none of their own
         self._pool: ThreadPoolExecutor | None = None
 
     @staticmethod
@@ -85,7 +91,14 @@ class ShmTransport(SocketTransport):
         channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
-        link = ShmLink(channel, self._pool, self._mappings, by_address=self._by_address, forbidden=self._is_forbidden)
+        link = ShmLink(
+            channel,
+            self._pool,
+            self._mappings,
+            self._device,
+            by_address=self._by_address,
+            forbidden=self._is_forbidden,
+        )
         self._add(link)
         return link
 
@@ -111,6 +124,7 @@ class ShmLink(SocketLink):
         channel: Channel,
         pool: ThreadPoolExecutor,
         mappings: MappingCache,
+        device: Device | None,
         *,
         by_address: bool,
         forbidden: Callable[[OSError], None],
@@ -118,17 +132,21 @@ class ShmLink(SocketLink):
         super().__init__([channel])
         self._pool = pool
         self._mappings = mappings
+        self._device = device
         self._pid = unix_socket.peer_of(channel.sock)[0]
         self._by_address = by_address and self._pid > 0  # 0: it lives in another namespace of processes
         self._forbidden = forbidden
         self._block: MemoryFile | _process.ProcessMemory | None = None
+        self._loan: Borrowed | None = None
 
     def _dispose(self) -> None:
         super()._dispose()
+        self._loan = None  # given back, unless it was taken
         if self._block is not None:
             self._block.close()
 
     def _open(self, key: ShardKey, as_of: int, deadline: float) -> Manifest:
+        self._layout = key.layout
         manifest = super()._open(key, as_of, deadline)
         if isinstance(self._block, _process.ProcessMemory):
             try:
@@ -139,21 +157,32 @@ class ShmLink(SocketLink):
                 return super()._open(key, as_of, deadline)
         return manifest
 
-    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         if self._block is not None:
             self._block.close()
-        if addresses is not None:
-            self._block = _process.ProcessMemory(self._pid, addresses, manifest.size_bytes)
-        else:
-            fd, liveness_fd = channel.receive_descriptors(2, deadline)
-            self._block = MemoryFile(manifest, fd, self._mappings.get_or_map(fd, liveness_fd))
+        self._loan = None
+        if opened.addresses is not None:
+            self._block = _process.ProcessMemory(self._pid, opened.addresses, manifest.size_bytes)
+            return
+        fd, liveness_fd, *loan = channel.receive_descriptors(3 if opened.is_lent else 2, deadline)
+        if loan:
+            fds = os.dup(fd), os.dup(liveness_fd), loan[0]
+            self._loan = self._mappings.borrow(*fds, self._device, is_shared=self._layout != CHECKPOINT)
+        self._block = MemoryFile(manifest, fd, self._mappings.get_or_map(fd, liveness_fd))
+
+    def take_loan(self) -> Borrowed | None:
+        return self._loan
 
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
-        block = self._block
+        block, loan = self._block, self._loan
         assert block is not None
         at_once = max(1, CALL_SIZE_BYTES // manifest.segment_size_bytes)
 
         def copy(segments: list[int]) -> list[int]:
+            if plan.target.borrowed is not None and plan.target.borrowed is loan:  # they lie where they are to be
+                for segment in segments:
+                    plan.look_at(segment)
+                return segments
             for run, end in runs_of(segments):
                 for first in range(run, end, at_once):  # neighbours, however small they and their tensors are
                     _copy(block, manifest, plan, range(first, min(end, first + at_once)))

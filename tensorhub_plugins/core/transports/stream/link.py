@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
+from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import Ticket
@@ -88,6 +89,7 @@ class SocketLink:
         self.progress = LinkProgress()
         self.digests = True
         self.ticket: Ticket | None = None
+        self.borrows = False
         self._by_address = False
         self._more: More | None = None
         self._guard = threading.Lock()
@@ -115,7 +117,7 @@ class SocketLink:
         if bytes(first.manifest) == NO_MANIFEST:
             raise ProtocolError("the source opened without a manifest")
         manifest = Manifest.decode(bytes(first.manifest))
-        self._receive_memory(channel, manifest, first.addresses, deadline)
+        self._receive_memory(channel, manifest, first, deadline)
         for other in self._channels[1:]:
             if self._reply(other, StreamOpened, deadline).epoch != first.epoch:
                 raise SourceLost("the source published anew while it was opened")
@@ -125,7 +127,7 @@ class SocketLink:
         is_first = channel is self._channels[0]
         ticket = self.ticket
         lease = None if ticket is None else (ticket.claim, prove(ticket.key, channel.nonce))
-        return StreamOpen(key, as_of, not is_first, self._by_address and is_first, lease)
+        return StreamOpen(key, as_of, not is_first, self._by_address and is_first, lease, self.borrows and is_first)
 
     def read(
         self,
@@ -162,8 +164,11 @@ class SocketLink:
     def _transfer(self, manifest: Manifest, plan: ReadPlan, segments: list[int], deadline: float) -> Iterator[int]:
         raise NotImplementedError
 
-    def _receive_memory(self, channel: Channel, manifest: Manifest, addresses: bytes | None, deadline: float) -> None:
+    def _receive_memory(self, channel: Channel, manifest: Manifest, opened: StreamOpened, deadline: float) -> None:
         """What `SourceBackend.send_memory` sends after StreamOpened, unless that told its addresses."""
+
+    def take_loan(self) -> Borrowed | None:
+        return None
 
     def digest(self, segment: int) -> bytes:
         if self._plan is None:

@@ -5,7 +5,7 @@
                                     <-      HELLO magic, version, nonce
     StreamOpen(shard, lease)        ->
                                     <-      StreamOpened(epoch, manifest) or StreamRefused(reason);
-                                            shm: its file, or its addresses
+                                            shm: its file (and a loan of it), or its addresses
     StreamRead(segment runs, seconds) ->    (any number, without waiting for what was asked for before)
                                     <-      for each segment, once it is ready: SEGMENT header, then its bytes; shm,
                                             for all that are ready: READY header (the first of them, how many);
@@ -59,6 +59,7 @@ class StreamOpen(_Message, frozen=True):
     brief: bool = False  # another stream of the same reader has the manifest already
     by_address: bool = False  # shm: it can read this process's memory itself
     lease: tuple[Claim, bytes] | None = None  # where the hub has a secret; and the proof that it is ours, see leases.py
+    borrows: bool = False  # shm: it would rather use the memory where it lies, for as long as it likes
 
 
 class StreamRead(_Message, frozen=True):
@@ -81,6 +82,7 @@ class StreamOpened(_Message, frozen=True):
     epoch: Count
     manifest: msgspec.Raw  # Manifest.encoded; NO_MANIFEST: brief
     addresses: bytes | None = None  # shm: where its bytes lie in the source's memory; None: `send_memory` follows
+    is_lent: bool = False  # shm: it may be used where it lies, see memory/loans.py
 
 
 class StreamRefused(_Message, frozen=True):

@@ -77,7 +77,11 @@ class SourceBackend:
         """For a reader that reads this process's memory itself, and then gets nothing else; None: it cannot."""
         return None
 
-    def send_memory(self, channel: Channel, offer: Offer, deadline: float) -> None:
+    def lends(self, offer: Offer) -> bool:
+        """Whether a reader that wants to use the memory where it lies may have it (`send_memory` with `lends`)."""
+        return False
+
+    def send_memory(self, channel: Channel, offer: Offer, deadline: float, *, lends: bool = False) -> None:
         """What follows a StreamOpened message."""
         raise NotImplementedError
 
@@ -314,22 +318,23 @@ class ReaderConnection:
     def _open(self, request: StreamOpen, deadline: float) -> None:
         self._release()
         try:
-            offer, addresses = self._begin(request)
+            offer, addresses, lends = self._begin(request)
         except (VersionGone, NotServable) as error:
             reason: Literal["gone", "not servable"] = "gone" if isinstance(error, VersionGone) else "not servable"
             self._channel.send_message(StreamRefused(reason, error.message), deadline)
             return
         _log.debug("%s: %s opens %s, as of %d", self._backend.name, self._channel.peer, offer.key, request.as_of)
         manifest = NO_MANIFEST if request.brief else offer.manifest.encoded
-        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses), deadline)
+        self._channel.send_message(StreamOpened(offer.epoch, msgspec.Raw(manifest), addresses, lends), deadline)
         if not request.brief and addresses is None:
-            self._backend.send_memory(self._channel, offer, deadline)
+            self._backend.send_memory(self._channel, offer, deadline, lends=lends)
 
-    def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None]:
-        """Attach to the offer; its addresses if it is read by them. VersionGone, NotServable."""
+    def _begin(self, request: StreamOpen) -> tuple[Offer, bytes | None, bool]:
+        """Attach to the offer; its addresses if it is read by them; whether it is lent. VersionGone, NotServable."""
         offer = self._find(request)
         slab = offer.slab
-        addresses = self._backend.addresses(offer) if request.by_address else None
+        lends = request.borrows and offer.lends and self._backend.lends(offer)
+        addresses = self._backend.addresses(offer) if request.by_address and not lends else None
         reason = self._backend.refusal(offer) if addresses is None else None
         if reason is not None:
             raise NotServable(reason)
@@ -337,7 +342,7 @@ class ReaderConnection:
         self._offer, self._channel.has_offer = offer, True
         if addresses is not None and offer.slab is not slab:  # it moved before we were counted among its readers
             addresses = self._backend.addresses(offer)
-        return offer, addresses
+        return offer, addresses, lends
 
     def _find(self, request: StreamOpen) -> Offer:
         """What was granted, to whom it was granted."""

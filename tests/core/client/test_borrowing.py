@@ -1,0 +1,268 @@
+"""One copy a host: a rollout uses the memory of another one of its host where it lies, whatever becomes of either."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_back, let_go, same_bytes, tensors_of
+from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until
+
+from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError
+from tensorhub_plugins.core.memory.loans import Loans
+
+SHM = {"transports": ("shm", "tcp")}
+
+
+def borrowed(fetched: Any) -> bool:
+    return fetched.slab.kind == "borrowed"
+
+
+def memory_of_slabs() -> int:
+    """Bytes that the kernel has given to slabs that this process has open or mapped, each file once."""
+    sizes: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{name}"
+        try:
+            if os.readlink(path).startswith("/memfd:tensorhub"):
+                status = os.stat(path)
+                sizes[status.st_ino] = status.st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return sum(sizes.values())
+
+
+@pytest.fixture
+def fleet(stage):
+    """A rollout that has version 1 in its own layout in host memory, and three that have nothing."""
+    first, *others = (stage.client(f"rollout-{k}", **SHM) for k in range(4))
+    first.retain(0)  # nothing stays but by a loan
+    first.publish(1, tensors_of(1), RUNTIME)
+    return first, others
+
+
+def test_rollouts_of_a_host_have_one_copy_between_them(fleet):
+    first, others = fleet
+    before = memory_of_slabs()
+    fetched = [client.fetch(1, (RUNTIME,), serve=True, borrow=True) for client in others]
+    assert all(borrowed(one) and same_bytes(one.tensors(), tensors_of(1)) for one in fetched)
+    assert memory_of_slabs() == before > SIZE
+    # Each is a source like any other: also of what others then borrow, or copy.
+    assert set(holders(first, 1, RUNTIME)) == {f"rollout-{k}/0" for k in range(4)}
+    assert [one.report.transports for one in fetched] == [{"shm": SIZE}] * 3
+
+    copied = others[0].fetch(1, (RUNTIME,))  # the control: who does not ask for a loan takes memory
+    assert not borrowed(copied) and memory_of_slabs() >= before + SIZE
+
+
+def test_memory_that_is_lent_is_not_written_to_until_it_is_given_back(fleet):
+    first, (second, *_) = fleet
+    fetched = second.fetch(1, (RUNTIME,), borrow=True)
+    slab = first.find(ShardKey(1, RUNTIME)).slab
+    first.unpublish(1)
+    first.publish(2, tensors_of(2), RUNTIME)  # in other memory
+    assert first.find(ShardKey(2, RUNTIME)).slab is not slab
+    assert same_bytes(fetched.tensors(), tensors_of(1))
+
+    again = first.find(ShardKey(2, RUNTIME)).slab
+    fetched.release()
+    first.unpublish(2)
+    first.publish(3, tensors_of(3), RUNTIME)
+    assert first.find(ShardKey(3, RUNTIME)).slab is again  # of which there was no loan
+
+
+def test_without_a_loan_it_would_be_written_to(fleet, monkeypatch):
+    first, (second, *_) = fleet
+    monkeypatch.setattr(Loans, "any", property(lambda self: False))
+    fetched = second.fetch(1, (RUNTIME,), borrow=True)
+    first.unpublish(1)
+    first.publish(2, tensors_of(2), RUNTIME)
+    assert same_bytes(fetched.tensors(), tensors_of(2))
+
+
+def test_what_was_borrowed_is_offered_until_the_next_fetch_and_then_given_back(fleet):
+    first, (second, *_) = fleet
+    second.fetch(1, (RUNTIME,), serve=True, borrow=True)
+    slab = first.find(ShardKey(1, RUNTIME)).slab
+    assert slab.is_lent and second.serving() == [ShardKey(1, RUNTIME)]
+    first.publish(2, tensors_of(2), RUNTIME)
+    second.fetch(2, (RUNTIME,), serve=True, borrow=True)
+    until(lambda: second.serving() == [ShardKey(2, RUNTIME)] and not slab.is_lent)
+    first.unpublish(1)
+    first.publish(3, tensors_of(3), RUNTIME)
+    assert first.find(ShardKey(3, RUNTIME)).slab is slab
+
+
+def test_a_loan_is_passed_on(fleet):
+    first, (second, third, _) = fleet
+    mine = second.fetch(1, (RUNTIME,), serve=True, borrow=True)
+    first.unpublish(1)
+    theirs = third.fetch(1, (RUNTIME,), borrow=True)  # second is all that is left
+    assert theirs.report.sources == {"rollout-1/0": SIZE} and borrowed(theirs)
+    second.unpublish(1)
+    mine.release()
+    del mine
+    gc.collect()
+    (slab,) = first._serving.pool._free
+    assert slab.is_lent  # to third, by way of second
+    theirs.release()
+    assert not slab.is_lent
+
+
+def test_nobody_writes_to_what_is_borrowed(fleet):
+    _, (second, *_) = fleet
+    slab = second.fetch(1, (RUNTIME,), borrow=True).slab
+    with pytest.raises(UsageError, match="another worker's"):
+        slab.write("rest", torch.zeros_like(tensors_of(1)["rest"]))
+    with pytest.raises(UsageError, match="another worker's"), slab.writable(0, 8):
+        pass
+
+
+def test_what_a_loader_writes_into_a_borrowed_checkpoint_stays_with_it(stage):
+    trainer, first, second = (stage.client(name, **SHM) for name in ("trainer", "rollout-0", "rollout-1"))
+    trainer.retain(0)
+    trainer.publish(1, tensors_of(1))
+    own = first.fetch(1, serve=True, borrow=True)
+    assert not borrowed(own)  # a trainer does not lend
+    trainer.unpublish(1)
+    mine = second.fetch(1, borrow=True)
+    assert borrowed(mine)
+    mine.tensors()["rest"].zero_()
+    assert same_bytes(own.tensors(), tensors_of(1))
+
+
+def test_who_is_on_another_host_borrows_nothing(stage):
+    first, second = stage.client("rollout-0", **SHM), stage.client("rollout-1", location=FAR, **SHM)
+    first.publish(1, tensors_of(1), RUNTIME)
+    fetched = second.fetch(1, (RUNTIME,), borrow=True)
+    assert not borrowed(fetched) and same_bytes(fetched.tensors(), tensors_of(1)) and NEAR.host != FAR.host
+
+
+def test_parts_of_a_checkpoint_and_live_tensors_are_read_as_ever(fleet):
+    first, (second, third, _) = fleet
+    live = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(1).items()}
+    assert second.fetch(1, (RUNTIME,), into=live, borrow=True).slabs == {} and same_bytes(live, tensors_of(1))
+    first.publish(1, tensors_of(1))
+    fetched = third.fetch(1, wanted=[spec for spec in first.find(ShardKey(1, CHECKPOINT)).slab.specs][:2], borrow=True)
+    assert not borrowed(fetched) and fetched.slab.size_bytes < SIZE
+
+
+def test_live_weights_are_lent_as_one_copy_for_all(stage):
+    first, *others = (stage.client(f"rollout-{k}", **SHM) for k in range(4))
+    first.retain(0)
+    first.publish(1, tensors_of(1), RUNTIME, copy=False)
+    before = memory_of_slabs()
+    fetched = [client.fetch(1, (RUNTIME,), borrow=True) for client in others]
+    assert all(borrowed(one) and same_bytes(one.tensors(), tensors_of(1)) for one in fetched)
+    assert SIZE < memory_of_slabs() - before < 2 * SIZE
+    first.unpublish(1)
+    first.publish(2, tensors_of(2), RUNTIME, copy=False)
+    again = others[0].fetch(2, (RUNTIME,), borrow=True)
+    assert same_bytes(again.tensors(), tensors_of(2))
+    assert all(same_bytes(one.tensors(), tensors_of(1)) for one in fetched)  # nothing was copied over them
+
+
+# --- the bytes are looked at all the same ---
+
+
+def test_corrupt_memory_of_a_lender_is_found_out(fleet):
+    first, (second, *_) = fleet
+    first.find(ShardKey(1, RUNTIME)).slab.tensors()["rest"][100] ^= 1
+    with pytest.raises(CorruptBytes, match="rest"):
+        second.fetch(1, (RUNTIME,), borrow=True, timeout_s=20)
+    assert second.serving() == []
+
+
+def test_another_source_serves_what_a_lender_has_corrupt(fleet):
+    first, (second, third, _) = fleet
+    second.fetch(1, (RUNTIME,), serve=True)
+    first.find(ShardKey(1, RUNTIME)).slab.tensors()["rest"][100] ^= 1
+    fetched = third.fetch(1, (RUNTIME,), borrow=True, timeout_s=20)
+    assert same_bytes(fetched.tensors(), tensors_of(1))
+
+
+# --- lenders and borrowers that die ---
+
+
+@pytest.fixture
+def rollout(stage):
+    def make(replica: str) -> Process:
+        options = {"transports": ("shm", "tcp"), "location": NEAR, "run": stage.run}
+        process = Process(Borrower, stage.address, replica, **options)
+        stage.open.append(process)
+        return process
+
+    return make
+
+
+def test_what_was_borrowed_of_a_worker_that_is_killed_stays(stage, rollout):
+    lender, borrower, last = rollout("rollout-0"), rollout("rollout-1"), stage.client("rollout-2", **SHM)
+    lender.call("publish_runtime", 1)
+    assert borrower.call("borrow", 1) == "borrowed"
+    lender.kill()
+    assert borrower.call("is_right", 1)
+    fetched = last.fetch(1, (RUNTIME,), borrow=True, timeout_s=30)  # and is a source of it
+    assert fetched.report.sources == {"rollout-1/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
+
+
+def test_a_lender_that_is_killed_before_all_is_there_costs_one_retry(stage, rollout, progress):
+    lender, spare = rollout("rollout-0"), stage.client("rollout-1", location=FAR, **SHM)
+    lender.call("publish_runtime", 1, HELD)
+    spare.publish(1, tensors_of(1), RUNTIME)
+    reader = stage.client("rollout-2", **SHM)
+    reading = stage.begin(reader.fetch, 1, (RUNTIME,), serve=True, borrow=True)
+    progress.wait("rollout-2", HELD)  # all that it has is borrowed
+    assert len(reader.serving()) == 1
+    lender.kill()
+    fetched = reading.result(timeout=30)
+    assert same_bytes(fetched.tensors(), tensors_of(1)) and not borrowed(fetched)
+    assert fetched.report.sources == {"rollout-1/0": SIZE}
+    assert len(progress.of("rollout-2")) == HELD + SEGMENTS == HELD + SIZE // SEGMENT
+
+
+def test_a_borrower_that_is_killed_gives_back_what_it_had(stage, rollout):
+    lender, borrower = stage.client("rollout-0", **SHM), rollout("rollout-1")
+    lender.retain(0)
+    lender.publish(1, tensors_of(1), RUNTIME)
+    assert borrower.call("borrow", 1) == "borrowed"
+    slab = lender.find(ShardKey(1, RUNTIME)).slab
+    assert slab.is_lent
+    borrower.kill()
+    until(lambda: not slab.is_lent)
+    lender.unpublish(1)
+    lender.publish(2, tensors_of(2), RUNTIME)
+    assert lender.find(ShardKey(2, RUNTIME)).slab is slab
+
+
+def test_what_arrives_at_a_lender_is_used_by_others_as_it_comes(stage, progress):
+    source, lender, reader = (stage.client(f"rollout-{k}", **SHM) for k in range(3))
+    source.publish(1, tensors_of(1), RUNTIME)
+    hold_back(source, 1, HELD, RUNTIME)
+    first = stage.begin(lender.fetch, 1, (RUNTIME,), serve=True)
+    progress.wait("rollout-1", HELD)
+    second = stage.begin(reader.fetch, 1, (RUNTIME,), borrow=True)
+    progress.wait("rollout-2", HELD)
+    let_go(source, 1, RUNTIME)
+    assert same_bytes(first.result(timeout=30).tensors(), tensors_of(1))
+    assert same_bytes(second.result(timeout=30).tensors(), tensors_of(1)) and borrowed(second.result())
+
+
+def test_nothing_is_left_open(stage):
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    first, second = stage.client("rollout-0", **SHM), stage.client("rollout-1", **SHM)
+    first.retain(0)
+    counts = []
+    for version in range(1, 6):
+        first.publish(version, tensors_of(version), RUNTIME)
+        fetched = second.fetch(version, (RUNTIME,), borrow=True)
+        first.unpublish(version)
+        fetched.release()
+        del fetched
+        gc.collect()
+        counts.append(descriptors())
+    assert len(set(counts[2:])) == 1, counts
