@@ -49,15 +49,16 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def copies(self) -> int:
-        """Of what it runs, in host memory, that an engine's worker takes at most: one that arrives from the trainer,
-        one from a peer; and with serve_from=host the one that is served until the next is."""
-        return 3 if self.source == "host" else 2
+        """Of what it runs, in host memory, that an engine's worker takes: one that arrives, and one that is served, or
+        staged. Who reads from an engine beside it takes none; a third one is taken while somebody still reads the last
+        when the next is there."""
+        return 2
 
 
 class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     """What the frameworks that train have besides."""
 
-    keep: int = 2  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
+    keep: int = 1  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
     # The training goes on while a version is copied from its GPU, and the next publish raises what fails (Publisher);
     # None: where a trainer rank has a GPU.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from recipes.bench.sizes.models import MODELS, Model, Worker, worker_of
 from tensorhub_plugins.core import Part, TensorSpec, TensorTable, slices_of
@@ -22,7 +22,7 @@ from tensorhub_plugins.vllm.doctor.ranks import Rank
 from tensorhub_plugins.vllm.worker.plan import Shapes, specs_of, whole_region
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
-KEEP = 2  # versions on offer, by default; memory is taken for one more
+KEEP, KEPT_BEFORE = 1, 2  # versions on offer, by default; memory is taken for one more
 # To the hub, for a version in the steady state, where no source is slow or lost: of a trainer rank, Publish and
 # Unpublish; of a worker that converts, Acquire, Publish, Unpublish, and a Release for each trainer rank; of one that
 # reads from a peer and serves what arrives, one Publish more, and one Release.
@@ -126,9 +126,17 @@ def now(workers: list[Worker], fleet: Fleet, tables: list[TensorTable]) -> Costs
 
 
 def before(workers: list[Worker], fleet: Fleet) -> Costs:
-    whole = workers[0].plan.checkpoint_bytes
+    whole, part = workers[0].plan.checkpoint_bytes, workers[0].plan.checkpoint_bytes // fleet.ranks
     holds = _mean([worker.holds_bytes for worker in workers])
-    return _costs(whole, whole, holds, fleet, whole // fleet.ranks, gathered=whole - whole // fleet.ranks)
+    costs = _costs(whole, whole, holds, fleet, part, gathered=whole - part)
+    arriving = fleet.converters * whole
+    return replace(
+        costs,
+        # Of each worker its own: the version that is served, and the next one; and what that is made of.
+        memory=fleet.workers * 2 * holds + arriving,
+        memory_live=(fleet.workers - fleet.converters) * holds + arriving,
+        trainer=(KEPT_BEFORE + 1) * part,
+    )
 
 
 def nccl(workers: list[Worker], fleet: Fleet) -> Costs:
@@ -149,10 +157,11 @@ def _costs(needed: int, fetched: int, holds: int, fleet: Fleet, part: int, *, ga
         fetched,
         first=fleet.converters * fetched,
         other=distinct * holds,
-        # The version that is served, the next one, and what that is made of.
-        memory=fleet.workers * 2 * holds + fleet.converters * needed,
-        # One that arrives; who reads from a peer keeps no other.
-        memory_live=(fleet.workers - fleet.converters) * holds + fleet.converters * needed,
+        # What the next version is made of, and the one that is served, in whose memory the next one is made. The other
+        # engines of the host use that where it lies.
+        memory=distinct * holds + fleet.converters * needed,
+        # The same, but that it is a copy for them of live weights; alone there is none.
+        memory_live=(distinct * holds if fleet.workers > fleet.converters else 0) + fleet.converters * needed,
         part=part,
         trainer=(KEEP + 1) * part,
         gathered=gathered,

@@ -16,6 +16,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
     "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
     "grace_s": (0.0, DAY_S, "seconds after its start in which the hub decides nothing that depends on all workers"),
     "claim_s": (0.0, DAY_S, "seconds for a worker to convert what it has promised, then another one does"),
+    "converter_first_s": (0.0, DAY_S, "seconds in which the engine of a host that converted last is waited for"),
     "readers_per_source_max": (1, READERS_MAX, "leases on one source; more readers wait, or read from another one"),
     "uplink_readers_max": (1, READERS_MAX, "leases that cross into one data centre, shared between models"),
     "lease_s": (1.0, DAY_S, "seconds after which a reader that is not done has to ask for sources again"),
@@ -39,6 +40,8 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 3.0
     # Reading and converting the largest models takes less; a dead converter is noticed much sooner.
     claim_s: float = 120.0
+    # It has the memory for it, and another one of its host would take as much again. All hear of a version at once.
+    converter_first_s: float = 0.5
     # Beyond that one source's link is shared so thinly that waiting for a peer is faster.
     readers_per_source_max: int = 16
     # As many as a large model has shards.

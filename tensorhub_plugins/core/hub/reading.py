@@ -36,7 +36,7 @@ class Reading:
 
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
         """Sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
-        worker, history = pending.worker, pending.worker.history
+        history = pending.worker.history
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
             return number
@@ -44,7 +44,7 @@ class Reading:
             return gone(acquire.request_id, history, number)
         if number and history.is_visible(number):
             version = history.versions[number]
-            found = self.find_sources(worker, acquire, version, now)
+            found = self.find_sources(pending, acquire, version, now)
             if found is not None and len(found.sources) > m.GRANTS_MAX:
                 return _too_many(acquire, found)
             if found is not None:
@@ -103,8 +103,9 @@ class Reading:
 
     # --- from whom ---
 
-    def find_sources(self, worker: Worker, acquire: m.Acquire, version: Version, now: float) -> Found | None:
+    def find_sources(self, pending: Pending, acquire: m.Acquire, version: Version, now: float) -> Found | None:
         """In the first layout that can be had now; None: in none, or it is better to wait for a conversion."""
+        worker = pending.worker
         for layout in acquire.layouts:
             converts = acquire.claim and layout != acquire.layouts[0]
             for shard_count in sorted({count for held, count in version.layouts() if held == layout}):
@@ -114,7 +115,7 @@ class Reading:
                 )
                 if sources is None:
                     continue
-                if converts and self._registry.recovering(now):
+                if converts and (self._registry.recovering(now) or self._gives_way(pending, acquire, now)):
                     break
                 return Found(layout, shard_count, sources, converts)
             if acquire.claim and self.is_converted_elsewhere(version, worker, layout, acquire.exclude):
@@ -184,6 +185,22 @@ class Reading:
             h.unpublishing is None and h.worker is not worker and h.worker.session not in exclude
             for h in version.holders(mine).values()
         )
+
+    def _gives_way(self, pending: Pending, acquire: m.Acquire, now: float) -> bool:
+        """Whether another engine of this host, which converted the last version, is still waited for to do so again: it
+        has the memory for it."""
+        worker, mine = pending.worker, pending.worker.hello
+        last = worker.history.converters.get((acquire.layouts[0], mine.shard_count), mine.replica)
+        others = {} if last == mine.replica else worker.history.replicas.get(last, {})
+        if not any(
+            distance(other.hello.location, mine.location) == HOST and session not in acquire.exclude
+            for session, other in others.items()
+        ):
+            return False
+        if not pending.gives_way_until:
+            pending.gives_way_until = now + self._registry.limits.converter_first_s
+            self._registry.schedule(pending.gives_way_until, pending)
+        return now < pending.gives_way_until
 
     # --- the answer ---
 

@@ -37,6 +37,7 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 Key = TypeVar("Key")
+CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_SWEPT_EVERY = 100_000
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
@@ -402,12 +403,19 @@ class Registry:
         claim = version.claims[key] = Claim(worker, version, key, now + self.limits.claim_s)
         self.schedule(claim.deadline, claim)
 
-    def end_claim(self, worker: Worker, key: ShardKey) -> None:
-        """If it is this worker's: the next waiting reader may make it."""
+    def end_claim(self, worker: Worker, key: ShardKey, *, converted: bool = False) -> None:
+        """If it is this worker's: the next waiting reader may make it. converted: it has published it."""
         version = worker.history.versions.get(key.version)
         claim = version.claims.get(key) if version else None
-        if claim is not None and claim.worker is worker:
-            self.remove_claim(claim)
+        if claim is None or claim.worker is not worker:
+            return
+        self.remove_claim(claim)
+        if converted:
+            last = worker.history.converters
+            last.pop((key.layout, key.shard_count), None)
+            last[key.layout, key.shard_count] = worker.hello.replica
+            if len(last) > CONVERTERS_MAX:
+                del last[next(iter(last))]
 
     def remove_claim(self, claim: Claim) -> None:
         """It has done so, or will not."""

@@ -108,6 +108,7 @@ class Pending:
     since: float = 0.0  # when it arrived
     order: int = 0  # of arrival
     version: int = 0  # the one "latest" was resolved to
+    gives_way_until: float = 0.0  # to another engine, which is to convert; 0.0: not so far
     queue: tuple[int, object] | None = None  # where it is parked: version and `waiters.wait_key`
     id: tuple[bytes, int] = field(init=False)  # session and request
 
@@ -268,6 +269,7 @@ class History:
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
+    converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last's replica
     groups: dict[str, GroupResolution] = field(default_factory=dict)  # by replica
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)

@@ -292,6 +292,59 @@ def test_another_converts_when_the_first_does_not(scenario: Scenario, end: str) 
     assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0 and convert"]
 
 
+HERE, THERE = Location("dc", "rack", "here"), Location("dc", "rack", "there")
+
+
+def converts(scenario: Scenario, version: int, *names: str) -> list[list[str]]:
+    """What they hear who ask for this version in this order, a new one; whoever is to convert it has not done so."""
+    scenario.publish("trainer/0", version)
+    for name in names:
+        scenario.acquire(name, version, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=60.0)
+    return [[line.rpartition(" and ")[2] for line in scenario.heard(name)] for name in names]
+
+
+@pytest.fixture
+def converted(scenario: Scenario) -> Scenario:
+    """Engine a has converted version 1; b is beside it, c on another host."""
+    for name, place in (("trainer/0", THERE), ("a/0", HERE), ("b/0", HERE), ("c/0", THERE)):
+        scenario.join(name, location=place)
+    assert converts(scenario, 1, "a/0") == [["convert"]]
+    scenario.publish("a/0", 1, RUNTIME)
+    return scenario
+
+
+def test_the_engine_of_a_host_that_converted_last_does_so_again(converted: Scenario) -> None:
+    """It has memory for the checkpoint; another one would take as much again."""
+    assert converts(converted, 2, "b/0", "a/0") == [[], ["convert"]]
+    converted.publish("a/0", 2, RUNTIME)
+    assert converted.heard("b/0") == [f"read 2 {RUNTIME} 0<-a/0"]
+
+
+def test_it_is_waited_for_only_so_long(converted: Scenario) -> None:
+    assert converts(converted, 2, "b/0") == [[]]
+    converted.wait(LIMITS.converter_first_s + 0.1)
+    assert converted.heard("b/0") == [f"read 2 {CHECKPOINT} 0<-trainer/0 and convert"]
+    converted.publish("b/0", 2, RUNTIME)
+    assert converts(converted, 3, "a/0", "b/0") == [[], ["convert"]]  # b is the last one now
+
+
+@pytest.mark.parametrize("who", ["on another host", "of one that has left", "of one that has given up"])
+def test_nobody_else_gives_way(scenario: Scenario, converted: Scenario, who: str) -> None:
+    if who == "on another host":
+        assert converts(converted, 2, "c/0", "a/0") == [["convert"], []]
+    elif who == "of one that has left":
+        converted.tell("a/0", m.Bye())
+        assert converts(converted, 2, "b/0") == [["convert"]]
+    else:  # it gave its promise back
+        assert converts(converted, 2, "a/0") == [["convert"]]
+        converted.say("a/0", m.Abandon, key=ShardKey(2, RUNTIME))
+        converted.heard("a/0")
+        converted.acquire("b/0", 2, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=60.0)
+        assert converted.heard("b/0") == []  # it may ask again, and is waited for as ever
+        converted.wait(LIMITS.converter_first_s + 0.1)
+        assert converted.heard("b/0") == [f"read 2 {CHECKPOINT} 0<-trainer/0 and convert"]
+
+
 def test_what_a_dead_process_has_sent_does_not_speak_for_its_replica(scenario: Scenario) -> None:
     """It comes late: its replica has started again, and both new shards must still agree on "latest"."""
     scenario.join("trainer/0")
