@@ -121,7 +121,7 @@ def test_the_memory_of_a_run_is_told_before_it(tmp_path):
         "memory: each trainer rank takes up to 500.5 MB of host memory (2 copies of the 250.2 MB that it has of a "
         "version), and the 4 of its host 2.0 GB"
     )
-    assert "each rollout worker takes up to 3.0 GB of host memory (3 copies of the 1.0 GB" in rollout
+    assert "each rollout worker takes up to 2.0 GB of host memory (2 copies of the 1.0 GB" in rollout
     _, drop_in = checks.says_memory(composed([*SEPARATE, *STORE, *size]), options, 1000 * elements)
     assert "4.0 GB of host memory (2 copies of the 2.0 GB" in drop_in  # each has all of it
     budget = [f"{OPTIONS}.memory_budget_bytes=600000000", f"{OPTIONS}.over_budget=refuse"]

@@ -102,10 +102,12 @@ def measured() -> dict[str, int]:
 
 
 def update(rollouts: list[Engine], version: int) -> list[dict[str, Any]]:
-    """The first one converts, and the other one reads from it. The reports of all their workers."""
+    """All begin at once, the first one converts, and the other one uses what that has made. The reports of all their
+    workers."""
     reports = []
     for each in rollouts:
         each.call("tensorhub_start_fetch", version, CALL_TIMEOUT_S)
+    for each in rollouts:
         each.await_all("state", "ready")
         results = each.call("tensorhub_install", version, CALL_TIMEOUT_S)
         if not all(result["installed"] for result in results):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes.bench.sizes.predict import KEEP
 from tensorhub_plugins.core import Client, Publisher, Turns, fsdp2_parts
 
 TIMEOUT_S = 120.0
@@ -36,7 +37,7 @@ def main(rank: int, ranks: int, slices: int, folder: str, hub: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     client = Client(hub, run="sizes", model="m", replica="trainer", shard=rank, shard_count=ranks)
-    how: dict[str, Any] = {"keep": 2, "timeout_s": TIMEOUT_S, "dtype": torch.bfloat16, "slices": slices}
+    how: dict[str, Any] = {"keep": KEEP, "timeout_s": TIMEOUT_S, "dtype": torch.bfloat16, "slices": slices}
     publisher = Publisher(client, rank=rank, ranks=ranks, worker=f"trainer/{rank}", **how, slices_experts=True)
     answer({"started": True})
     for line in sys.stdin:

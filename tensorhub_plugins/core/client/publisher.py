@@ -25,7 +25,7 @@ import torch
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.device import here, host_copy, settled
-from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import (
     Manifest,
     Part,
@@ -380,6 +380,9 @@ class Publisher:
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
             try:
+                # Until all ranks have the next one it would be kept, and then be let go of a heartbeat late.
+                with contextlib.suppress(NotPublished, VersionGone):
+                    self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
                 self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)

@@ -78,6 +78,7 @@ class Borrowed:
         with self._guard:
             fds = (self.fd, self.owner_liveness_fd, self._loan_fd)
             self.fd = self.owner_liveness_fd = self._loan_fd = -1
+            self.memory = torch.empty(0, dtype=torch.uint8)  # whoever still knows the slab must not keep it mapped
         for fd in fds:
             if fd >= 0:
                 os.close(fd)

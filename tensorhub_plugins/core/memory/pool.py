@@ -37,7 +37,8 @@ class SlabPool:
         wanted = TensorTable.of(specs)
         with self._lock:
             self._takes += 1
-            alike = [slab for slab in self._free if slab.specs == wanted]
+            # Those that came last first: one that was needed once, and no more, then lies idle, and is let go.
+            alike = [slab for slab in reversed(self._free) if slab.specs == wanted]
             idle = [slab for slab in alike if slab.is_lent]  # for whoever uses it, and for nobody else
             for slab in idle:
                 self._forget(slab)

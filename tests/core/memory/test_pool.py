@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -84,3 +86,28 @@ def test_what_is_given_back_to_a_closed_pool_is_closed():
     assert is_closed(lies) and not is_closed(used)
     pool.give_back(used)
     assert is_closed(used)
+
+
+def test_one_that_was_needed_once_is_let_go(pool):
+    """A reader was late, and a third one was taken: the other two go on in turn."""
+    one, two, third = (pool.take(OLD) for _ in range(3))
+    pool.give_back(one)
+    pool.give_back(third)
+    held = two
+    for _ in range(IDLE_ROUNDS_MAX * 3 + 2):
+        taken = pool.take(OLD)
+        pool.give_back(held)
+        held = taken
+    assert [is_closed(slab) for slab in (one, two, third)].count(True) == 1
+
+
+def test_what_is_lent_is_for_nobody_else(pool):
+    slab = pool.take(OLD)
+    loan = slab.lend()
+    pool.give_back(slab)
+    assert pool.take(OLD) is not slab and is_closed(slab)  # whose memory is the borrower's now
+    os.close(loan)
+    another = pool.take(OLD)
+    os.close(another.lend())
+    pool.give_back(another)
+    assert pool.take(OLD) is another  # the control: it was given back in time
