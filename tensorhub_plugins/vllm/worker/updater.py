@@ -346,8 +346,10 @@ class Updater:
 
     def _get_first(self, version: int, deadline: Deadline) -> Staged:
         """As above, of the first checkpoint: first its tables alone, then what a rehearsal over their shapes names."""
-        began, how = time.monotonic(), {"serve": self._relays, "borrow": True}
-        found = self._client.fetch(version, self._layouts, timeout_s=deadline.remaining(), wanted=(), **how)
+        began, timeout_s = time.monotonic(), deadline.remaining()
+        found = self._client.fetch(
+            version, self._layouts, timeout_s=timeout_s, serve=self._relays, wanted=(), borrow=True
+        )
         if found.wanted is None:
             return self._came(found, began)
         found.release()
