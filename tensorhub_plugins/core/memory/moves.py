@@ -111,7 +111,8 @@ def _are_apart(one: TensorSpec, other: TensorSpec) -> bool:
 
 def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
     """The segments that hold a wanted byte, in order: a digest is of a whole segment."""
-    size, wanted, after = manifest.segment_size_bytes, [], 0
+    wanted: list[int] = []
+    size, after = manifest.segment_size_bytes, 0
     for start, _, size_bytes in moves:
         first, after = max(start // size, after), (start + size_bytes - 1) // size + 1
         wanted += range(first, after)
