@@ -33,6 +33,7 @@ TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
 LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: at once they would keep all other threads waiting
 ELEMENTS_MAX = 1 << 62  # that torch's numbers can hold
+KEPT_OF_TABLES = ("encoded", "size_bytes", "_holds_together")  # when all else is forgotten
 ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
 
 
@@ -101,7 +102,7 @@ class TensorTable(Sequence[TensorSpec]):
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         """As they are, unchecked and with an identity of its own. Use `of`."""
-        self.specs = tuple(specs)
+        self.__dict__["specs"] = tuple(specs)
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
@@ -144,7 +145,23 @@ class TensorTable(Sequence[TensorSpec]):
                 raise ProtocolError(f"the manifest's tensor {spec.name!r:.80} has sizes that contradict each other")
         return True
 
+    def forget_specs(self) -> None:
+        """Keep the encoding, which takes a fifth of the memory, and find all else again when it is asked for.
+
+        Who reads from hundreds of shards needs their tables, from one version to the next, only to know that they are
+        still the same.
+        """
+        assert self.encoded is not None
+        assert self.size_bytes >= 0
+        for found in [name for name in self.__dict__ if name not in KEPT_OF_TABLES]:
+            del self.__dict__[found]
+
     # --- what follows from the specs ---
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors themselves. Decoded only after `forget_specs`."""
+        return _specs.decode(self.encoded)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -174,10 +191,10 @@ class TensorTable(Sequence[TensorSpec]):
     @cached_property
     def of_tensor(self) -> dict[str, tuple[int, ...]]:
         """Which ones in the table are all or a part of a tensor, by its name."""
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, list[int]] = {}
         for position, spec in enumerate(self.specs):
-            found[spec.tensor] = (*found.get(spec.tensor, ()), position)
-        return found
+            found.setdefault(spec.tensor, []).append(position)
+        return {name: tuple(positions) for name, positions in found.items()}
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
@@ -200,13 +217,18 @@ class TensorTable(Sequence[TensorSpec]):
         """The layout of an allocated block in as few spans as possible: neighbours without a gap are one. Tensors whose
         sizes are multiples of ALIGNMENT_BYTES are a single span."""
         merged: list[Span] = []
+        begin, end, size_bytes = 0, -1, 0  # of the span in hand: where in the stream, where it ends in the block
         for spec, start, offset in zip(self.specs, self.offsets, self.block_offsets, strict=True):
             if not spec.size_bytes:
                 continue
-            if merged and merged[-1].offset + merged[-1].size_bytes == offset:
-                merged[-1] = merged[-1]._replace(size_bytes=merged[-1].size_bytes + spec.size_bytes)
-            else:
-                merged.append(Span(start, spec.size_bytes, offset))
+            if offset != end:
+                if size_bytes:
+                    merged.append(Span(begin, size_bytes, end - size_bytes))
+                begin, size_bytes = start, 0
+            size_bytes += spec.size_bytes
+            end = offset + spec.size_bytes
+        if size_bytes:
+            merged.append(Span(begin, size_bytes, end - size_bytes))
         return tuple(merged)
 
     # --- as a sequence and as a value ---
@@ -238,24 +260,34 @@ class TensorTable(Sequence[TensorSpec]):
 
 
 def _is_consistent(spec: TensorSpec) -> bool:
-    """Whether its sizes agree with each other: whoever plans a read divides by them."""
-    count = prod(spec.shape)
+    """Whether its sizes agree with each other: whoever plans a read divides by them. Without a generator: there may be
+    a million of them, of all shards that one worker reads from."""
+    shape, part, count = spec.shape, spec.part, prod(spec.shape)
     if spec.size_bytes % count if count else spec.size_bytes:
         return False
     stride = spec.stride or ()
-    if stride and (len(stride) != len(spec.shape) or min(stride) < 0):
+    if stride and (len(stride) != len(shape) or min(stride) < 0):
         return False
-    if max((prod(max(size, 1) for size in spec.shape), *stride)) > ELEMENTS_MAX:  # also of what is empty
+    if max(_elements(shape, count), *stride, 0) > ELEMENTS_MAX:
         return False
-    part = spec.part
-    if part is not None and prod(max(size, 1) for size in part.global_shape) > ELEMENTS_MAX:
+    if part is None:
+        return True
+    whole, start = part.global_shape, part.start
+    if _elements(whole, count) > ELEMENTS_MAX:
         return False
-    if part is not None and part.is_run:
-        return min(part.global_shape, default=0) >= 0 and holds_run(part, spec.shape)
-    return part is None or (
-        len(part.start) == len(part.global_shape) == len(spec.shape)
-        and all(0 <= s <= g - n for s, n, g in zip(part.start, spec.shape, part.global_shape, strict=True))
-    )
+    if part.is_run:
+        return min(whole, default=0) >= 0 and holds_run(part, shape)
+    if not len(start) == len(whole) == len(shape):
+        return False
+    for first, size, limit in zip(start, shape, whole, strict=True):  # noqa: SIM110
+        if not 0 <= first <= limit - size:
+            return False
+    return True
+
+
+def _elements(shape: Sequence[int], count: int) -> int:
+    """What torch computes of a shape, also of what is empty. count: 0 where it, or what is part of it, may be."""
+    return prod(shape) if count else prod(max(size, 1) for size in shape)
 
 
 def holds_run(part: Part, shape: Sequence[int]) -> bool:

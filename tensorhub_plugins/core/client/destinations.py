@@ -3,7 +3,7 @@ them meanwhile. The shell of a `Transfer` asks for memory and says what has arri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import torch
@@ -20,36 +20,47 @@ from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 
 class LiveMemory:
-    """The caller's tensors, read into in place. parts: where they lie in larger ones. repairs: what they hold already
-    need not be read.
+    """The caller's tensors, read into in place. repairs: what they hold already need not be read.
+
+    parts: where they lie in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
+    be passed on, and one slab is for all source shards.
 
     UsageError for what cannot be a target, before anything moves.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None = None, *, repairs: bool = False
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        parts: Mapping[str, Part] | None = None,
+        *,
+        repairs: bool = False,
+        wanted: TensorTable | None = None,
     ) -> None:
         self.repairs = repairs
+        self.check_cover: Callable[[Mapping[int, TensorTable], TensorTable], None] = check_cover
         self.live = LiveTensors(tensors)
-        self._whole: Slab | None = self.live.adopt()  # until a source shard has been given it
-        self._wanted = with_parts(self._whole.specs, parts)
-        self._parts = dict(parts or {})
-        self.has_parts = bool(parts)
+        whole = self.live.adopt()
+        self._whole: Slab | None = whole  # until a source shard has been given it
+        self._wanted = with_parts(whole.specs, parts) if wanted is None else wanted
+        self.in_part = bool(parts) or wanted is not None
+        if self.in_part:
+            whole.specs = self._wanted
         self._sources: dict[int, TensorTable] = {}
 
     def of(self, key: ShardKey, manifest: Manifest) -> Slab:
         """The tensors that this source shard has. UsageError for some that would not fit, or would be missing."""
         self._sources[key.shard] = manifest.tensors
         if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
-            check_cover(self._sources, self._wanted)
+            self.check_cover(self._sources, self._wanted)
+        if self.in_part and self._whole is not None:
+            return self._whole
         slab, self._whole = self._whole, None
-        if slab is not None and slab.specs == manifest.tensors and not self._parts:
+        if slab is not None and slab.specs == manifest.tensors:
             return slab  # what the rest would find out, without looking at thousands of tensors
         mine = self._wanted.of_tensor
         names = [self._wanted[k].name for name in manifest.tensors.of_tensor for k in mine.get(name, ())]
         if slab is None or len(names) < len(self._wanted):  # else one source shard has all of it
             slab = self.live.adopt(names)
-        slab.specs = with_parts(slab.specs, {name: self._parts[name] for name in names if name in self._parts})
         return slab
 
     def restart(self) -> None:
@@ -79,6 +90,8 @@ class Destinations:
     ) -> None:
         if into is not None and wanted is not None:
             raise UsageError("into= and wanted= are two places to read into: pass one of them")
+        if into is not None:
+            into.check_cover = serving.check_cover
         self.serve, self.for_others, self.borrows = serve, for_others, borrows
         self.worker = serving.worker
         self._serving = serving
@@ -108,7 +121,7 @@ class Destinations:
     @property
     def in_part(self) -> bool:
         """Whether a checkpoint is read in part: nothing of it can be passed on."""
-        return self._wanted is not None or (self._into is not None and self._into.has_parts)
+        return self._wanted is not None or (self._into is not None and self._into.in_part)
 
     def expect(self, key: ShardKey) -> None:
         if self.serve:
@@ -189,7 +202,8 @@ class Destinations:
         if self._live is None:
             plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
             self.allocated[0] = slab = self._serving.take(plain, self._deadline)
-            self._live = LiveMemory(slab.tensors(), {spec.name: spec.part for spec in wanted if spec.part is not None})
+            self._live = LiveMemory(slab.tensors(), wanted=wanted)
+            self._live.check_cover = self._serving.check_cover
         return self._live
 
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:
@@ -220,7 +234,7 @@ class Destinations:
             self._serving.drop(self._read, restarts=restarts)
         for slab in self.allocated.values():
             self._serving.recycle(slab)
-        self._serving.forget_parts()  # they may be why it failed
+        self._serving.forget_tables()  # they may be why it failed
         if self._live is not None:
             self._live.restart()
         self._live = None

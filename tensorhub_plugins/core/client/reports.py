@@ -144,6 +144,9 @@ class Fetched:
         """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
         if self._release is not None:
             self._release()
+        if self.wanted is not None:  # of hundreds of shards, perhaps, whose tables the client keeps for the next fetch
+            for manifest in self.manifests.values():
+                manifest.tensors.forget_specs()
         self._release, self.slabs = None, {}
 
 

@@ -27,6 +27,7 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageE
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
+from tensorhub_plugins.core.memory.moves import check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import share_memory
@@ -58,6 +59,7 @@ class Serving:
         self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
         self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
         self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered, and whose memory they are
+        self._covered: tuple[dict[int, TensorTable], TensorTable] | None = None  # all sources of a read, and its target
         self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
         self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
 
@@ -380,9 +382,16 @@ class Serving:
             check_whole(tables)
             self._parts = dict(tables)
 
-    def forget_parts(self) -> None:
+    def check_cover(self, tables: Mapping[int, TensorTable], wanted: TensorTable) -> None:
+        """As `moves.check_cover`, of source shards. What was right is remembered: to look at all tensors of hundreds of
+        shards takes seconds, and to know that they are those of the last version nothing."""
+        if self._covered != (tables, wanted):
+            check_cover(tables, wanted)
+            self._covered = dict(tables), wanted
+
+    def forget_tables(self) -> None:
         """What will come next is unlike what came before."""
-        self._parts = {}
+        self._parts, self._covered = {}, None
 
     def parts_as_before(self, shard: int, table: TensorTable) -> TensorTable | None:
         """All whole tensors of which parts came the last time; None if this shard had others."""

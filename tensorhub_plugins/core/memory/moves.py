@@ -5,6 +5,10 @@ box, and a box is a number of runs that lie in one piece in both. Rows of a row-
 one for each row. A part may also be a run by itself, of any elements that follow each other in the larger tensor. Runs
 that follow each other in both streams are one move: equal shards are read in a single move.
 
+A worker of a large engine may read from hundreds of shards that have a million entries together, of which most are
+slices of others: what has nothing in common is told first, and what was found of two tables is there for the next
+version, which almost always has the same.
+
 What cannot be placed is an error that names it, never a tensor left as it was.
 """
 
@@ -16,6 +20,7 @@ from heapq import heappop, heappush
 from itertools import chain, pairwise, product
 from math import prod
 from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -37,23 +42,33 @@ class Move(NamedTuple):
 Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
 
 
-def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] = ()) -> list[Move]:
+def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] = ()) -> Sequence[Move]:
     """What of the source the target wants, in the source's order; what is in no move, or `without`, is not wanted.
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
     """
-    if source == target and not without:
+    if without:
+        return _plan_by_tensor(source, target, without)
+    if source == target:
         return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
-    return _plan_by_tensor(source, target, without)
+    of_target = _plans.setdefault(target, WeakKeyDictionary())
+    found = of_target.get(source)
+    if found is None:
+        found = of_target[source] = _plan_by_tensor(source, target, without)
+    return found
+
+
+_plans: WeakKeyDictionary[TensorTable, WeakKeyDictionary[TensorTable, list[Move]]] = WeakKeyDictionary()
 
 
 def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collection[str]) -> list[Move]:
     moves: list[Move] = []
     ends = (0, -1)  # of the last move, in both streams
-    for spec, start in zip(source, source.offsets, strict=True):
-        if spec.name in without:
+    for spec, start in zip(source.specs, source.offsets, strict=True):
+        positions = target.of_tensor.get(spec.tensor)
+        if positions is None or spec.name in without:
             continue
-        found = [_within(spec, target, position) for position in target.of_tensor.get(spec.tensor, ())]
+        found = [runs for position in positions if (runs := _within(spec, target, position))]
         runs = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
         if any(one.source + one.size_bytes > other.source for one, other in pairwise(runs) if len(found) > 1):
             raise UsageError(f"two parts of tensor {spec.tensor!r} that are wanted have something in common")
@@ -69,21 +84,39 @@ def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collectio
 
 def _within(spec: TensorSpec, target: TensorTable, position: int) -> Sequence[Move]:
     """What a source's tensor and this one of the target have in common, from its own beginning into the stream."""
-    mine, offset = target[position], target.offsets[position]
+    mine = target.specs[position]
+    if _are_apart(spec, mine):
+        return ()
     if spec.size_bytes and mine.size_bytes:
+        offset = target.offsets[position]
         return [Move(at, offset + to, size_bytes) for at, to, size_bytes in _runs(spec, mine)]
     if mine != spec:
         _check_same_whole(spec, mine)
     return ()
 
 
+def _are_apart(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether these are two boxes of the same whole that have nothing in common; False may mean that it is not known:
+    it is the quick answer for nearly all of what a source has and a worker does not want."""
+    mine, theirs = one.part, other.part
+    if mine is None or theirs is None or mine.global_shape != theirs.global_shape or one.dtype != other.dtype:
+        return False
+    if len(mine.start) != len(mine.global_shape) or len(theirs.start) != len(theirs.global_shape):
+        return False  # runs
+    for start, size, at, length in zip(mine.start, one.shape, theirs.start, other.shape, strict=True):  # noqa: SIM110
+        if start + size <= at or at + length <= start:
+            return True
+    return False
+
+
 def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
     """The segments that hold a wanted byte, in order: a digest is of a whole segment."""
-    size = manifest.segment_size_bytes
-    wanted: dict[int, None] = {}
-    for move in moves:
-        wanted.update(dict.fromkeys(range(move.source // size, (move.source + move.size_bytes - 1) // size + 1)))
-    return tuple(sorted(wanted))
+    wanted: list[int] = []
+    size, after = manifest.segment_size_bytes, 0
+    for start, _, size_bytes in moves:
+        first, after = max(start // size, after), (start + size_bytes - 1) // size + 1
+        wanted += range(first, after)
+    return tuple(wanted)
 
 
 def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None:
@@ -92,11 +125,17 @@ def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None
         return
     found: dict[str, list[tuple[int, TensorSpec]]] = {}
     for shard, table in sources.items():
-        for spec in table:
-            for position in target.of_tensor.get(spec.tensor, ()):
-                if spec != target[position]:
-                    _check_same_whole(spec, target[position])
-            found.setdefault(spec.tensor, []).append((shard, spec))
+        for spec in table.specs:
+            positions = target.of_tensor.get(spec.tensor)
+            if positions is None:
+                continue
+            beside = found.setdefault(spec.tensor, [])
+            meeting = [mine for position in positions if not _are_apart(spec, mine := target.specs[position])]
+            for mine in meeting:
+                if spec != mine:
+                    _check_same_whole(spec, mine)
+            if meeting:
+                beside.append((shard, spec))
     missing = {spec.tensor for spec in target if spec.tensor not in found}
     missing = missing or {spec.tensor for spec in target if not _is_covered(spec, found[spec.tensor])}
     if missing:
@@ -253,17 +292,24 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
     depth = len(low) - 1
     while depth > 0 and high[depth] - low[depth] == source.shape[depth] == target.shape[depth]:
         depth -= 1
-    steps = [_steps(spec.shape) for spec in (source, target)]
     length = element * (high[depth] - low[depth]) * prod(source.shape[depth + 1 :])
-    runs = []
-    for outer in product(*(range(a, b) for a, b in zip(low[:depth], high[:depth], strict=True))):
-        corner = [*outer, *low[depth:]]
-        at, to = (
-            element * sum(step * (c - s) for step, c, s in zip(strides, corner, starts, strict=True))
-            for strides, starts in zip(steps, (_start(source), _start(target)), strict=True)
-        )
-        runs.append(Move(at, to, length))
+    (at, from_), (to, into) = (_corner_of(spec, low, element) for spec in (source, target))
+    if not depth:
+        return [Move(at, to, length)]
+    outer = [range(b - a) for a, b in zip(low[: depth - 1], high[: depth - 1], strict=True)]
+    rows, step, stride = range(high[depth - 1] - low[depth - 1]), from_[depth - 1], into[depth - 1]
+    runs: list[Move] = []
+    for place in product(*outer):  # one for a matrix, whose rows may be many
+        first = at + sum(each * by for each, by in zip(place, from_, strict=False))
+        there = to + sum(each * by for each, by in zip(place, into, strict=False))
+        runs += [Move(first + row * step, there + row * stride, length) for row in rows]
     return runs
+
+
+def _corner_of(spec: TensorSpec, low: Sequence[int], element: int) -> tuple[int, list[int]]:
+    """Where an element of the whole lies in a box of it, and how far its neighbours are on each axis, in bytes."""
+    steps = [element * step for step in _steps(spec.shape)]
+    return sum(step * (at - start) for step, at, start in zip(steps, low, _start(spec), strict=True)), steps
 
 
 def _runs_of(spec: TensorSpec) -> Iterator[tuple[int, int, int]]:
