@@ -257,7 +257,7 @@ class Simulation:
         computation: Computation,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        stream: str,
+        stream: str | None,
     ) -> None:
         """Queue one computation on the device's memory."""
 
@@ -439,7 +439,11 @@ class Simulated:
         self._simulation.copy(self._index, source, target, stream)
 
     def launch(
-        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: str
+        self,
+        computation: Computation,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: str | None,
     ) -> None:
         self._simulation.called("launch")
         self._simulation.launch(self._index, computation, reads, writes, stream)
