@@ -223,9 +223,7 @@ class Publisher:
     def _offer(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
-        known = downloads.digests(slab.segment_size_bytes)
-        if known is not None:
-            slab.know_digests(known)
+        slab.know_digests(downloads.digests(slab.segment_size_bytes))
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab, parts)
