@@ -127,7 +127,7 @@ class Client:
         self.replica, self.shard, self.shard_count = replica, shard, shard_count
         self._worker = f"{replica}/{shard}"
         keys = secret.from_environment() if keys is None else keys
-        self._verify, self._digest = verify, digests.chosen(digest, verify=verify)
+        self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.here() if location is None else location
         self._lock = threading.Lock()
@@ -511,7 +511,7 @@ class Client:
             deadline=Deadline.after(timeout_s),
             timeout_s=timeout_s,
             verify=self._verify,
-            algorithm=self._digest if self._digest == digests.BLAKE3 else None,
+            algorithm=self.digest if self.digest == digests.BLAKE3 else None,
             serve=destinations.serve,
             for_others=destinations.for_others,
             in_part=destinations.in_part,
@@ -581,7 +581,7 @@ class Client:
                     "change is meant, take a new run or model name, or pass strict=False",
                     version=key.version,
                 )
-        return msgspec.structs.replace(slab.manifest(algorithm=self._digest), tensors=described), changed
+        return msgspec.structs.replace(slab.manifest(algorithm=self.digest), tensors=described), changed
 
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
         check_not_forked(self._pid, "client")

@@ -25,6 +25,7 @@ import torch
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.device import here, host_copy, settled
+from tensorhub_plugins.core.digests import XXH3
 from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import (
     Manifest,
@@ -222,6 +223,7 @@ class Publisher:
     def _offer(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
+        slab.know_digests(downloads.digests(slab.segment_size_bytes))
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab, parts)
@@ -275,7 +277,7 @@ class Publisher:
         slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
         buffered: dict[str, torch.Tensor] = {}
         passed: dict[str, TensorSpec] = {}
-        with self._queueing() as downloads:
+        with self._queueing(slab) as downloads:
             for name, tensor in self._settled(weights):
                 check_tensor(name, tensor)
                 spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
@@ -309,15 +311,16 @@ class Publisher:
         specs = (contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in here.items())
         parts = {name: part for name, (_, part) in here.items() if part is not None}
         slab, pieces = self._allocate(with_parts(specs, parts))
-        with self._queueing() as downloads:
+        with self._queueing(slab) as downloads:
             for name, tensor in self._settled((name, tensor) for name, (tensor, _) in here.items()):
                 _write(slab, pieces[name], tensor.detach(), downloads, stays=not self.in_background)
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     @contextlib.contextmanager
-    def _queueing(self) -> Iterator[Downloads]:
+    def _queueing(self, slab: Slab | None) -> Iterator[Downloads]:
         """What is queued is waited for before anything is let go of."""
-        downloads = Downloads(None) if self.in_background else Downloads()
+        digested = slab.specs if slab is not None and self.client.digest == XXH3 else None
+        downloads = Downloads(None, digested=digested) if self.in_background else Downloads()
         try:
             yield downloads
         except BaseException:

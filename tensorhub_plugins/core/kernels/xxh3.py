@@ -52,11 +52,17 @@ Words = npt.NDArray[np.uint64]
 def lanes_of(segments: Sequence[torch.Tensor], lanes: Sequence[torch.Tensor], upload: Upload) -> None:
     """Computation: the lanes of segments of equal size after their last whole block, LANES_SIZE_BYTES each, joined."""
     out, count, (blocks, _) = lanes[0].view(torch.int64), len(segments), tail_start(segments[0].numel())
-    constants = np.concatenate([np.array(LANES, np.uint64), secret_words(SECRET_OF_MIXING, len(LANES)), *_KEYS])
-    table = upload(constants.view(np.int64))
+    table = upload(constants())
     addresses = addresses_of(segments)
     if not done_by_triton(out, lambda kernels: kernels.lanes(upload(addresses), table, out, count, blocks)):
         out.view(count, len(LANES)).copy_(_by_torch(segments, table, blocks))
+
+
+def constants() -> npt.NDArray[np.int64]:
+    """What kernels need to know: the lanes at first, the secret's words for mixing, and those for each stripe."""
+    joined = np.concatenate([np.array(LANES, np.uint64), secret_words(SECRET_OF_MIXING, len(LANES)), *_KEYS])
+    table: npt.NDArray[np.int64] = joined.view(np.int64)
+    return table
 
 
 def tail_start(size_bytes: int) -> tuple[int, int]:
@@ -90,16 +96,26 @@ _KEYS = [secret_words(WORD_SIZE_BYTES * stripe, len(LANES)) for stripe in range(
 
 def _by_torch(segments: Sequence[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
     """int64[segments, 8]. It takes a sixteenth of their size for the sums."""
-    start, mixing, keys = torch.split(table, [len(LANES), len(LANES), STRIPES * len(LANES)])
-    keys = keys.view(STRIPES, len(LANES))
     sums = torch.empty(len(segments), blocks, len(LANES), dtype=torch.int64, device=table.device)
     for segment, of_blocks in zip(segments, sums, strict=True):
-        words = segment[: blocks * BLOCK_SIZE_BYTES].view(torch.int64).view(blocks, STRIPES, len(LANES))
-        beside = words.view(blocks, STRIPES, len(LANES) // 2, 2).flip(-1).view(words.shape)
-        keyed = words ^ keys
-        torch.sum(beside + (keyed & 0xFFFFFFFF) * (keyed >> 32 & 0xFFFFFFFF), 1, out=of_blocks)
-    lanes: torch.Tensor = start.repeat(len(segments), 1)
-    for block in range(blocks):
+        block_sums_by_torch(segment[: blocks * BLOCK_SIZE_BYTES].view(torch.int64), table, of_blocks)
+    return mixed_by_torch(sums, table)
+
+
+def block_sums_by_torch(words: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+    """What whole blocks add to the lanes. out: int64, 8 a block. table: `constants`."""
+    keys = table[2 * len(LANES) :].view(STRIPES, len(LANES))
+    words = words.view(-1, STRIPES, len(LANES))
+    beside = words.view(-1, STRIPES, len(LANES) // 2, 2).flip(-1).view(words.shape)
+    keyed = words ^ keys
+    torch.sum(beside + (keyed & 0xFFFFFFFF) * (keyed >> 32 & 0xFFFFFFFF), 1, out=out.view(-1, len(LANES)))
+
+
+def mixed_by_torch(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """int64[segments, 8]: the lanes after all blocks. sums: int64[segments, blocks, 8]. table: `constants`."""
+    start, mixing, _ = torch.split(table, [len(LANES), len(LANES), STRIPES * len(LANES)])
+    lanes: torch.Tensor = start.repeat(len(sums), 1)
+    for block in range(sums.shape[1]):
         lanes += sums[:, block]
         lanes = (lanes ^ (lanes >> 47 & 0x1FFFF) ^ mixing) * PRIME32_1
     return lanes

@@ -3,11 +3,12 @@
 A tensor is first copied on the device, on the calling thread's stream; cast too, where the target is of another dtype.
 So whatever that thread queues from then on, a next gather or an optimizer's step, comes after it in the device's own
 order: the tensor may change, or go, while its copy is on its way here. Nothing waits on the host as long as there is
-room for such copies.
+room for such copies. Where there is room for all of a slab, its digests are taken in the same pass (stream_copy.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from typing import NamedTuple
 import torch
 
 from tensorhub_plugins.core.device import Device, Event, copy_all, of
-from tensorhub_plugins.core.memory.tensors import flat_bytes, stride_of
+from tensorhub_plugins.core.manifest import TensorTable
+from tensorhub_plugins.core.memory.stream_copy import StreamCopy
+from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +29,19 @@ class _Coming(NamedTuple):
     device: Device
     event: Event
     copy: torch.Tensor  # must not be anybody else's before the event
-
-    @property
-    def size_bytes(self) -> int:
-        return self.copy.numel() * self.copy.element_size()
+    size_bytes: int  # that it takes of the room
 
 
 class Downloads:
     """Copies that are not waited for yet, but at the end of `with`. One thread adds, it or another one waits.
 
-    room_size_bytes: for copies on the device; None: half of its free memory."""
+    room_size_bytes: for copies on the device; None: half of its free memory. digested: of a slab that is given all its
+    tensors here, and whose digests are wanted."""
 
-    def __init__(self, room_size_bytes: int | None = ROOM_SIZE_BYTES) -> None:
+    def __init__(self, room_size_bytes: int | None = ROOM_SIZE_BYTES, *, digested: TensorTable | None = None) -> None:
         self._room_size_bytes = room_size_bytes
+        self._digested = digested
+        self._whole: StreamCopy | None = None
         self._coming: deque[_Coming] = deque()
 
     def __enter__(self) -> Downloads:
@@ -47,43 +50,75 @@ class Downloads:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def add(self, source: torch.Tensor, target: torch.Tensor, *, stays: bool = False) -> None:
-        """Copy a device's tensor over a dense one of the host, of the same shape. stays: the source does not change
-        before `wait`; it is not copied first, and must be done already."""
+    def add(self, source: torch.Tensor, target: torch.Tensor, *, name: str = "", stays: bool = False) -> None:
+        """Copy a device's tensor over a dense one of the host, of the same shape. name: in the table of what is
+        digested. stays: the source does not change before `wait`; it is not copied first, and must be done already."""
         device = of(source)
         assert device is not None
         is_alike = source.dtype == target.dtype and stride_of(source) == stride_of(target)
         if not target.numel():
             return
+        room_size_bytes = self._room_of(device)
+        if self._whole is not None and self._whole.device is device:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                copy = self._whole.write(name, source, target)
+                self._begin(device, copy, target, after=self._whole.event, size_bytes=0)
+                return
         if stays and is_alike:
             self._begin(device, flat_bytes(source), target, after=None)
             return
-        copy = self._copied(device, source, target, is_alike=is_alike)
-        if copy is not None:
-            self._begin(device, copy, target, after=device.mark())
+        found = self._copied(device, source, target, room_size_bytes, is_alike=is_alike)
+        if found is not None:
+            self._begin(device, found, target, after=device.mark())
         elif is_alike:
             device.down([flat_bytes(source)], flat_bytes(target), after=device.mark())
         else:
             copy_all([(target, source)])
+
+    def digests(self, segment_size_bytes: int) -> bytes | None:
+        """XXH3-128 of each segment of the slab, joined, if they were taken on the device; once: its memory is let go of
+        with it. After `wait`."""
+        whole, self._whole = self._whole, None
+        return None if whole is None else whole.digests(segment_size_bytes)
 
     def wait(self) -> None:
         """Until all of it is there."""
         while self._coming:
             self._wait_for_one()
 
-    def _begin(self, device: Device, flat: torch.Tensor, target: torch.Tensor, *, after: Event | None) -> None:
-        self._coming.append(_Coming(device, device.begin_down([flat], flat_bytes(target), after=after), flat))
+    def _begin(
+        self,
+        device: Device,
+        flat: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        after: Event | None,
+        size_bytes: int | None = None,
+    ) -> None:
+        event = device.begin_down([flat], flat_bytes(target), after=after)
+        self._coming.append(_Coming(device, event, flat, flat.numel() if size_bytes is None else size_bytes))
+
+    def _room_of(self, device: Device) -> int:
+        """What is left of it for copies of single tensors. The first call takes room for all of the slab."""
+        if self._room_size_bytes is None:
+            self._room_size_bytes = device.free_size_bytes() // 2
+        table, self._digested = self._digested, None
+        if table is not None and StreamCopy.size_of(table) <= self._room_size_bytes:
+            try:
+                self._whole = StreamCopy(device, table)
+                self._room_size_bytes -= StreamCopy.size_of(table)
+            except torch.OutOfMemoryError:
+                logger.debug("%s has no room for a copy of %d bytes", device.name, table.size_bytes)
+        return self._room_size_bytes
 
     def _copied(
-        self, device: Device, source: torch.Tensor, target: torch.Tensor, *, is_alike: bool
+        self, device: Device, source: torch.Tensor, target: torch.Tensor, room_size_bytes: int, *, is_alike: bool
     ) -> torch.Tensor | None:
         """uint8, as the target will be; None: there is no room."""
         size_bytes = target.numel() * target.element_size()
-        if self._room_size_bytes is None:
-            self._room_size_bytes = device.free_size_bytes() // 2
-        if size_bytes > self._room_size_bytes:
+        if size_bytes > room_size_bytes:
             return None
-        while sum(each.size_bytes for each in self._coming) + size_bytes > self._room_size_bytes:
+        while sum(each.size_bytes for each in self._coming) + size_bytes > room_size_bytes:
             self._wait_for_one()
         try:
             with device.calling() as driver:
@@ -91,7 +126,7 @@ class Downloads:
                 if is_alike:
                     driver.copy(flat_bytes(source), copy, None)
                 else:
-                    driver.copy(source, _shaped(copy, target), None)
+                    driver.copy(source, shaped_as(target, copy), None)
                 return copy
         except torch.OutOfMemoryError:
             logger.debug("%s has no room for a copy of %d bytes", device.name, size_bytes)
@@ -101,10 +136,3 @@ class Downloads:
         coming = self._coming[0]
         coming.device.wait(coming.event)
         self._coming.popleft()
-
-
-@torch.inference_mode(False)
-def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This memory as a tensor of that dtype, shape and strides."""
-    empty = torch.empty(0, dtype=like.dtype, device=flat.device)
-    return empty.set_(flat.untyped_storage(), 0, like.shape, like.stride())

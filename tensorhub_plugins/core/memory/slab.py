@@ -90,6 +90,7 @@ class Slab:
         # What adopted views point into, whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
+        self._known: bytes | None = None  # its digests, without a look
         self._closed = False
         self._lock = threading.Lock()
 
@@ -169,7 +170,7 @@ class Slab:
             return
         _, target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
-            downloads.add(tensor, target, stays=stays)
+            downloads.add(tensor, target, name=name, stays=stays)
         self.mark_written([name])
 
     @property
@@ -181,13 +182,25 @@ class Slab:
     def mark_written(self, names: Iterable[str] | None = None) -> None:
         """These tensors (None: all) were filled by other means than `write`: through their views, or by a reader."""
         with self._lock:
+            self._known = None
             for name in tuple(self._unwritten) if names is None else names:
                 self._unwritten.pop(name, None)
 
     def expect_writes(self) -> None:
         """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
         with self._lock:
+            self._known = None
             self._unwritten = dict.fromkeys(self._tensors)
+
+    @property
+    def segment_size_bytes(self) -> int:
+        """Of the segments that `manifest` takes digests of, unless it is told otherwise."""
+        return segment_size_for(self.size_bytes)
+
+    def know_digests(self, digests: bytes | None) -> None:
+        """XXH3-128 of each segment of `segment_size_bytes`, joined, taken on the way here of what must have come; None:
+        they are not known. `manifest` says them, and reads no byte, until the next write."""
+        self._known = digests
 
     # --- bytes ---
 
@@ -275,14 +288,14 @@ class Slab:
         """
         self._check_open()
         if segment_size_bytes is None:
-            segment_size_bytes = segment_size_for(self.size_bytes)
+            segment_size_bytes = self.segment_size_bytes
         if segment_size_bytes <= 0:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
         if self._device is not None:
             self._device.synchronize()
         if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
-        joined = self._digests(segment_size_bytes, algorithm, threads)
+        joined = self._known_as(segment_size_bytes, algorithm) or self._digests(segment_size_bytes, algorithm, threads)
         return Manifest(self.specs, joined, segment_size_bytes, algorithm)
 
     def damaged(self, manifest: Manifest, segments: Sequence[int] | None = None) -> list[int]:
@@ -431,6 +444,9 @@ class Slab:
         for host in self._device.pieces(self._cut_flats, ranges):
             joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
         return b"".join(joined)
+
+    def _known_as(self, segment_size_bytes: int, algorithm: str) -> bytes | None:
+        return self._known if (algorithm, segment_size_bytes) == (XXH3, self.segment_size_bytes) else None
 
     def _copy_through_host(self, device: devices.Device) -> None:
         """Hand out and receive copies: what lies on this device cannot be handed out itself."""

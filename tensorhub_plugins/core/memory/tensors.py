@@ -115,6 +115,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+@torch.inference_mode(False)
+def shaped_as(like: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """This memory, uint8, as a tensor of that dtype, shape and strides."""
+    empty = torch.empty(0, dtype=like.dtype, device=flat.device)
+    start = int(flat.storage_offset()) // like.element_size()
+    return empty.set_(flat.untyped_storage(), start, like.shape, like.stride())
+
+
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether dtype, shape and every byte are equal, so that NaN equals itself. The two may be on different devices."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.device import Device, Driver, Stream
+from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, digest_of
 from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.kernels.xxh3 import (
     LANES_SIZE_BYTES,
@@ -33,9 +33,18 @@ SEGMENTS_AT_ONCE = 1024  # a hundred are enough to be as fast as the memory
 
 Cut = Callable[[int, int], list[torch.Tensor]]
 Segment = list[torch.Tensor]  # in how many pieces it lies
+# Queues what computes the lanes of segments of equal size, which begin there in the stream, into the last argument.
+Lanes = Callable[[Driver, Stream, int, list[torch.Tensor], torch.Tensor], None]
 
 
-def digests_there(device: Device, cut: Cut, size_bytes: int, segment_size_bytes: int) -> bytes | None:
+def of_bytes(driver: Driver, stream: Stream, start: int, flats: list[torch.Tensor], lanes: torch.Tensor) -> None:
+    """Lanes: from all that is in them."""
+    driver.launch(lanes_of, flats, [lanes], stream)
+
+
+def digests_there(
+    device: Device, cut: Cut, size_bytes: int, segment_size_bytes: int, *, lanes: Lanes = of_bytes
+) -> bytes | None:
     """XXH3-128 of each segment of a stream, joined; None where the device has no room, or segments are too short.
 
     cut: the device's memory of a range of the stream, as uint8 tensors. What is queued on the device must be done, or
@@ -44,13 +53,16 @@ def digests_there(device: Device, cut: Cut, size_bytes: int, segment_size_bytes:
         return None
     whole = size_bytes // segment_size_bytes * segment_size_bytes
     segments = (cut(start, start + segment_size_bytes) for start in range(0, whole, segment_size_bytes))
+    joined = b""
     try:
-        joined = b"".join(_digests_of(device, group, segment_size_bytes) for group in _groups(segments))
+        for group in _groups(segments):
+            start = len(joined) // DIGEST_SIZE_BYTES * segment_size_bytes
+            joined += _digests_of(device, group, segment_size_bytes, start, lanes)
         last = cut(whole, size_bytes)
         if not last:
             return joined
         if size_bytes - whole >= LONG_FROM_BYTES:
-            return joined + _digests_of(device, [last], size_bytes - whole)
+            return joined + _digests_of(device, [last], size_bytes - whole, whole, lanes)
     except torch.OutOfMemoryError:
         logger.debug("%s has no room for digests", device.name)
         return None
@@ -76,8 +88,8 @@ def _groups(
         yield group
 
 
-def _digests_of(device: Device, segments: list[Segment], size_bytes: int) -> bytes:
-    """Of segments of this size."""
+def _digests_of(device: Device, segments: list[Segment], size_bytes: int, start: int, lanes_by: Lanes) -> bytes:
+    """Of segments of this size, the first of which begins there."""
     _, tail = tail_start(size_bytes)
     lanes_size_bytes = len(segments) * LANES_SIZE_BYTES
     with device.calling() as driver:
@@ -92,7 +104,7 @@ def _digests_of(device: Device, segments: list[Segment], size_bytes: int) -> byt
         flats = [segment[0] if _is_at_hand(segment) else next(together) for segment in segments]
         found = driver.scratch(lanes_size_bytes + len(segments) * (size_bytes - tail), stream)
         host = driver.buffer(found.numel())
-        launch(lanes_of, flats, [found[:lanes_size_bytes]])
+        lanes_by(driver, stream, start, flats, found[:lanes_size_bytes])
         launch(move, [flat[tail:] for flat in flats], [found[lanes_size_bytes:]])
         driver.copy(found, host, stream)
         driver.wait(driver.record(stream))

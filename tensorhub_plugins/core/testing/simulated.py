@@ -259,7 +259,7 @@ class Simulation:
         computation: Computation,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
-        stream: str,
+        stream: str | None,
     ) -> None:
         """Queue one computation on the device's memory."""
 
@@ -444,7 +444,11 @@ class Simulated:
         self._simulation.copy(self._index, source, target, stream)
 
     def launch(
-        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: str
+        self,
+        computation: Computation,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: str | None,
     ) -> None:
         self._simulation.called("launch")
         self._simulation.launch(self._index, computation, reads, writes, stream)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tensorhub_plugins.core import Held, UsageError, contiguous_spec, spec_of
+from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_spec, spec_of
 from tensorhub_plugins.core.client import publisher as publisher_module
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.memory.downloads import Downloads
@@ -219,3 +219,71 @@ def test_metrics_in_the_background_are_of_what_was_taken_and_of_the_version_befo
     first, second = (publisher.publish(version, gathered(device, [])) for version in (1, 2))
     assert first["tensorhub/publish/bytes"] == publisher.whole_size_bytes == SIZE * COUNT
     assert "tensorhub/publish/seconds" not in first and second["tensorhub/publish/seconds"] > 0
+
+
+# --- digests on the way ---
+
+
+@pytest.fixture
+def usual_segments(stage, monkeypatch):
+    """Not the stage's small ones: those that a slab is cut into."""
+    monkeypatch.setattr(Slab.manifest, "__defaults__", (None,))
+
+
+def cast_weights():
+    """fp32 masters, of which several share a segment."""
+    return {f"w{number}": torch.full((300, 200 + number), 1.0 + number) for number in range(4)}
+
+
+def publish_cast(device, publisher_of, **options):
+    weights = cast_weights()
+    model = [contiguous_spec(name, torch.bfloat16, weight.shape) for name, weight in weights.items()]
+    publisher = publisher_of(model=model, dtype=torch.bfloat16, in_background=True, **options)
+    publisher.publish(1, [(name, device.put(weight, name)) for name, weight in weights.items()])
+    publisher.settle()
+    return weights
+
+
+def test_the_host_digests_nothing_that_was_digested_on_the_device(
+    stage, device, publisher_of, monkeypatch, usual_segments
+):
+    """Readers take the digests for right, which are those of all bytes that they got."""
+    digests, of_host = Slab._digests, []
+    monkeypatch.setattr(Slab, "_digests", lambda slab, *given: of_host.append(slab) or digests(slab, *given))
+    weights = publish_cast(device, publisher_of)
+    assert of_host == []
+    arrived = stage.client("rollout").fetch(1).tensors()
+    assert all(torch.equal(arrived[name], weight.bfloat16()) for name, weight in weights.items())
+    device.check()
+
+
+@pytest.mark.parametrize("on_the_device", [True, False])
+def test_what_is_damaged_on_its_way_to_the_host_is_found(
+    stage, device, publisher_of, monkeypatch, usual_segments, on_the_device
+):
+    """By the readers. The control: digests of the host's memory are those of the damage, and nobody finds it."""
+    if not on_the_device:
+        monkeypatch.setattr(Downloads, "digests", lambda downloads, size: None)
+    hosts, begin_down = [], device.devices[0].begin_down
+    monkeypatch.setattr(
+        device.devices[0],
+        "begin_down",
+        lambda flats, host, **given: hosts.append(host) or begin_down(flats, host, **given),
+    )
+    wait = Downloads.wait
+
+    def damage(downloads):
+        wait(downloads)
+        if hosts:
+            hosts.pop()[100] ^= 1
+            hosts.clear()
+
+    monkeypatch.setattr(Downloads, "wait", damage)
+    weights = publish_cast(device, publisher_of)
+    rollout = stage.client("rollout")
+    if on_the_device:
+        with pytest.raises(CorruptBytes):
+            rollout.fetch(1, timeout_s=10)
+    else:
+        arrived = rollout.fetch(1).tensors()
+        assert sum(not torch.equal(arrived[name], weight.bfloat16()) for name, weight in weights.items()) == 1

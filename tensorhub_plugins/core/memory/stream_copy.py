@@ -1,0 +1,129 @@
+"""A slab's whole stream in a device's memory, cast and summed up for its digests in the pass that writes it.
+
+Segments span tensors, and tensors come one by one, in any order. So each is written where it lies in the stream. What
+is cast is summed up block by block as it is written; all other blocks, and those that two tensors share, when the last
+tensor is there. The digests are then known without a look at the bytes, here or on the host. They are of what was
+written on the device: what is damaged on its way to the host is found by the readers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+
+from tensorhub_plugins.core.device import Device, Driver, Event, Stream
+from tensorhub_plugins.core.kernels.casting import SOURCE, TARGET, cast_at, mix, sum_up
+from tensorhub_plugins.core.kernels.xxh3 import BLOCK_SIZE_BYTES, LANES_SIZE_BYTES, constants
+from tensorhub_plugins.core.manifest import TensorTable
+from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_of
+from tensorhub_plugins.core.memory.there import digests_there
+
+logger = logging.getLogger(__name__)
+
+SUMMED_FROM_BYTES = 1 << 20  # of bfloat16: smaller ones cost a launch each, and are summed up together
+
+
+class StreamCopy:
+    """Of a slab with this table. One thread writes, on its stream; it or another one asks for the digests.
+
+    Takes `size_of(table)` of the device's memory: torch.OutOfMemoryError.
+    """
+
+    def __init__(self, device: Device, table: TensorTable, *, summed_from: int = SUMMED_FROM_BYTES) -> None:
+        self.device = device
+        self._table = table
+        self._summed_from = summed_from
+        self._written: set[str] = set()
+        self._summed: list[tuple[int, int]] = []  # blocks [first, last)
+        blocks = -(-table.size_bytes // BLOCK_SIZE_BYTES)
+        known = torch.from_numpy(constants()).view(torch.uint8)
+        with torch.inference_mode(False), device.calling() as driver:
+            # Pinned, or the copy could wait for what this thread has queued. It is kept until that is done.
+            self._host = driver.buffer(len(known))
+            self._host.copy_(known)
+            sizes = [blocks * BLOCK_SIZE_BYTES, blocks * LANES_SIZE_BYTES, len(known)]
+            self._bytes, self._sums, self._constants = torch.split(driver.scratch(sum(sizes), None), sizes)
+            driver.copy(self._host, self._constants, None)
+            self.event: Event = driver.record(None)  # behind all that was written so far
+
+    @staticmethod
+    def size_of(table: TensorTable) -> int:
+        """Of what it takes, about."""
+        return table.size_bytes + table.size_bytes // BLOCK_SIZE_BYTES * LANES_SIZE_BYTES
+
+    @torch.inference_mode(False)
+    def write(self, name: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Queue the copy of a tensor, as `target` is, where it will come to: cast, in that order of the dimensions.
+        Returns where it will be, uint8. torch.OutOfMemoryError: it was not written."""
+        position = self._table.positions[name]
+        start, size_bytes = self._table.offsets[position], self._table[position].size_bytes
+        stop = start + size_bytes
+        place = self._bytes[start:stop]
+        is_alike = stride_of(source) == stride_of(target)
+        is_aligned = start % target.element_size() == 0
+        is_cast = (source.dtype, target.dtype) == (SOURCE, TARGET)
+        is_plain = is_alike and is_aligned and target.is_contiguous() and size_bytes >= self._summed_from
+        first, last = -(-start // BLOCK_SIZE_BYTES), stop // BLOCK_SIZE_BYTES
+        with self.device.calling() as driver:
+            if is_cast and is_plain and first < last:
+                reads, writes = [flat_bytes(source), self._constants], [place, self._sums_of(first, last)]
+                driver.launch(cast_at(start % BLOCK_SIZE_BYTES), reads, writes, None)
+                self._summed.append((first, last))
+            elif source.dtype == target.dtype and is_alike:
+                driver.copy(flat_bytes(source), place, None)  # also packed dtypes, for which torch has no copy
+            else:
+                beside = place if is_aligned else driver.scratch(size_bytes, None)
+                driver.copy(source, shaped_as(target, beside), None)
+                if not is_aligned:
+                    driver.copy(beside, place, None)
+            self.event = driver.record(None)
+        self._written.add(name)
+        return place
+
+    @torch.inference_mode(False)
+    def digests(self, segment_size_bytes: int) -> bytes | None:
+        """XXH3-128 of each segment, joined; None: a tensor was not written, the device has no room, or segments are not
+        of whole blocks."""
+        if segment_size_bytes % BLOCK_SIZE_BYTES or any(
+            spec.size_bytes and spec.name not in self._written for spec in self._table
+        ):
+            return None
+        rest = list(self._not_summed())
+        try:
+            with self.device.calling() as driver:
+                stream = self.device.stream("down")
+                driver.order(stream, self.event)
+                if rest:
+                    runs = [self._bytes[first * BLOCK_SIZE_BYTES : last * BLOCK_SIZE_BYTES] for first, last in rest]
+                    sums = [self._sums_of(first, last) for first, last in rest]
+                    driver.launch(sum_up, [*runs, self._constants], sums, stream)
+        except torch.OutOfMemoryError:
+            logger.debug("%s has no room for digests", self.device.name)
+            return None
+        return digests_there(
+            self.device,
+            lambda start, stop: [self._bytes[start:stop]] if start < stop else [],
+            self._table.size_bytes,
+            segment_size_bytes,
+            lanes=self._queue_lanes,
+        )
+
+    def _queue_lanes(
+        self, driver: Driver, stream: Stream, start: int, flats: list[torch.Tensor], lanes: torch.Tensor
+    ) -> None:
+        size_bytes = sum(flat.numel() for flat in flats)
+        sums = self._sums_of(start // BLOCK_SIZE_BYTES, -(-(start + size_bytes) // BLOCK_SIZE_BYTES))
+        driver.launch(mix, [sums, self._constants], [lanes], stream)
+
+    def _sums_of(self, first: int, last: int) -> torch.Tensor:
+        return self._sums[first * LANES_SIZE_BYTES : last * LANES_SIZE_BYTES]
+
+    def _not_summed(self) -> Iterator[tuple[int, int]]:
+        """Runs of whole blocks."""
+        done = 0
+        for first, last in [*sorted(self._summed), (self._table.size_bytes // BLOCK_SIZE_BYTES, 0)]:
+            if done < first:
+                yield done, first
+            done = max(done, last)

@@ -1,0 +1,146 @@
+"""The digests of a stream that was cast and summed up as it was written are those of the bytes that came here."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tensorhub_plugins.core import Slab, contiguous_spec
+from tensorhub_plugins.core.kernels.casting import cast_at
+from tensorhub_plugins.core.manifest import TensorTable
+from tensorhub_plugins.core.memory import stream_copy
+from tensorhub_plugins.core.memory.downloads import Downloads
+from tensorhub_plugins.core.memory.stream_copy import StreamCopy
+from tensorhub_plugins.core.testing.simulated import Simulated, Simulation
+
+ROOM_SIZE_BYTES = 1 << 30
+
+
+def masters(seed):
+    """By name: a tensor, and what it is published as. Large and small ones, slices, some that keep their dtype."""
+    chance, found = random.Random(seed), {}
+    for number in range(12):
+        rows, columns = chance.choice([(700, 256), (300, 100), (1, 1), (3, 7), (64, 1024), (1, 1000)])
+        weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(100 * seed + number))
+        dtype = chance.choice([torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float32])
+        found[f"w{number:02}"] = weight, dtype
+    return found
+
+
+def specs_of(found):
+    return [contiguous_spec(name, dtype, weight.shape) for name, (weight, dtype) in found.items()]
+
+
+def written(simulation, found, slab, downloads, *, order):
+    """Queue all of them, the columns of some, as slices are."""
+    for name in order:
+        weight, _ = found[name]
+        rows, columns = weight.shape
+        wide = torch.zeros(rows, 2 * columns)
+        wide[:, :columns] = weight
+        live = simulation.put(wide, name)[:, :columns] if name.endswith("3") else simulation.put(weight, name)
+        slab.write_later(name, live, downloads)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("summed_from", [0, 100_000, 1 << 30])
+def test_they_are_the_digests_of_what_has_come(monkeypatch, seed: int, summed_from: int) -> None:
+    """In any order, across tensors that share blocks and segments."""
+    cast = []
+    monkeypatch.setattr(StreamCopy.__init__, "__kwdefaults__", {"summed_from": summed_from})
+    monkeypatch.setattr(stream_copy, "cast_at", lambda start: cast.append(start) or cast_at(start))
+    found = masters(seed)
+    order = random.Random(seed).sample(sorted(found), k=len(found))
+    with Simulation(seed) as simulation, Slab.allocate(specs_of(found), pin=False) as slab:
+        with Downloads(ROOM_SIZE_BYTES, digested=slab.specs) as downloads:
+            written(simulation, found, slab, downloads, order=order)
+        digests = downloads.digests(slab.segment_size_bytes)
+        assert digests == slab.manifest().digests
+        arrived = slab.tensors()
+        assert all(torch.equal(arrived[name], weight.to(dtype)) for name, (weight, dtype) in found.items())
+        assert downloads.digests(slab.segment_size_bytes) is None  # its memory is gone
+        simulation.check()
+    assert bool(cast) == (summed_from < 1 << 30)
+
+
+def test_transposed_tensors_come_as_they_lie() -> None:
+    weight = torch.randn(300, 100)
+    twin = torch.empty(100, 300).t()
+    spec = contiguous_spec("w", torch.float32, [300, 100])
+    spec = type(spec)(spec.name, spec.dtype, spec.shape, spec.size_bytes, tuple(twin.stride()))
+    with Simulation(0) as simulation, Slab.allocate([spec], pin=False) as slab:
+        with Downloads(ROOM_SIZE_BYTES, digested=slab.specs) as downloads:
+            slab.write_later("w", simulation.put(weight.t().contiguous().t(), "w"), downloads)
+        assert downloads.digests(slab.segment_size_bytes) == slab.manifest().digests
+        assert torch.equal(slab.tensors()["w"], weight)
+        simulation.check()
+
+
+def test_a_tensor_that_begins_at_an_odd_byte_is_cast_beside() -> None:
+    """As one of three bytes comes before it. Where there is no room for that, it comes alone, and digests do not."""
+    weight = torch.randn(300, 100)
+    specs = [contiguous_spec("a", torch.uint8, [3]), contiguous_spec("w", torch.bfloat16, [300, 100])]
+    for has_room in (True, False):
+        with Simulation(0) as simulation, Slab.allocate(specs, pin=False) as slab:
+            with Downloads(ROOM_SIZE_BYTES, digested=slab.specs) as downloads:
+                slab.write_later("a", simulation.put(torch.tensor([1, 2, 3], dtype=torch.uint8), "a"), downloads)
+                simulation.fail("nothing" if has_room else "scratch")
+                slab.write_later("w", simulation.put(weight, "w"), downloads)
+            assert torch.equal(slab.tensors()["w"], weight.bfloat16())
+            assert downloads.digests(slab.segment_size_bytes) == (slab.manifest().digests if has_room else None)
+            simulation.check()
+
+
+@pytest.mark.parametrize("why", ["missing", "room", "scratch", "on the host", "another device"])
+def test_without_all_of_it_there_are_none(why: str) -> None:
+    """What was written has come all the same."""
+    found = {"a": (torch.randn(50, 20), torch.bfloat16), "b": (torch.randn(3, 20), torch.float32)}
+    specs = specs_of(found)
+    with Simulation(0, count=2) as simulation, Slab.allocate(specs, pin=False) as slab:
+        simulation.fail("scratch" if why == "scratch" else "nothing")
+        with Downloads(1000 if why == "room" else ROOM_SIZE_BYTES, digested=slab.specs) as downloads:
+            for name, (weight, _) in found.items():
+                if why == "missing" and name == "b":
+                    continue
+                number = int(why == "another device" and name == "b")
+                live = weight if (why, name) == ("on the host", "b") else simulation.put(weight, name, device=number)
+                slab.write_later(name, live, downloads)
+        assert downloads.digests(slab.segment_size_bytes) is None
+        arrived = slab.tensors()
+        for name, (weight, dtype) in found.items():
+            assert (why, name) == ("missing", "b") or torch.equal(arrived[name], weight.to(dtype))
+        simulation.check()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_digests_follow_what_was_written(monkeypatch, waits: bool) -> None:
+    """On the device's own order. The control: without it, who casts and who digests are named."""
+    if not waits:
+        monkeypatch.setattr(Simulated, "order", lambda *given: None)
+    weight = torch.randn(100, 100)
+    with Simulation(3) as simulation:
+        table = TensorTable.of([contiguous_spec("w", torch.bfloat16, weight.shape)])
+        copy = StreamCopy(simulation.devices[0], table, summed_from=0)
+        copy.write("w", simulation.put(weight, "w"), torch.empty(100, 100, dtype=torch.bfloat16))
+        copy.digests(4096)
+        if waits:
+            simulation.check()
+        else:
+            with pytest.raises(AssertionError, match="unordered: cast .* writes scratch.*, mix .* reads scratch"):
+                simulation.check()
+
+
+def test_known_digests_are_good_until_the_next_write() -> None:
+    with Slab.allocate([contiguous_spec("w", torch.uint8, [1000])], pin=False) as slab:
+        for change in (
+            lambda: slab.write("w", torch.ones(1000, dtype=torch.uint8)),
+            slab.mark_written,
+            slab.expect_writes,
+        ):
+            slab.know_digests(bytes(16))
+            assert slab.manifest().digests == bytes(16)
+            assert slab.manifest(512).digests != bytes(16) != slab.manifest(algorithm="blake3").digests
+            change()
+            assert slab.manifest().digests != bytes(16)
