@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,7 +32,7 @@ class Target:
 
     manifest: Manifest
     slab: Slab
-    moves: list[Move]
+    moves: Sequence[Move]
 
 
 @dataclass
