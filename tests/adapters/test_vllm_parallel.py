@@ -22,6 +22,7 @@ HEAVY, LONG = pytest.mark.heavy, pytest.mark.long
 TIMEOUT_S = 60.0
 TWO = {"workers": 2, "extension": "vllm_faults.FaultyExtension", "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 EP_2 = {**TWO, "enable_expert_parallel": True}
+PP_2 = {**TWO, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
 
 # --- dense data parallel ranks: engines of their own behind one address ---
@@ -148,7 +149,8 @@ def digests(engine: Engine) -> list[dict[str, str]]:
 
 def connect(engine: Engine, hub: Server, name: str = "rollout") -> None:
     config = {"hub": hub.address, "run": "test", "model": "actor", "replica": name}
-    assert [place["shard"] for place in engine.ask("rpc", "tensorhub_connect", (config,))] == [0, 1]
+    places = engine.ask("rpc", "tensorhub_connect", (config,))
+    assert [place["shard"] for place in places] == list(range(places[0]["shard_count"]))
 
 
 @HEAVY
@@ -174,3 +176,50 @@ def test_the_ranks_of_expert_parallel_engines_update_both_or_none(kind: str, mod
             trainer.publish(version, checkpoint(models(kind, seed)))
             fetch_all(engine, version)
             assert install(engine, version) == [True, True] and digests(engine) == truths[seed]
+
+
+ROTARY = "rotary_emb.cos_sin_cache"  # one for all layers of a worker, under the name of the first one
+
+
+def by_weight(named: dict[str, str]) -> dict[str, str]:
+    return {ROTARY if name.endswith(ROTARY) else name: digest for name, digest in named.items()}
+
+
+@HEAVY
+@LONG
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["qwen2-tied", "llama"])
+def test_the_stages_of_a_pipeline_update_both_or_none(kind: str, models: Any, hub: Server) -> None:
+    """Their tensors together, and their tokens, are those of a fresh engine of one worker."""
+    truths = {}
+    for seed in (1, 2):
+        with Engine(models(kind, seed)) as fresh:
+            connect(fresh, hub, f"fresh-{seed}")
+            truths[seed] = by_weight(*digests(fresh)), fresh.generate()
+    assert truths[1][1] != truths[2][1]
+
+    def is_version_of(engine: Engine, seed: int) -> bool:
+        first, second = map(by_weight, digests(engine))
+        whole, tokens = truths[seed]
+        # At both ends is an embedding that is the head, too; what the layers of a stage share is at each.
+        both = {"model.embed_tokens.weight"} if kind.endswith("tied") else set()
+        assert first.keys() & second.keys() == both | {ROTARY} and first.keys() | second.keys() == whole.keys()
+        parts = [{name: whole[name] for name in part} for part in (first, second)]
+        return [first, second] == parts and engine.generate() == tokens
+
+    with (
+        Engine(models(kind, 1), **PP_2) as engine,
+        Client(hub.address, run="test", model="actor", replica="trainer") as trainer,
+    ):
+        engine.ask("rpc", "tensorhub_test_warm_up", ())
+        connect(engine, hub)
+        assert is_version_of(engine, 1)
+        trainer.publish(1, checkpoint(models(kind, 2)))
+        fetch_all(engine, 1)
+        engine.ask("rpc", "tensorhub_test_discard_on", (1,))
+        assert install(engine, 1) == [False, False] and is_version_of(engine, 1)
+        for version, seed in enumerate([2, 1, 2], 2):
+            trainer.publish(version, checkpoint(models(kind, seed)))
+            fetch_all(engine, version)
+            assert is_version_of(engine, 3 - seed) and not is_version_of(engine, seed)
+            assert install(engine, version) == [True, True] and is_version_of(engine, seed)

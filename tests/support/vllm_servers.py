@@ -62,17 +62,29 @@ def make_two_models(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def serving(folder: Path, out: Path, extra: dict[str, Any], *options: str) -> Iterator[Server]:
-    """A server of the model in this folder that has its weights from the store. extra: keys of the loader."""
+def serving(
+    folder: Path, out: Path, extra: dict[str, Any], *options: str, hosts: tuple[str, ...] = ()
+) -> Iterator[Server]:
+    """A server of the model in this folder that has its weights from the store. extra: keys of the loader.
+
+    hosts: what the hosts of this one engine are called, of several; each has its own processes, all on this machine.
+    """
     with ExitStack() as stack:
-        port, log = free_port(), out / "log"
+        port, meeting = free_port(), ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
         called = ["--port", str(port), "--served-model-name", "actor", *SERVER_OPTIONS, *options]
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *told, *called]
         environment = {name: value for name, value in environment_for(out).items() if name not in TOLD}
-        written = stack.enter_context(open(log, "wb"))
-        process = subprocess.Popen(command, stdout=written, stderr=written, env=environment, cwd=ROOT, process_group=0)
-        stack.callback(stop, process)
-        server = Server(f"http://127.0.0.1:{port}", process, log)
-        until(server.healthy, f"vllm serve answers ({log})", process)
+        started = []
+        for number, host in enumerate(hosts or ("",)):
+            log = out / (f"log-{number}" if number else "log")
+            place = ["--nnodes", str(len(hosts)), "--node-rank", str(number), *meeting] if hosts else []
+            also = {"TENSORHUB_HOST": host, "VLLM_HOST_IP": "127.0.0.1"} if hosts else {}
+            whole = [*command, *place, *(["--headless"] if number else [])]
+            written = stack.enter_context(open(log, "wb"))
+            how: dict[str, Any] = {"env": {**environment, **also}, "cwd": ROOT, "process_group": 0}
+            started.append(subprocess.Popen(whole, stdout=written, stderr=written, **how))
+            stack.callback(stop, started[-1])
+        server = Server(f"http://127.0.0.1:{port}", started[0], out / "log")
+        until(server.healthy, f"vllm serve answers ({out / 'log'})", *started)
         yield server
