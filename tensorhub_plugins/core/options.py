@@ -76,21 +76,25 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class Need(NamedTuple):
-    """Host memory that a worker will take: so many copies of what it has of a version, old and new ones together."""
+    """Host memory that a worker will take: so many copies of what it has of a version, old and new ones together, and
+    for a while `more_bytes`, `for_` what people are told."""
 
     version_bytes: int
     copies: int
+    more_bytes: int = 0
+    for_: str = ""
 
     @property
     def size_bytes(self) -> int:
-        """Of all copies."""
-        return self.version_bytes * self.copies
+        """Of all of it."""
+        return self.version_bytes * self.copies + self.more_bytes
 
 
 def says_memory(worker: str, need: Need, workers: int = 1) -> str:
     """What a worker takes, and so many on its host, for people."""
     one = f"{worker} takes up to {gigabytes(need.size_bytes)} of host memory"
     copies = f"{need.copies} copies of the {gigabytes(need.version_bytes)} that it has of a version"
+    copies += f", and {gigabytes(need.more_bytes)} {need.for_}" if need.more_bytes else ""
     all_ = "" if workers == 1 else f", and the {workers} of its host {gigabytes(workers * need.size_bytes)}"
     return f"{one} ({copies}){all_}"
 

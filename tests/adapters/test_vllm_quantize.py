@@ -224,6 +224,18 @@ def test_the_control_a_kernel_that_keeps_what_a_reload_gave_it_is_noticed(
             engine.updater.close()
 
 
+def test_what_quantizing_takes_is_said_before_the_first_version(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start_server() as hub, caplog.at_level("INFO"):
+        engine = Engine("e0", hub, config, monkeypatch)
+        quantized = engine.model.linear.weight.numel()
+        assert quantize.memory_bytes(engine.model, 1) == 3 * quantized > 0  # two bytes an element, and one
+        assert quantize.memory_bytes(engine.model, 8) == 24 * quantized  # each reads all of it
+        assert "while it quantizes a checkpoint of floats" in caplog.text
+        engine.updater.close()
+
+
 def test_floats_beside_a_scale_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be of the weights that these floats were made of."""
     with start_server() as hub, Client(hub.address, run="r", model="m", replica="trainer") as trainer:

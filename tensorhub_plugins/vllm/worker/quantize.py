@@ -35,6 +35,13 @@ def block_of(vllm_config: Any) -> Block | None:
     return rows, columns
 
 
+def memory_bytes(model: torch.nn.Module, workers: int) -> int:
+    """Host memory that quantizing takes until a version is installed: each worker of an engine of so many reads the
+    whole checkpoint in floats, two bytes an element, and makes all of it in FP8."""
+    quantized = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == FP8)
+    return workers * quantized * (2 + FP8.itemsize)
+
+
 class Quantizer:
     """Of one model. `given` runs the model's loaders for a checkpoint of other shapes than the last: call it where the
     model does not compute then."""

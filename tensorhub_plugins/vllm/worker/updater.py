@@ -36,7 +36,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import digests, plan, update_state, weights
+from tensorhub_plugins.vllm.worker import digests, plan, quantize, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
@@ -83,6 +83,9 @@ class Updater:
         parallel = getattr(self._vllm_config, "parallel_config", None)
         mend = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
         need = Need(size_bytes, self.config.copies)
+        if self._quantizer is not None:
+            more = quantize.memory_bytes(self._model, self.position.shard_count)
+            need = need._replace(more_bytes=more, for_="while it quantizes a checkpoint of floats")
         self._client.budget.expect(need, workers=getattr(parallel, "local_world_size", 1), mend=mend)
 
     # --- the state, and what it asks for ---

@@ -79,6 +79,18 @@ def test_what_a_worker_will_take_is_said(caplog):
     assert caplog.records[0].levelname == "INFO"
 
 
+def test_what_is_taken_only_for_a_while_counts_as_well(caplog):
+    need = Need(3 * MEGABYTE, 2, 5 * MEGABYTE, "while it thinks")
+    Budget("e/0", 10 * MEGABYTE).expect(need, mend="think less")
+    said = (
+        "e/0 takes up to 11.0 MB of host memory (2 copies of the 3.0 MB that it has of a version, and 5.0 MB while it"
+    )
+    assert f"{said} thinks), above its budget of 10.0 MB: think less" in caplog.text
+    caplog.clear()
+    Budget("e/0", 10 * MEGABYTE).expect(need._replace(more_bytes=0), mend="think less")  # the control
+    assert not caplog.text
+
+
 def test_more_than_the_budget_is_said_or_refused_at_once(caplog):
     need, mend = Need(3 * MEGABYTE, 3), "keep fewer versions"
     Budget("trainer/0", 8 * MEGABYTE).expect(need, mend=mend)
