@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
 
-from sizes_of_models import of_a_deep_model, of_whole_matrices
+from sizes_of_models import of_a_deep_model, of_experts, of_whole_matrices
 from vllm_ranks import alone
 
 from recipes.bench.sizes import models, predict, real
@@ -54,6 +55,25 @@ def test_a_worker_reads_the_segments_that_it_needs_of_every_rank() -> None:
         assert expected <= read <= expected + segment_size_for(tables[0].size_bytes)
 
 
+def test_what_lies_between_experts_that_are_not_cut_costs_none_of_them() -> None:
+    layers = {
+        f"l__{layer}__mlp__{name}__weight": shape
+        for layer in range(8)
+        for name, shape in {"a_norm": (7,), "experts__0__up_proj": (4096, 1024), "gate": (4, 1024)}.items()
+    }
+    shapes = shapes_of(**layers)
+    needed = {name: (whole_region(shape),) for name, (_, shape) in shapes.items() if "experts" not in name}
+    worker = models.Worker(Plan(shapes, (), needed, frozenset()), 0)
+
+    def read(slices: int) -> int:
+        (table,) = predict.trainer_tables(shapes, 1, slices, experts=False)
+        return worker.reads(table)
+
+    (table,) = predict.trainer_tables(shapes, 1, 2, experts=False)
+    assert read(2) <= 2 * segment_size_for(table.size_bytes)
+    assert read(1) >= 7 * segment_size_for(table.size_bytes)  # the control: one stream in the order of names
+
+
 def test_layers_that_are_alike_stand_for_the_others() -> None:
     three = {"embed": 1, "model.layers.0.w": 5, "model.layers.1.w": 2, "model.layers.2.w": 2}
     assert models.deepened(three, 3, 5) == {**three, "model.layers.3.w": 2, "model.layers.4.w": 2}
@@ -78,6 +98,17 @@ def test_the_check_names_what_is_off_by_more_than_it_may_be() -> None:
 def test_a_model_of_few_layers_says_the_same_of_many() -> None:
     few, all_ = alone(of_a_deep_model, 6)
     assert few == all_ and len({name for name in few[1] if "layers.5." in name}) == 12
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(300)
+def test_expert_parallel_ranks_read_whole_experts_and_little_else() -> None:
+    ranks = alone(of_experts, 4)
+    assert [experts for experts, *_ in ranks] == [4 * 3 * 8 // 4] * 4  # of each layer three tensors of two experts
+    for _, needed, read, checkpoint in ranks:
+        assert needed < 0.27 * checkpoint and read < 1.2 * needed
+    for _, needed, read, _ in alone(partial(of_experts, by_experts=False), 4):  # the control: a slice of each expert
+        assert read > 2 * needed
 
 
 @pytest.mark.heavy

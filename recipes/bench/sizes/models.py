@@ -30,12 +30,14 @@ FIGURES = (
 @dataclass(frozen=True)
 class Model:
     """family: its class in transformers. figures: see FIGURES. unlike: how many layers at the beginning are not like
-    all others. ranks: of its trainer. tp: sizes of its engines in the table."""
+    all others. ranks: of its trainer. tp: sizes of its engines in the table. ep: of those whose ranks have whole
+    experts (`--enable-expert-parallel`), and slices of all else."""
 
     family: str
     figures: tuple[int, ...]
     ranks: int
     tp: tuple[int, ...]
+    ep: tuple[int, ...] = ()
     unlike: int = 0
     more: Mapping[str, int | str] = field(default_factory=dict)
 
@@ -61,6 +63,7 @@ MODELS = {
         (4096, 12288, 94, 64, 4, 151936),
         ranks=64,
         tp=(8,),
+        ep=(8,),
         more={
             **{"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
             "moe_intermediate_size": 1536,
@@ -72,6 +75,7 @@ MODELS = {
         (7168, 18432, 61, 128, 128, 129280),
         ranks=256,
         tp=(16,),
+        ep=(16,),
         unlike=3,
         more={"topk_method": "noaux_tc"},
     ),
@@ -90,12 +94,13 @@ class Worker:
         return read_of(self.plan, table)
 
 
-def worker_of(model: Model, rank: Rank) -> Worker:
-    """Call it in a process of its own, see doctor/ranks.py. Layers that are alike are planned for once: vLLM's loaders
-    look through all experts for each tensor of one, and 94 layers of 128 take minutes."""
+def worker_of(model: Model, rank: Rank, *, experts: bool = False) -> Worker:
+    """experts: it has whole ones. Call it in a process of its own, see doctor/ranks.py. Layers that are alike are
+    planned for once: vLLM's loaders look through all experts for each tensor of one, and 94 layers of 128 take
+    minutes."""
     few = min(max(model.unlike, 1) + 2, model.layers)  # the first one has what all of them share
     config = model.config(few)
-    with _folder(config) as folder, made(folder, rank) as (module, vllm_config):
+    with _folder(config) as folder, made(folder, rank, enable_expert_parallel=experts) as (module, vllm_config):
         found = planned(module, vllm_config, shapes_of_config(config))
         tensors = [*module.named_parameters(), *module.named_buffers()]
     sizes = deepened({name: tensor.nbytes for name, tensor in tensors}, few, model.layers)

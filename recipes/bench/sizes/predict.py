@@ -70,13 +70,17 @@ class Costs:
 def ways_by_engine(name: str) -> dict[str, dict[str, dict[str, int]]]:
     """By engine and way, of all engines of this model; fields as of Costs. Call it in a process of its own, see
     doctor/ranks.py."""
-    return {f"{name}, TP {tp}": _ways(MODELS[name], tp) for tp in MODELS[name].tp}
+    model = MODELS[name]
+    return {
+        **{f"{name}, TP {tp}": _ways(model, tp) for tp in model.tp},
+        **{f"{name}, TP {tp} with EP": _ways(model, tp, experts=True) for tp in model.ep},
+    }
 
 
-def _ways(model: Model, tp: int) -> dict[str, dict[str, int]]:
-    first = [worker_of(model, Rank(tp, 0))]
+def _ways(model: Model, tp: int, *, experts: bool = False) -> dict[str, dict[str, int]]:
+    first = [worker_of(model, Rank(tp, 0), experts=experts)]
     fleet = Fleet(model.ranks, tp, hosts=2 if tp <= Fleet.workers else 4)
-    tables = trainer_tables(first[0].plan.shapes, model.ranks, tp)
+    tables = trainer_tables(first[0].plan.shapes, model.ranks, tp, experts=not experts)
     found = {"now": now(first, fleet, tables), "before": before(first, fleet), "verl nccl": nccl(first, fleet)}
     return {way: asdict(costs) for way, costs in found.items()}
 

@@ -18,8 +18,9 @@ of that matrix. What lies where is said in the table, part by part, so the bytes
 What is not cut: small tensors, of which there may be tens of thousands, those of which a trainer rank holds little, and
 what every worker runs whole: cut, it would lie here and there among what only one of them needs. Experts are cut like
 all others for engines whose workers each take a slice of every expert. For expert parallel ones, which take whole
-experts, they stay in one piece; only where slices of columns are as large as segments are they cut, and lie side by
-side.
+experts, they stay in one piece, and lie together, apart from all else: a norm or a router between the experts of two
+layers would cost every worker two segments of theirs. Only where slices of columns are as large as segments are they
+cut, and lie side by side.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 SLICES_MAX = 999
 EXPERT = ".experts."
+APART = "experts/"  # before the name of one that stays in one piece
 # Matrices whose outputs are added up (vLLM's RowParallelLinear), by the last word before ".weight".
 CUT_BY_COLUMNS = frozenset(
     (
@@ -96,11 +98,11 @@ def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bo
     axis = 1 if kind in CUT_BY_COLUMNS else 0
     stays = is_expert and not experts
     if stays and (axis == 0 or size_bytes < count * least.expert):
-        return [Slice(held)]
+        return [Slice(_spec(held, f"{APART}{held.name}", held.shape, held.part.start if held.part else (0, 0)))]
     if axis == 1 and held.size_bytes < count * (least.expert_columns if is_expert else least.columns):
         return [Slice(held)]
     width = -(-whole[axis] // count)
-    names = (f"{held.name}/{k:03}" if stays else f"{k:03}/{held.name}" for k in range(count))
+    names = (f"{APART}{held.name}/{k:03}" if stays else f"{k:03}/{held.name}" for k in range(count))
     ends = [(name, min(k * width, whole[axis]), min((k + 1) * width, whole[axis])) for k, name in enumerate(names)]
     return list(_cut(held, whole, axis, ends))
 

@@ -96,7 +96,7 @@ def test_how_many_parts_there_are_is_bounded():
     assert len(names(spec("a.mlp.experts.7.down_proj.weight", 7168, 2048), 8)) == 1
     assert len(names(spec("a.mlp.experts.7.gate_proj.weight", 65536, 2048), 8)) == 1
     large = spec("a.mlp.experts.7.w2.weight", 8192, 4 * SEGMENT_SIZE_BYTES // 8192)
-    assert names(large, 2) == ["a.mlp.experts.7.w2.weight/000", "a.mlp.experts.7.w2.weight/001"]
+    assert names(large, 2) == ["experts/a.mlp.experts.7.w2.weight/000", "experts/a.mlp.experts.7.w2.weight/001"]
     one_row = contiguous_spec("a.o_proj.weight", torch.bfloat16, (8, 8192))
     (of_rank,) = with_parts([one_row], {"a.o_proj.weight": Part((8192, 8192), (64, 0))})
     assert names(of_rank, 8) == ["a.o_proj.weight"]
