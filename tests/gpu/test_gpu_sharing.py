@@ -9,6 +9,9 @@ import pytest
 import torch
 from mapped import mapped
 
+from tensorhub_plugins.core.device import copy_all
+from tensorhub_plugins.core.memory import pinning
+
 GIB = 1 << 30
 
 
@@ -51,8 +54,8 @@ def test_memory_that_is_unmapped_while_it_is_copied_is_named(place):
         place.check()
 
 
-def shared_bytes():
-    """Host memory of this process that others can map."""
+def shared():
+    """Host memory of this process that others can map: bytes by file."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -61,7 +64,12 @@ def shared_bytes():
             continue
         if name.startswith("/memfd:") and "simulated device" not in name:
             found[stat.st_ino] = stat.st_blocks * 512
-    return sum(found.values())
+    return found
+
+
+def bytes_since(before):
+    """Of what was not there then."""
+    return sum(size_bytes for file, size_bytes in shared().items() if file not in before)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -71,7 +79,7 @@ def test_two_engines_of_a_host_install_from_one_copy_in_its_memory(place, client
     transports = ("shm", "tcp")
     weights = {"w": place.random(size_bytes, 1)}
     clients("trainer", transports=transports).publish(1, weights, copy=False)
-    expected, before, kept = place.content(weights["w"]), shared_bytes(), []
+    expected, before, kept = place.content(weights["w"]), shared(), []
     for number in range(2):
         rollout = clients(f"rollout-{number}", transports=transports)
         if is_shared:
@@ -80,6 +88,27 @@ def test_two_engines_of_a_host_install_from_one_copy_in_its_memory(place, client
             assert set(report.transports) == {"shm"} and place.content(live) == expected
         else:
             kept.append(rollout.fetch(1))
-    copies = (shared_bytes() - before) / size_bytes
+    copies = bytes_since(before) / size_bytes
     assert (0.9 < copies < 1.5) if is_shared else copies > 1.9, copies
+    place.check()
+
+
+@pytest.mark.parametrize("borrows", [True, False])
+def test_engines_of_a_host_install_from_borrowed_memory(place, clients, borrows):
+    """It is registered with the device by each of them, to be read only. The control: memory of their own."""
+    size_bytes = place.size(2 * GIB, 2 << 20)
+    transports, layout = ("shm", "tcp"), "runtime:f"
+    first = clients("rollout-0", transports=transports)
+    weights = {"w": place.random(size_bytes, 1)}
+    first.publish(1, weights, layout)
+    expected, before, kept = place.content(weights["w"]), shared(), []
+    for number in (1, 2):
+        fetched = clients(f"rollout-{number}", transports=transports).fetch(1, (layout,), borrow=borrows)
+        assert pinning.wait_for_background(60)
+        live = place.random(size_bytes, 10 + number)
+        copy_all([(live, fetched.tensors()["w"])])
+        assert place.content(live) == expected
+        kept.append(fetched)
+    copies = bytes_since(before) / size_bytes
+    assert copies < 0.1 if borrows else copies > 1.9, copies
     place.check()
