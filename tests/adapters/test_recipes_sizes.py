@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from sizes_of_models import of_a_deep_model, of_experts, of_whole_matrices
 from vllm_ranks import alone
 
-from recipes.bench.sizes import models, predict, real
+from recipes.bench.sizes import costs, models, predict, real
 from tensorhub_plugins.core import segment_size_for
 from tensorhub_plugins.vllm.worker.plan import Plan, whole_region
 
@@ -88,6 +88,16 @@ def test_the_check_names_what_is_off_by_more_than_it_may_be() -> None:
     assert len(real.check({"read": 1021, "collectives": 1}, predicted)) == 2
     assert real.check({"read": 979, "collectives": 0}, predicted) == ["read: measured 979, predicted 1000"]
     assert len(real.check({}, predicted)) == 2
+
+
+def test_every_step_of_a_small_version_is_measured_and_shown() -> None:
+    shapes = shapes_of(l__up_proj__weight=(2048, 1024), l__down_proj__weight=(1024, 2048), l__norm__weight=(8,))
+    stage = costs.Stage(costs.plan_without_loaders(shapes), 4, 2)
+    found = [costs.asdict(cost) for cost in costs.measured(costs.steps(stage))]
+    rows = list(costs.rows(found))
+    assert len(rows) == len(found) + 2 and {row.count("|") for row in rows} == {7}
+    again = {each["step"] for each in found if not each["once"]}
+    assert {each["step"] for each in found} == again  # what a first version pays for alone comes again, cheaper
 
 
 # --- with vLLM ---

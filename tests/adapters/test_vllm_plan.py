@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tensorhub_plugins.core import TensorTable
 from tensorhub_plugins.vllm.worker.plan import (
     NONSENSE,
     REGIONS_MAX,
@@ -16,7 +18,9 @@ from tensorhub_plugins.vllm.worker.plan import (
     Plan,
     Region,
     filled,
+    given_by,
     regions_of,
+    specs_of,
     view,
     view_in,
 )
@@ -141,3 +145,27 @@ def test_what_is_wanted_of_one_tensor_has_names_of_its_own() -> None:
         ("norm", "norm", None, 96),
     ]
     assert (plan.needed_bytes, plan.checkpoint_bytes) == (152, 288)
+
+
+def test_a_later_version_of_the_same_tables_does_not_decode_them_again() -> None:
+    def table(rows: int) -> TensorTable:
+        whole, mine = torch.Size((rows, 6)), Region((1, 0), (2, 6))
+        return TensorTable(specs_of("w", torch.bfloat16, whole, [mine]))  # with an identity of its own
+
+    def shapes(*tables: TensorTable) -> Any:
+        manifests = {shard: SimpleNamespace(tensors=each) for shard, each in enumerate(tables)}
+        fetched: Any = SimpleNamespace(tensors=dict, wanted=TensorTable([]), manifests=manifests)
+        found = given_by(fetched).shapes
+        for each in tables:
+            is_decoded.append("specs" in each.__dict__)
+            each.forget_specs()
+        return found
+
+    is_decoded: list[bool] = []
+    first, like_it, other = table(4), table(4), table(8)
+    of_four, of_eight = ({"w": (torch.bfloat16, torch.Size((rows, 6)))} for rows in (4, 8))
+    assert shapes(first) == shapes(first) == of_four and is_decoded == [True, False]
+    is_decoded.clear()
+    assert shapes(other) == shapes(first, other) == of_eight and is_decoded == [True, True, True]  # the control
+    is_decoded.clear()
+    assert shapes(like_it) == of_four and is_decoded == [True]

@@ -2,6 +2,7 @@
 
     python -m recipes.bench.sizes [--models Qwen2.5-7B,...] [--json FILE]
     python -m recipes.bench.sizes --real        # the same arithmetic beside a real trainer and real engines
+    python -m recipes.bench.sizes --costs [MODEL] [--ranks N] [--tp N]      # what it costs in Python: costs.py
 
 vLLM's own classes and loaders on the meta device say what a worker needs; a trainer of simulated ranks, what lies in
 which segment of which shard. Two hosts of eight GPUs (four, for engines of two hosts), full of engines. predict.py has
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.bench.results import save
-from recipes.bench.sizes import predict, real
+from recipes.bench.sizes import costs, predict, real
 from recipes.bench.sizes.models import MODELS
 
 COLUMNS = {
@@ -38,9 +39,15 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--models", help="which of them, by name (default: all)")
     arguments.add_argument("--real", action="store_true", help="count it, in real processes (minutes, 5 GB)")
+    arguments.add_argument("--costs", nargs="?", const="Qwen3-235B-A22B", choices=MODELS, help="measure Python's steps")
+    arguments.add_argument("--ranks", type=int, help="of the trainer, with --costs (default: the model's own)")
+    arguments.add_argument("--tp", type=int, help="of an engine, with --costs (default: the model's largest)")
     arguments.add_argument("--json", type=Path, help="write all figures here")
     given = arguments.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if given.costs:
+        save(given.json, {given.costs: step_by_step(given.costs, given.ranks, given.tp)})
+        return
     save(given.json, beside_each_other() if given.real else table(given.models))
 
 
@@ -53,9 +60,16 @@ def table(names: str | None) -> dict[str, Any]:
         for engines in pool.imap(predict.ways_by_engine, names.split(",") if names else MODELS):
             figures |= engines
             for engine, rows in engines.items():
-                for way, costs in rows.items():
-                    print("|", " | ".join([engine, way, *map(shown, costs, costs.values())]), "|", flush=True)
+                for way, each in rows.items():
+                    print("|", " | ".join([engine, way, *map(shown, each, each.values())]), "|", flush=True)
     return figures
+
+
+def step_by_step(name: str, ranks: int | None, tp: int | None) -> list[dict[str, Any]]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(costs.costs, (name, ranks, tp))
+    print("\n".join(costs.rows(found)))
+    return found
 
 
 def shown(column: str, value: int) -> str:

@@ -41,6 +41,7 @@ from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.digests import NO_DIGESTS
 from tensorhub_plugins.core.hub.hub import Hub, Received
 from tensorhub_plugins.core.hub.outbox import Send
 from tensorhub_plugins.core.memory import moves
@@ -175,7 +176,8 @@ def publisher_of(stage: Stage, rank: int) -> Publisher:
         slab.__class__ = NotWritten
         return slab
 
-    client: Any = SimpleNamespace(allocate=allocate, pool=pool, budget=SimpleNamespace(expect=lambda *_, **__: None))
+    budget = SimpleNamespace(expect=lambda *_, **__: None)
+    client: Any = SimpleNamespace(allocate=allocate, pool=pool, budget=budget, digest=NO_DIGESTS)
     how: dict[str, Any] = {"keep": 2, "timeout_s": 1.0, "slices": stage.tp, "slices_experts": True}
     return Publisher(client, rank=rank, ranks=stage.ranks, worker=f"trainer/{rank}", **how)
 
@@ -405,10 +407,12 @@ def pairs(converts: conversion.Conversion, live: Mapping[str, torch.Tensor], giv
 # --- all of it ---
 
 
-def costs(name: str) -> list[dict[str, Any]]:
-    """Of the largest engines of this model; fields as of Cost. Call it in a process of its own, see doctor/ranks.py."""
+def costs(name: str, ranks: int | None = None, tp: int | None = None) -> list[dict[str, Any]]:
+    """Of this model, by default with its own trainer and its largest engines; fields as of Cost. Call it in a process
+    of its own, see doctor/ranks.py."""
     model = models.MODELS[name]
-    config, tp = model.config(model.layers), model.tp[-1]
+    ranks, tp = ranks or model.ranks, tp or model.tp[-1]
+    config = model.config(model.layers)
     with models._folder(config) as folder, made(folder, Rank(tp, 0)) as (module, vllm_config):
         shapes, found = shapes_of_config(config), []
 
@@ -417,7 +421,17 @@ def costs(name: str) -> list[dict[str, Any]]:
 
         first = list(measured([Step("rehearse, and record the plan", len(shapes), 1, rehearse, once=True)]))
         live = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
-    return [asdict(cost) for cost in (*first, *measured(steps(Stage(found[0].plan, model.ranks, tp, live))))]
+    return [asdict(cost) for cost in (*first, *measured(steps(Stage(found[0].plan, ranks, tp, live))))]
+
+
+def rows(found: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """The table, for people."""
+    yield "| step | entries | ranks | ms | per entry us | |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for each in found:
+        cost, once = Cost(**each), "once" if each["once"] else ""
+        cells = [cost.step, f"{cost.tensors:,}", f"{cost.ranks}", f"{cost.ms:,.1f}", f"{cost.us_per_tensor:.2f}", once]
+        yield f"| {' | '.join(cells)} |"
 
 
 def steps(stage: Stage) -> Iterator[Step]:

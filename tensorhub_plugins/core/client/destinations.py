@@ -105,6 +105,7 @@ class Destinations:
         # From the pool: by source shard, and under negative numbers what several of them hold parts of.
         self.allocated: dict[int, Slab] = {}
         self._parted: dict[int, TensorTable] = {}  # source shards that hold parts
+        self._placed: dict[str, int] = {}  # whole tensors of which parts come: the negative number of their slab
 
     def begin(self, deadline: float) -> None:
         """Sources are asked for from now on."""
@@ -209,17 +210,19 @@ class Destinations:
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:
         """A view of the whole tensors, with memory for those of which no other shard has come with a part yet."""
         self._parted[shard] = table
-        blocks = [self.allocated[number] for number in self.allocated if number < 0]
-        placed = {name for block in blocks for name in block.specs.positions}
-        wholes = {spec.tensor: spec for spec in table if spec.part is not None and spec.tensor not in placed}
+        wholes = {spec.tensor: spec for spec in table if spec.part is not None and spec.tensor not in self._placed}
         if wholes:
             missing = [whole_of(spec) for spec in wholes.values()]
             check_size(missing)
             wanted = TensorTable.of(missing)
-            if not blocks:  # what came in parts the last time, at once: so it fits the slabs in the pool
+            number = min((0, *self.allocated)) - 1
+            if number == -1:  # what came in parts the last time, at once: so it fits the slabs in the pool
                 wanted = self._serving.parts_as_before(shard, table) or wanted
-            self.allocated[-1 - len(blocks)] = slab = self._take(wanted)
-            blocks.append(slab)
+            self.allocated[number] = self._take(wanted)
+            self._placed.update(dict.fromkeys(wanted.positions, number))
+        # Only the slabs of its own tensors: with all of them, each of hundreds of shards would look through hundreds.
+        numbers = {self._placed[name] for name in table.of_tensor if name in self._placed}
+        blocks = [self.allocated[number] for number in sorted(numbers, reverse=True)]
         alone = TensorTable.of(spec for spec in table if spec.part is None)
         if alone:
             self.allocated[shard] = slab = self._take(alone)
@@ -238,5 +241,5 @@ class Destinations:
         if self._live is not None:
             self._live.restart()
         self._live = None
-        for each in (self._offered, self.slabs, self.allocated, self._parted):
+        for each in (self._offered, self.slabs, self.allocated, self._parted, self._placed):
             each.clear()

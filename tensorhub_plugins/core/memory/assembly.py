@@ -37,9 +37,10 @@ def whole_of(spec: TensorSpec) -> TensorSpec:
 def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
     """A shard of this table in the memory of these allocated slabs, each of whose names it has in one of them.
 
+    The slabs may have many more: only the table's own names are looked up, as hundreds of shards may share a slab.
     UsageError for a tensor that they do not have, or have with another dtype or shape."""
     check_cover_of(table, blocks)
-    whole = {name: tensor for block in blocks for name, tensor in block.tensors().items() if name in table.of_tensor}
+    whole = {name: tensor for block in blocks for name, tensor in block.tensors(table.of_tensor).items()}
     columns = {spec.name: rows for spec in table if (rows := _rows(spec, whole[spec.tensor])) is not None}
     runs = [
         Run(start, spec.size_bytes, columns[spec.name].data_ptr(), None, columns[spec.name])
@@ -63,9 +64,10 @@ def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
 
 def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
     """UsageError unless each tensor of the table has a place in one of these slabs."""
-    for spec in table:
-        if sum(spec.tensor in block.specs.positions for block in blocks) != 1:
-            raise UsageError(f"tensor {spec.tensor!r} has no place of its own in the memory that is read into")
+    placed = [block.specs.positions for block in blocks]
+    for name in table.of_tensor:
+        if sum(name in positions for positions in placed) != 1:
+            raise UsageError(f"tensor {name!r} has no place of its own in the memory that is read into")
 
 
 def check_whole(tables: Mapping[int, TensorTable]) -> None:

@@ -148,10 +148,14 @@ class Slab:
 
     # --- tensors ---
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab."""
+    def tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+        """The tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab.
+
+        names: only those of them that it has; None: all."""
         self._check_open()
-        return dict(self._tensors)
+        if names is None:
+            return dict(self._tensors)
+        return {name: self._tensors[name] for name in names if name in self._tensors}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""

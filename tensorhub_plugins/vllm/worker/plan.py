@@ -11,6 +11,7 @@ A plan is a guess until it has been put to the test (conversion.py): loaders may
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from tensorhub_plugins.core import Fetched, Part, TensorSpec, common_box
+from tensorhub_plugins.core import Fetched, Part, TensorSpec, TensorTable, common_box
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]  # storage offset, shape, strides, in elements
 Shapes = Mapping[str, tuple[torch.dtype, torch.Size]]
@@ -153,16 +154,31 @@ def given_by(fetched: Fetched) -> Given:
     tensors = fetched.tensors()
     if fetched.wanted is None:
         return Given.of(tensors)
-    published = {spec.tensor: spec for manifest in fetched.manifests.values() for spec in manifest.tensors}
-    shapes = {
-        name: (getattr(torch, spec.dtype), torch.Size(spec.part.global_shape if spec.part else spec.shape))
-        for name, spec in published.items()
-    }
+    shapes = _published([manifest.tensors for manifest in fetched.manifests.values()])
     held: dict[str, tuple[Held, ...]] = {}
     for spec in fetched.wanted:
         region = Region(spec.part.start, spec.shape) if spec.part is not None else whole_region(spec.shape)
         held[spec.tensor] = (*held.get(spec.tensor, ()), Held(region, tensors[spec.name]))
     return Given(held, shapes)
+
+
+def _published(tables: Sequence[TensorTable]) -> Shapes:
+    """The shapes of all tensors in these tables. Those found last are kept: a later version has the same tables, which
+    may have forgotten their specs, and to decode a million of them again takes a second."""
+    global _found
+    refs, shapes = _found
+    if len(refs) == len(tables) and all(ref() is table for ref, table in zip(refs, tables, strict=True)):
+        return shapes
+    specs = {spec.tensor: spec for table in tables for spec in table}
+    shapes = {
+        name: (getattr(torch, spec.dtype), torch.Size(spec.part.global_shape if spec.part else spec.shape))
+        for name, spec in specs.items()
+    }
+    _found = tuple(map(weakref.ref, tables)), shapes
+    return shapes
+
+
+_found: tuple[tuple[weakref.ref[TensorTable], ...], Shapes] = ((), {})  # one value: any thread may replace it
 
 
 def whole_region(shape: Sequence[int]) -> Region:

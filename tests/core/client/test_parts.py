@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gc
+import sys
 
+import msgspec
 import pytest
 import torch
 from client_stage import client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core import CHECKPOINT, Part, ShardKey, UsageError, contiguous_spec
+from tensorhub_plugins.core import CHECKPOINT, Manifest, Part, ShardKey, TensorTable, UsageError, contiguous_spec
+from tensorhub_plugins.core.client import destinations
+from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.parts import Held, Ownership, Turns, held_run, held_split
 from tensorhub_plugins.core.client.publisher import Publisher
+from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.memory import assembly
+from tensorhub_plugins.core.memory.pool import SlabPool
 
 ROWS, COLUMNS = 1000, 257  # 1 MB, in several segments, and no row on a boundary
 
@@ -339,3 +346,60 @@ def test_ownership_of_many_ranks_costs_a_heap_and_no_search():
     for size in range(2000):
         ownership.give(size)
     assert compared < 2000 * 64
+
+
+class Looks(dict):
+    """Counts what is looked up in it, one by one or all at once."""
+
+    seen = 0
+
+    def __contains__(self, name):
+        Looks.seen += 1
+        return super().__contains__(name)
+
+    def __iter__(self):
+        Looks.seen += len(self)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("passed_on", ["own slabs", "all slabs"])
+def test_memory_for_the_parts_of_many_ranks_costs_what_each_of_them_has(monkeypatch, passed_on):
+    """Counted: names looked up. Each rank has parts of a tensor of its own, and of one that all share."""
+
+    def looked_up(count):
+        serving = Serving("reader/0", SlabPool(), Budget("reader/0", 1 << 40))
+        for version in (1, 2):  # at first a slab for each rank, then one for all
+            into = destinations.Destinations(serving, serve=False)
+            into.begin(float("inf"))
+            Looks.seen = 0
+            for rank, table in enumerate(halves_of(count)):
+                into.prepare(ShardKey(version, CHECKPOINT, rank, 2 * count), Manifest(table, bytes(16)))
+                for slab in into.allocated.values():
+                    slab.specs.__dict__["positions"] = Looks(slab.specs.positions)
+            assert len([number for number in into.allocated if number < 0]) == (count if version == 1 else 1)
+            into.complete(version)
+            for slab in into.allocated.values():
+                serving.recycle(slab)
+            yield Looks.seen / count
+
+    if passed_on == "all slabs":  # the control: what it cost before
+
+        def of_all(table, blocks):
+            into = sys._getframe(1).f_locals["self"]
+            return assembly.view_of(table, list(into.allocated.values()))
+
+        monkeypatch.setattr(destinations, "view_of", of_all)
+    few, many = list(looked_up(4)), list(looked_up(64))
+    is_the_same = many[0] < 2 * few[0] and many[1] <= 2 * few[1]
+    assert is_the_same == (passed_on == "own slabs"), (few, many)
+
+
+def halves_of(count):
+    """Tables of twice as many ranks: rank k has one half of tensor k // 2, and a row of a shared one."""
+    for rank in range(2 * count):
+        own = spec_of(f"own{rank // 2:03}", (2, 4), Part((4, 4), (2 * (rank % 2), 0)))
+        yield TensorTable.of([own, spec_of("shared", (1, 4), Part((2 * count, 4), (rank, 0)))])
+
+
+def spec_of(name, shape, part):
+    return msgspec.structs.replace(contiguous_spec(name, torch.float32, shape), part=part)
