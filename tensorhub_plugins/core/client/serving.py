@@ -359,6 +359,8 @@ class Serving:
             self.recycle(block)
         if not is_offered:
             self.pool.give_back(slab, hand_out)
+        elif hand_out is not None:
+            self.pool.release(slab)
 
     def releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
         """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""

@@ -20,72 +20,95 @@ from tensorhub_plugins.core.memory.pinning import Pinned
 
 
 class Loans:
-    """The lender's side, of one block. Any thread may call."""
+    """The lender's side, of one block: one pipe, however many borrow. Any thread may call."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._ends: list[int] = []  # ours, of a pipe for each loan
+        self._end = -1  # ours, to which nothing is ever written
 
     def lend(self) -> int:
         """The other end, for a borrower: it counts until that, and every copy of it, is closed. The caller owns it."""
-        theirs, ours = os.pipe()
         with self._guard:
-            self._ends.append(ours)
-        return theirs
+            if self._end < 0:
+                theirs, self._end = os.pipe()
+                return theirs
+            return os.open(f"/proc/self/fd/{self._end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     @property
     def any(self) -> bool:
         """Whether somebody still uses the memory."""
         with self._guard:
-            over = [end for end in self._ends if is_over(end)]
-            for end in over:
-                self._ends.remove(end)
-                os.close(end)
-            return bool(self._ends)
+            return self._end >= 0 and not is_over(self._end)
 
     def close(self) -> None:
         """The memory is not ours any more, whoever uses it. Idempotent."""
         with self._guard:
-            ends, self._ends = self._ends, []
-        for end in ends:
+            end, self._end = self._end, -1
+        if end >= 0:
             os.close(end)
 
 
-class Borrowed:
-    """The borrower's side: a block of another process, as long as it is used. Takes the descriptors over.
+class Loan:
+    """A borrower's end of the pipe. It closes with the last tensor over the memory, or before."""
 
-    memory: uint8, all of it, mapped; nothing may be written to it where `is_shared`, and what is written to other
-    mappings stays here. fd: of its file. owner_liveness_fd: hangs up when the block is closed, or its owner dies: a
-    mapping that is kept for later is to be let go then. loan_fd: see `Loans.lend`. pinned: for which device it is.
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._guard = threading.Lock()
+
+    def lend(self) -> int:
+        """For one more borrower of the same owner's memory; OSError when it was given back."""
+        with self._guard:
+            return os.dup(self._fd)
+
+    def close(self) -> None:
+        """The owner may write to the memory again. Idempotent."""
+        with self._guard:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError, TypeError):  # at the interpreter's end
+            self.close()
+
+
+class Borrowed:
+    """A block of another process, as long as it is used. Takes the descriptors over.
+
+    memory: uint8, all of it, mapped; `keeps` what must stay with it: the loan, whatever becomes of this. Nothing may be
+    written to it where others here have it mapped, too. fd: of its file. owner_liveness_fd: hangs up when the block is
+    closed, or its owner dies: a mapping that is kept for later is to be let go then. pinned: for which device it is.
     """
 
     def __init__(
-        self, memory: torch.Tensor, fd: int, owner_liveness_fd: int, loan_fd: int, pinned: Pinned | None = None
+        self, memory: torch.Tensor, fd: int, owner_liveness_fd: int, loan: Loan, pinned: Pinned | None = None
     ) -> None:
         self.memory = memory
         self.fd, self.owner_liveness_fd = fd, owner_liveness_fd
         self.pinned = pinned
-        self._loan_fd = loan_fd
-        self._guard = threading.Lock()
+        self._loan = loan
 
     def lend(self) -> int:
-        """For one more borrower of the same owner's memory."""
-        with self._guard:
-            return os.dup(self._loan_fd)
+        """See `Loan.lend`."""
+        return self._loan.lend()
 
-    def close(self) -> None:
-        """Its owner may write there again. Idempotent."""
-        with self._guard:
-            fds = (self.fd, self.owner_liveness_fd, self._loan_fd)
-            self.fd = self.owner_liveness_fd = self._loan_fd = -1
-            self.memory = torch.empty(0, dtype=torch.uint8)  # whoever still knows the slab must not keep it mapped
+    def drop(self) -> None:
+        """Nobody is handed the memory from here any more; tensors over it stay what they are."""
+        fds = (self.fd, self.owner_liveness_fd)
+        self.fd = self.owner_liveness_fd = -1
+        self.memory = torch.empty(0, dtype=torch.uint8)  # whoever still knows the slab must not keep it mapped
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
+    def close(self) -> None:
+        """Its owner may write there again, whoever has tensors over it. Idempotent."""
+        self.drop()
+        self._loan.close()
+
     def __del__(self) -> None:
         with suppress(AttributeError, OSError, TypeError):  # half made, or at the interpreter's end
-            self.close()
+            self.drop()
 
 
 def is_over(fd: int) -> bool:
@@ -96,9 +119,10 @@ def is_over(fd: int) -> bool:
 
 
 @torch.inference_mode(False)
-def bytes_over(memory: memoryview) -> torch.Tensor:
-    """uint8 over mapped memory, also over some that must not be written, of which torch would warn."""
+def bytes_over(memory: memoryview, *keeps: object) -> torch.Tensor:
+    """uint8 over mapped memory, also over some that must not be written, of which torch would warn. keeps: stays as
+    long as the last tensor over it."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     buffer = (ctypes.c_char * len(memory)).from_address(address)
-    buffer.keeps = memory  # type: ignore[attr-defined]
+    buffer.keeps = (memory, *keeps)  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=torch.uint8)

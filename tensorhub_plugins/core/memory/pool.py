@@ -29,6 +29,7 @@ class SlabPool:
         self._free: dict[Slab, int] = {}  # and the take with which it was last in use
         self._handed_out: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # ours, and how often
         self._single: WeakSet[Slab] = WeakSet()  # ours too, but not to be used again
+        self._released: WeakSet[Slab] = WeakSet()  # borrowed ones, by who has fetched them
         self._takes = 0
         self._closed = False
 
@@ -67,6 +68,11 @@ class SlabPool:
             self._single.add(slab)
         return slab
 
+    def release(self, slab: Slab) -> None:
+        """Who has fetched it uses it no more; others may still."""
+        with self._lock:
+            self._released.add(slab)
+
     def hand_out(self, slab: Slab) -> int:
         """Which use of the slab this is; 0: it is not from here."""
         with self._lock:
@@ -83,6 +89,8 @@ class SlabPool:
             ours = slab in self._handed_out
             if not (ours or slab in self._single) or slab in self._free:
                 return
+            if slab.borrowed is not None and hand_out is None and slab not in self._released:
+                return  # it is offered no more, but whoever has fetched it may use it still
             if ours and hand_out not in (None, self._handed_out.get(slab)):
                 return
             alike = sum(free.specs == slab.specs for free in self._free)
@@ -95,7 +103,7 @@ class SlabPool:
     def discard(self, slab: Slab) -> None:
         """Close it, if it is from here: it will not be used again."""
         with self._lock:
-            ours = slab in self._handed_out or slab in self._single
+            ours = slab.borrowed is None and (slab in self._handed_out or slab in self._single)
             self._forget(slab)
         if ours:
             slab.close()

@@ -387,8 +387,8 @@ class Slab:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save, and
-        # nothing of this module left to do it with.
-        if not is_finalizing() and hasattr(self, "_lock"):
+        # nothing of this module left to do it with. Borrowed memory stays what it is for tensors over it.
+        if not is_finalizing() and hasattr(self, "_lock") and getattr(self, "_borrowed", None) is None:
             self.close()
 
     def __repr__(self) -> str:

@@ -35,6 +35,7 @@ from tensorhub_plugins.vllm.worker.plan import (
     Region,
     Shapes,
     filled,
+    is_view,
     layer_of,
     regions_of,
     shapes_of,
@@ -433,6 +434,8 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if is_view(func) and isinstance(result, torch.Tensor) and _storage(result) == _storage(args[0]):
+            return result  # nearly all that loaders do: it reads and writes nothing
         arguments = func._schema.arguments
         given = [(arguments[k], value) for k, value in enumerate(args)]
         given += [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]

@@ -14,8 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import NamedTuple
+from functools import cache, reduce
+from typing import Any, NamedTuple
 
 import torch
 
@@ -356,6 +356,14 @@ def _within(box: Box, whole: tuple[int, ...], region: Region, tensor: torch.Tens
         axis = next((k for k, step in enumerate(steps) if whole[k] > 1 and stride >= step and stride % step == 0), 0)
         moved.append(stride // steps[axis] * mine[axis] if count > 1 else 0)
     return tensor.as_strided(shape, moved, tensor.storage_offset() + start)
+
+
+@cache
+def is_view(operation: Any) -> bool:
+    """Whether this operation of torch only looks at its first tensor in another way, as its schema says."""
+    given, made = operation._schema.arguments, operation._schema.returns
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in (*given, *made))
+    return not writes and bool(made) and all(each.alias_info is not None for each in made)
 
 
 def is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -575,7 +575,7 @@ class Updater:
             self._handle(update_state.Withdrawn())
 
     def _drop_source(self, staged: Staged) -> None:
-        """Let go of what was fetched, unless it is what we serve."""
+        """Let go of what was fetched; what we serve of it stays for as long."""
         fetched, layout = staged.fetched, self.position.layout
         if self._quantizer is not None:
             self._quantizer.forget()
@@ -585,8 +585,7 @@ class Updater:
             self._client.abandon(staged.version, layout)
         if fetched.layout != layout:
             self._client.unpublish(staged.version, fetched.layout, timeout_s=self.config.serve_timeout_s)
-        if fetched.layout != layout or self.config.source == "live":
-            fetched.release()
+        fetched.release()
 
     def _wait_until_served(self, deadline: Deadline, timeout_s: float) -> None:
         serving = self._serving

@@ -74,6 +74,48 @@ def test_memory_that_is_lent_is_not_written_to_until_it_is_given_back(fleet):
     assert first.find(ShardKey(3, RUNTIME)).slab is again  # of which there was no loan
 
 
+@pytest.mark.parametrize("serve", [False, True])
+def test_tensors_that_are_kept_keep_the_loan(fleet, serve):
+    """Also when nothing else is: neither what `fetch` has returned, nor an offer."""
+    first, (second, third, _) = fleet
+    tensors = second.fetch(1, (RUNTIME,), borrow=True, serve=serve).tensors()
+    first.publish(2, tensors_of(2), RUNTIME)
+    second.fetch(2, (RUNTIME,), borrow=True)
+    until(lambda: ShardKey(1, RUNTIME) not in second.serving())
+    gc.collect()
+    assert first.find(ShardKey(1, RUNTIME)).slab.is_lent
+    first.unpublish(1)
+    for version in (3, 4):
+        first.publish(version, tensors_of(version), RUNTIME)
+        first.unpublish(version - 1)
+    assert same_bytes(tensors, tensors_of(1))
+
+
+def test_a_loan_ends_with_the_last_tensor(fleet):
+    first, (second, *_) = fleet
+    slab = first.find(ShardKey(1, RUNTIME)).slab
+    tensor = second.fetch(1, (RUNTIME,), borrow=True).tensors()["rest"][10:]
+    gc.collect()
+    assert slab.is_lent
+    del tensor
+    gc.collect()
+    assert not slab.is_lent
+
+
+def test_many_loans_take_one_descriptor_of_the_lender(fleet):
+    first, (second, *_) = fleet
+    slab = first.find(ShardKey(1, RUNTIME)).slab
+    os.close(slab.lend())
+    before = len(os.listdir("/proc/self/fd"))
+    loans = [slab.lend() for _ in range(100)]
+    assert len(os.listdir("/proc/self/fd")) == before + 100  # the borrowers' own, which are here, too
+    for loan in loans[1:]:
+        os.close(loan)
+    assert slab.is_lent
+    os.close(loans[0])
+    assert not slab.is_lent and len(os.listdir("/proc/self/fd")) == before
+
+
 def test_without_a_loan_it_would_be_written_to(fleet, monkeypatch):
     first, (second, *_) = fleet
     monkeypatch.setattr(Loans, "any", property(lambda self: False))
@@ -85,8 +127,9 @@ def test_without_a_loan_it_would_be_written_to(fleet, monkeypatch):
 
 def test_what_was_borrowed_is_offered_until_the_next_fetch_and_then_given_back(fleet):
     first, (second, *_) = fleet
-    second.fetch(1, (RUNTIME,), serve=True, borrow=True)
+    fetched = second.fetch(1, (RUNTIME,), serve=True, borrow=True)
     slab = first.find(ShardKey(1, RUNTIME)).slab
+    fetched.release()  # it is still offered
     assert slab.is_lent and second.serving() == [ShardKey(1, RUNTIME)]
     first.publish(2, tensors_of(2), RUNTIME)
     second.fetch(2, (RUNTIME,), serve=True, borrow=True)

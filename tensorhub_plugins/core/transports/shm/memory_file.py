@@ -18,15 +18,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import torch
-
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.copying import copy_views
-from tensorhub_plugins.core.memory.loans import Borrowed, bytes_over
+from tensorhub_plugins.core.memory.loans import Borrowed, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
@@ -105,7 +103,6 @@ class _Mapping:
     def __init__(self) -> None:
         self.access_count = 0
         self.memory: memoryview | None = None
-        self.base: torch.Tensor | None = None  # uint8, over the same
         self.pinned: Pinned | None = None
 
     def map(self, fd: int, size_bytes: int) -> memoryview | None:
@@ -114,6 +111,11 @@ class _Mapping:
             with contextlib.suppress(OSError, ValueError):
                 self.memory = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
         return self.memory
+
+    def pin(self, device: Device | None) -> None:
+        """For this device, in the background, if that was not done before."""
+        if self.pinned is None and device is not None and self.memory is not None:
+            self.pinned = pin_lent(bytes_over(self.memory), device)
 
     def __del__(self) -> None:
         if self.pinned is not None:
@@ -147,33 +149,28 @@ class MappingCache:
             return mapping.map(fd, size_bytes) if mapping.access_count >= self._map_from else mapping.memory
 
     def borrow(
-        self, fd: int, owner_liveness_fd: int, loan_fd: int, device: Device | None, *, is_shared: bool
+        self, fd: int, owner_liveness_fd: int, loan: Loan, device: Device | None, *, is_shared: bool
     ) -> Borrowed | None:
-        """All of this file's memory, to be used where it lies; None where it is not safe to map it. Takes the
-        descriptors over.
+        """All of this file's memory, to be used where it lies; None where it is not safe to map it.
 
         is_shared: nobody writes to it here: it is mapped once, kept like what is read, and pinned for the device. Else
         whoever writes to it, some model's loader, has the pages that it has changed for itself.
         """
-        size_bytes, mapping = os.fstat(fd).st_size, None
-        if is_shared and _is_sealed(fd):
-            mapping = self.kept.get(_identity(fd), os.dup(owner_liveness_fd), _Mapping)
-        memory, pinned = None, None
-        if mapping is not None:
-            with self._guard:
-                mapped = mapping.map(fd, size_bytes)
-                if mapped is not None and mapping.base is None:
-                    mapping.base = bytes_over(mapped)
-                    mapping.pinned = None if device is None else pin_lent(mapping.base, device)
-                memory, pinned = mapping.base, mapping.pinned
-        elif _is_sealed(fd):
-            with contextlib.suppress(OSError, ValueError):
-                memory = bytes_over(memoryview(mmap.mmap(fd, size_bytes, flags=mmap.MAP_PRIVATE)))
-        if memory is None:
-            for each in (fd, owner_liveness_fd, loan_fd):
-                os.close(each)
+        if not _is_sealed(fd):
             return None
-        return Borrowed(memory, fd, owner_liveness_fd, loan_fd, pinned)
+        memory, pinned = None, None
+        if not is_shared:
+            with contextlib.suppress(OSError, ValueError):
+                mapped = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE)
+                memory = bytes_over(memoryview(mapped), loan)
+        elif (mapping := self.kept.get(_identity(fd), os.dup(owner_liveness_fd), _Mapping)) is not None:
+            with self._guard:
+                shared = mapping.map(fd, os.fstat(fd).st_size)
+                if shared is not None:
+                    mapping.pin(device)
+                    # What is pinned, or being mapped, stays as it is until the last tensor over it has gone.
+                    memory, pinned = bytes_over(shared, loan, mapping), mapping.pinned
+        return None if memory is None else Borrowed(memory, os.dup(fd), os.dup(owner_liveness_fd), loan, pinned)
 
     def close(self) -> None:
         """Idempotent. What is being read stays until it has been."""

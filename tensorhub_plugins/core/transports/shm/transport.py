@@ -24,7 +24,7 @@ from contextlib import ExitStack
 
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.manifest import Manifest
-from tensorhub_plugins.core.memory.loans import Borrowed
+from tensorhub_plugins.core.memory.loans import Borrowed, Loan
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -164,10 +164,16 @@ class ShmLink(SocketLink):
         if opened.addresses is not None:
             self._block = _process.ProcessMemory(self._pid, opened.addresses, manifest.size_bytes)
             return
-        fd, liveness_fd, *loan = channel.receive_descriptors(3 if opened.is_lent else 2, deadline)
-        if loan:
-            fds = os.dup(fd), os.dup(liveness_fd), loan[0]
-            self._loan = self._mappings.borrow(*fds, self._device, is_shared=self._layout != CHECKPOINT)
+        fd, liveness_fd, *lent = channel.receive_descriptors(3 if opened.is_lent else 2, deadline)
+        loan = Loan(lent[0]) if lent else None
+        if loan is not None:
+            try:
+                is_shared = self._layout != CHECKPOINT
+                self._loan = self._mappings.borrow(fd, liveness_fd, loan, self._device, is_shared=is_shared)
+            except BaseException:
+                os.close(fd)
+                os.close(liveness_fd)
+                raise
         self._block = MemoryFile(manifest, fd, self._mappings.get_or_map(fd, liveness_fd))
 
     def take_loan(self) -> Borrowed | None:
