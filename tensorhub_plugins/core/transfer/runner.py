@@ -35,6 +35,7 @@ from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
+LOOK_S = 0.02  # between two looks at all readers: hundreds of them take as long as what they bring
 OPENING_S = 0.2  # for who has not been asked for bytes: it may be decoding what a peer has sent, and writes nothing
 
 
@@ -117,6 +118,7 @@ class Transfer:
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
+        self._look_at, self._stalls_at = 0.0, float("inf")  # when the readers are looked at next; the first that stalls
         self._ended, self._come = False, 0  # the bytes that had come when they were last counted
         self._error: TensorHubError | None = None
         self._bytes_from: Counter[str] = Counter()
@@ -164,12 +166,16 @@ class Transfer:
     def _next_event(self) -> events.Event:
         while True:
             now = time.monotonic()
-            if (noticed := self._look_at_readers(now)) is not None:
-                return noticed
-            due = min([self._machine.next_deadline(), *(reader.stalls_at for reader in self._readers.values())])
+            if now >= self._look_at:
+                if (noticed := self._look_at_readers(now)) is not None:
+                    return noticed
+                self._stalls_at = min((reader.stalls_at for reader in self._readers.values()), default=float("inf"))
+                self._look_at = now + LOOK_S
+            due = min(self._machine.next_deadline(), self._stalls_at)
             try:
                 source, event = self._events.get(timeout=remaining_s(due, now))
             except queue.Empty:
+                self._look_at = 0.0
                 return events.Tick()
             if source is not None and self._readers.get((source.shard, source.grant.session)) is not source:
                 continue
