@@ -23,10 +23,10 @@ from tensorhub_plugins.vllm.worker.plan import Shapes, specs_of, whole_region
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
 KEEP, KEPT_BEFORE = 1, 2  # versions on offer, by default; memory is taken for one more
-# To the hub, for a version in the steady state, where no source is slow or lost: of a trainer rank, Publish and
-# Unpublish; of a worker that converts, Acquire, Publish, Unpublish, and a Release for each trainer rank; of one that
-# reads from a peer and serves what arrives, one Publish more, and one Release.
-OF_RANK, OF_CONVERTER, OF_PEER = 2, 3, 5
+# To the hub, for a version in the steady state, where no source is slow or lost: of a trainer rank, Publish, Unpublish,
+# and Wait before that (which was not); of a worker that converts, Acquire, Publish, Unpublish, and a Release for each
+# trainer rank; of one that reads from a peer and serves what arrives, one Publish more, and one Release.
+OF_RANK, OF_CONVERTER, OF_PEER = 3, 3, 5
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ def before(workers: list[Worker], fleet: Fleet) -> Costs:
         memory=fleet.workers * 2 * holds + arriving,
         memory_live=(fleet.workers - fleet.converters) * holds + arriving,
         trainer=(KEPT_BEFORE + 1) * part,
+        requests=costs.requests - fleet.ranks,
     )
 
 
