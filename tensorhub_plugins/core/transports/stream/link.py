@@ -228,6 +228,7 @@ class SocketLink:
                 self._dispose()
 
     def _dispose(self) -> None:
+        self._more = self._plan = None  # they lead to whoever reads, and to the memory that it has read into
         for channel in self._channels:
             channel.abandon()  # the source may be sending
 
