@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from typing import Any
@@ -12,7 +13,13 @@ from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_ba
 from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until
 
 from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError
-from tensorhub_plugins.core.memory.loans import Loans
+from tensorhub_plugins.core.memory.loans import Loan, Loans
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS
+from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.shm.memory_file import MappingCache
+from tensorhub_plugins.core.transports.shm.source import ShmSource
 
 SHM = {"transports": ("shm", "tcp")}
 
@@ -100,6 +107,45 @@ def test_a_loan_ends_with_the_last_tensor(fleet):
     del tensor
     gc.collect()
     assert not slab.is_lent
+
+
+def test_a_loan_ends_without_the_help_of_the_garbage_collector(fleet):
+    """Which may not come for a hundred versions, each of them the size of a model."""
+    first, (second, *_) = fleet
+    slab = first.find(ShardKey(1, RUNTIME)).slab
+    gc.collect()
+    gc.disable()
+    try:
+        tensors = second.fetch(1, (RUNTIME,), borrow=True).tensors()
+        assert slab.is_lent
+        del tensors
+        assert not slab.is_lent
+    finally:
+        gc.enable()
+
+
+def test_who_cannot_lend_or_borrow_leaks_nothing(monkeypatch):
+    """Out of descriptors in the midst of it."""
+    slab = Slab.allocate([spec_of("a", torch.zeros(1 << 16, dtype=torch.uint8))])
+    offer = Offer(ShardKey(1, RUNTIME), slab.manifest(), slab, lends=True)
+    fd, liveness = slab.shared_fd, slab.owner_liveness_fd
+    loan, mappings, dup = Loan(slab.lend()), MappingCache(), os.dup
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EMFILE, "none left")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(Slab, "lend", fails)
+    with pytest.raises(OSError):
+        ShmSource(DEFAULT_LIMITS).send_memory(None, offer, 1e18, lends=True)
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.setattr(os, "dup", lambda one: fails() if one == liveness else dup(one))
+    with pytest.raises(OSError):
+        mappings.borrow(fd, liveness, loan, None, is_shared=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+    mappings.close()
+    loan.close()
+    slab.close()
 
 
 def test_many_loans_take_one_descriptor_of_the_lender(fleet):

@@ -170,7 +170,11 @@ class MappingCache:
                     mapping.pin(device)
                     # What is pinned, or being mapped, stays as it is until the last tensor over it has gone.
                     memory, pinned = bytes_over(shared, loan, mapping), mapping.pinned
-        return None if memory is None else Borrowed(memory, os.dup(fd), os.dup(owner_liveness_fd), loan, pinned)
+        if memory is None:
+            return None
+        borrowed = Borrowed(memory, os.dup(fd), -1, loan, pinned)
+        borrowed.owner_liveness_fd = os.dup(owner_liveness_fd)  # when there is none left, `borrowed` lets go of the other
+        return borrowed
 
     def close(self) -> None:
         """Idempotent. What is being read stays until it has been."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
@@ -87,13 +88,14 @@ class ShmSource(SourceBackend):
         fd, liveness_fd = slab.shared_fd, slab.owner_liveness_fd
         if fd is None or liveness_fd is None:
             raise SourceLost("the slab was closed", version=offer.version)
-        readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
-        loan = [slab.lend()] if lends else []
-        try:
-            channel.send_descriptors([readable, liveness_fd, *loan], deadline)
-        finally:
-            for each in (readable, *loan):
-                os.close(each)
+        with ExitStack() as ours:  # also where there is no descriptor for the loan any more
+            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # a reader shall not be able to write
+            ours.callback(os.close, readable)
+            sent = [readable, liveness_fd]
+            if lends:
+                sent.append(slab.lend())
+                ours.callback(os.close, sent[-1])
+            channel.send_descriptors(sent, deadline)
 
     def segment_payload(
         self, channel: Channel, offer: Offer, start: int, stop: int, deadline: float
