@@ -184,7 +184,9 @@ class Client:
         try:
             manifest, changed = self._describe(key, slab, parts, strict=strict)
             digested = time.monotonic()
-            self._serving.publish(key, manifest, slab, Deadline.after(timeout_s))
+            # A trainer does not lend: who installs late would keep it from using its memory again.
+            lends = layout != CHECKPOINT and slab is not tensors
+            self._serving.publish(key, manifest, slab, Deadline.after(timeout_s), lends=lends)
         except BaseException:
             if slab is not tensors:
                 self._serving.pool.discard(slab)

@@ -34,7 +34,7 @@ from tensorhub_plugins.core.memory.tensors import share_memory
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
+from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
@@ -95,11 +95,12 @@ class Serving:
         with self._changed:
             return self._shelf.published.get(layout)
 
-    def publish(self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline) -> None:
-        """Offer a whole shard; returns when the hub knows of it. On an error nothing was published."""
+    def publish(
+        self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline, *, lends: bool = False
+    ) -> None:
+        """Offer a whole shard; returns when the hub knows of it. On an error nothing was published. lends: nobody but
+        the pool writes to its memory when it is offered no more."""
         was_read = slab in self._fetched
-        # A trainer does not lend: who installs late would keep it from using its memory again.
-        lends = was_read or key.layout != CHECKPOINT
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
         with self._changed:

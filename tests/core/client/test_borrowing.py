@@ -12,10 +12,9 @@ import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_back, let_go, same_bytes, tensors_of
 from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until
 
-from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError
+from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError, spec_of
 from tensorhub_plugins.core.memory.loans import Loan, Loans
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache
@@ -199,6 +198,21 @@ def test_a_loan_is_passed_on(fleet):
     assert slab.is_lent  # to third, by way of second
     theirs.release()
     assert not slab.is_lent
+
+
+def test_a_slab_that_its_owner_may_write_to_is_not_lent(stage):
+    """After an unpublish its memory may change, and borrowers are not cut off."""
+    first, second = (stage.client(f"rollout-{k}", **SHM) for k in range(2))
+    first.retain(0)
+    slab = first.allocate([spec_of(name, tensor) for name, tensor in tensors_of(1).items()])
+    for name, tensor in tensors_of(1).items():
+        slab.write(name, tensor)
+    first.publish(1, slab, RUNTIME)
+    fetched = second.fetch(1, (RUNTIME,), borrow=True)
+    assert not borrowed(fetched) and not slab.is_lent
+    first.unpublish(1)
+    slab.write("rest", torch.zeros_like(tensors_of(1)["rest"]))
+    assert same_bytes(fetched.tensors(), tensors_of(1))
 
 
 def test_nobody_writes_to_what_is_borrowed(fleet):

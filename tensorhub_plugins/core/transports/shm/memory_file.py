@@ -173,7 +173,9 @@ class MappingCache:
         if memory is None:
             return None
         borrowed = Borrowed(memory, os.dup(fd), -1, loan, pinned)
-        borrowed.owner_liveness_fd = os.dup(owner_liveness_fd)  # when there is none left, `borrowed` lets go of the other
+        borrowed.owner_liveness_fd = os.dup(
+            owner_liveness_fd
+        )  # when there is none left, `borrowed` lets go of the other
         return borrowed
 
     def close(self) -> None:

@@ -228,7 +228,9 @@ class SocketLink:
                 self._dispose()
 
     def _dispose(self) -> None:
-        self._more = None  # it leads back to the reader that has this link: a cycle, which would keep what was read into
+        self._more = (
+            None  # it leads back to the reader that has this link: a cycle, which would keep what was read into
+        )
         for channel in self._channels:
             channel.abandon()  # the source may be sending
 
