@@ -87,10 +87,11 @@ def configure(given: Mapping[str, Any], vllm_config: Any, where: str = "the stor
 
 
 def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
-    """As this data parallel rank of a dense model joins the store.
+    """As this data parallel rank joins the store.
 
-    vLLM makes engines of them that know nothing of each other and have one configuration: all but the first get a name
-    of their own here, or the hub would take them for one worker.
+    vLLM makes engines of a dense model's that know nothing of each other and have one configuration: all but the first
+    get a name of their own here, or the hub would take them for one worker. Those of a mixture of experts are parts of
+    one engine, and have one name.
     """
     if not is_further_rank(vllm_config):
         return config
@@ -100,5 +101,10 @@ def of_rank(config: WorkerConfig, vllm_config: Any) -> WorkerConfig:
 
 
 def is_further_rank(vllm_config: Any) -> bool:
-    """Whether this is such a rank, but not the first."""
-    return bool(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+    """Whether this is an engine of its own among several data parallel ranks, but not the first."""
+    return not shares_experts(vllm_config) and bool(getattr(vllm_config.parallel_config, "data_parallel_index", 0))
+
+
+def shares_experts(vllm_config: Any) -> bool:
+    """Whether the engine consists of several data parallel ranks: vLLM says so of mixtures of experts only."""
+    return bool(getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1)

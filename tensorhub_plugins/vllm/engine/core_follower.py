@@ -20,16 +20,16 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.config import WorkerConfig, parse
+from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse, shares_experts
+from tensorhub_plugins.vllm.engine.core import Core, forget, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_S, Follower
-from tensorhub_plugins.vllm.engine.spans import Spans, Start
+from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.names import NAME
 
 logger = get_logger(__name__)
@@ -46,7 +46,6 @@ NEEDED = (
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
 TIMEOUT_S = 600.0  # for a version to arrive, and for an install
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
-LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
 
 
 def attach(core: Any, vllm_config: Any) -> None:
@@ -70,22 +69,18 @@ def _forget_after_updates(core: Any, original: Callable[..., Any]) -> Callable[.
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(method, *args, **kwargs)
         if method == "update_weights":
-            _forget(core)
+            forget(core)
         return result
 
     return collective_rpc
 
 
-def _forget(core: Any) -> None:
-    """What was computed with the old weights."""
-    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    core.reset_encoder_cache()
-
-
 def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def resume_scheduler(*args: Any, **kwargs: Any) -> Any:
-        core.model_executor.collective_rpc("tensorhub_guard")
+        # Where all data parallel ranks stand still they resume as one, or none does: the others would wait for it.
+        together = getattr(core, "ignore_start_dp_wave", False)
+        core.model_executor.collective_rpc("tensorhub_guard_all" if together else "tensorhub_guard")
         return original(*args, **kwargs)
 
     return resume_scheduler
@@ -134,17 +129,24 @@ def _follow(core: Any, vllm_config: Any) -> None:
             'this engine runs in the process of its caller and steps only when told to, so it cannot "follow": '
             "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_start_fetch and tensorhub_install"
         )
-    follower = CoreFollower(Core(core), joining, when=start.follow, patience_s=start.follow_patience_s)
-    core.tensorhub_status, core.tensorhub_starts = follower.status, follower.starts
+    parallel, whole = vllm_config.parallel_config, Core(core)
+    here: CoreFollower | OtherRank
+    if not shares_experts(vllm_config):
+        here = CoreFollower(whole, joining, start)
+    elif parallel.data_parallel_rank == 0:
+        here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, start)
+    else:
+        here = OtherRank(whole, store_of(core), parallel.data_parallel_rank, joining, start)
+    core.tensorhub_status, core.tensorhub_starts = here.status, whole.starts
     original = core.shutdown
 
     @wraps(original)
     def shutdown() -> Any:
-        follower.close()
+        here.close()
         return original()
 
     core.shutdown = shutdown
-    follower.start()
+    here.start()
 
 
 class _ClosedError(Exception):
@@ -160,9 +162,10 @@ class CoreFollower(Follower):
     sleep, nothing is switched.
     """
 
-    def __init__(self, core: Core, joining: WorkerConfig, *, when: Literal["idle", "now"], patience_s: float) -> None:
+    def __init__(self, core: Core | FirstRank, joining: WorkerConfig, start: StartConfig) -> None:
         super().__init__(core, self._ask_hub, worker=joining.replica, timeout_s=TIMEOUT_S)
-        self._core, self._joining, self._when, self._patience_s = core, joining, when, patience_s
+        self._core, self._joining = core, joining
+        self._when, self._patience_s = start.follow, start.follow_patience_s
         self._client: Client | None = None
         self._began_at = time.monotonic()
         self._closed = False
@@ -173,24 +176,12 @@ class CoreFollower(Follower):
 
     def status(self) -> dict[str, Any]:
         """Call in the core's loop. Whom it follows, and how far it is."""
-        return {
-            "run": self._joining.run,
-            "model": self._joining.model,
-            "replica": self._joining.replica,
-            "follow": self._when,
-            "version": self._core.spans.version,
-            "broken": self.is_broken,
-            "hub_silent_s": self._hub_silent_s,
-        }
+        return status(self._joining, self._when, self._core.version, self.is_broken, self._hub_silent_s)
 
     @property
     def _hub_silent_s(self) -> float:
         """The workers have heard it before this began; a follower that never does is cut off as well."""
         return time.monotonic() - self._began_at if self._client is None else self._client.hub_silent_s
-
-    def starts(self, request: str) -> list[Start] | None:
-        """Call in the core's loop. Where the versions of this request's tokens start, see spans.py."""
-        return self._core.spans.of(request)
 
     def close(self) -> None:
         """Called in the core's loop, so what is under way there is not waited for."""
@@ -232,7 +223,7 @@ class CoreFollower(Follower):
                 await self.engine.rpc("tensorhub_discard")
                 return
             version = other
-            while not (self.is_paused or await self._core.ask(lambda: self._core.available)):
+            while not (self.is_paused or await self._core.is_available()):
                 await self.sleep(POLL_INTERVAL_S)
             await self.fetch(version)
             other = None if self._when == "now" else await self._idle_moment(version)
@@ -243,102 +234,9 @@ class CoreFollower(Follower):
         """Return when there is one, or another version that is to be run instead of this one before there was."""
         patient_until = time.monotonic() + self._patience_s
         while not (self.is_paused or time.monotonic() > patient_until):
-            if await self._core.ask(lambda: self._core.idle):
+            if await self._core.is_idle():
                 return None
             with suppress(TensorHubError):
                 refused = tuple(self.refused)
                 return await asyncio.to_thread(self._ask_hub, version, refused=refused, timeout_s=POLL_INTERVAL_S)
         return None
-
-
-class Core:
-    """An engine core, as a thread beside it may use it: what is asked of it runs in its own loop, between two steps."""
-
-    def __init__(self, core: Any) -> None:
-        from vllm.v1.engine import EngineCoreRequestType
-
-        self._core, self._wake_up = core, EngineCoreRequestType.WAKEUP
-        self.spans = Spans()  # used in the loop only
-        original = core._handle_client_request
-
-        @wraps(original)
-        def handle_client_request(request_type: Any, request: Any) -> None:
-            if request_type == self._wake_up and callable(request):
-                request()  # ours; vLLM's own carries nothing
-                return
-            if request_type == EngineCoreRequestType.ADD:
-                self.spans.added(request[0].request_id)
-            original(request_type, request)
-
-        core._handle_client_request = handle_client_request
-
-    async def ask(self, action: Callable[[], Any]) -> Any:
-        """Run this in the loop and return what it returns; of a future, when it is done."""
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                result = action()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            if isinstance(result, Future):
-                result.add_done_callback(lambda ended: done.set_result(None))
-            else:
-                done.set_result(result)
-
-        self._core.input_queue.put_nowait((self._wake_up, run))
-        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_TIMEOUT_S)
-
-    async def rpc(self, method: str, *args: Any) -> list[Any]:
-        return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))
-
-    async def pause(self) -> None:
-        """Keep all requests and forget all caches; returns when nothing runs any more."""
-
-        def pause() -> Any:
-            if not self.available:
-                raise UsageError("another client has paused this engine, or put it to sleep")
-            return self._core.pause_scheduler("keep", False)
-
-        await self.ask(pause)
-        await self.ask(lambda: _forget(self._core))
-
-    async def resume(self) -> None:
-        await self.ask(self._core.resume_scheduler)
-
-    def running(self) -> dict[str, int]:
-        requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
-        return {name: request.num_output_tokens for name, request in requests}
-
-    def switch(self, version: int, running: Any) -> None:
-        """In the loop, ahead of the call that resumes: no request comes between the counting and the switch."""
-
-        def switch() -> None:
-            self.spans.switched(version, self.running())
-            self._tell_vllm(version)
-
-        self._core.input_queue.put_nowait((self._wake_up, switch))
-
-    def settle(self, version: int) -> None:
-        """What the engine was started with is this version."""
-
-        def settle() -> None:
-            self.spans.settle(version, self.running())
-            self._tell_vllm(version)
-
-        self._core.input_queue.put_nowait((self._wake_up, settle))
-
-    def _tell_vllm(self, version: int) -> None:
-        if hasattr(self._core, "set_weight_version"):
-            self._core.set_weight_version(str(version))
-
-    @property
-    def available(self) -> bool:
-        """Call in the loop. It is not paused and does not sleep."""
-        return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
-
-    @property
-    def idle(self) -> bool:
-        """Call in the loop. No request is waiting or running."""
-        return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)

@@ -17,9 +17,10 @@ expert is missing, or fail half way through.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.worker.fingerprint import ends_of, parallel_ranks
 from tensorhub_plugins.vllm.worker.plan import (
     Box,
     Piece,
@@ -197,10 +199,8 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
     Raise VersionRefused, naming the tensor or the parameter, for a checkpoint that would not fill the model.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import get_tp_group
 
-    group = get_tp_group()
-    ends = group.rank_in_group == 0, group.rank_in_group == group.world_size - 1
+    ends = partial(ends_of, parallel_ranks(vllm_config))
     heads = _ties_its_head(vllm_config)
     with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
         return rehearse_in(places, model.load_weights, tensors, ends=ends, heads=heads)
@@ -211,11 +211,11 @@ def rehearse_in(
     load_weights: Any,
     tensors: Mapping[str, torch.Tensor],
     *,
-    ends: tuple[bool, bool],
+    ends: Callable[[str], tuple[bool, bool]],
     heads: bool = False,
 ) -> Rehearsal:
     """`rehearse` with loaders that write into these places, by their storages, which have no memory. ends: whether this
-    is the first of the ranks that share each tensor, and the last. heads: the output head is the embedding."""
+    is the first of the ranks that share this tensor, and the last. heads: the output head is the embedding."""
     recorder = _Recorder(places)
     with recorder:
         try:
@@ -240,7 +240,7 @@ def rehearse_in(
             f"cannot repeat: {some(recorder.copies)}. Publish them under names of their own, or start a new engine "
             "for every version"
         )
-    left = recorder.left_over(is_first=ends[0], is_last=ends[1])
+    left = recorder.left_over(ends)
     if left:
         raise VersionRefused(
             f"{len(left)} tensors are larger than what the model takes of them: {some(left)}. "
@@ -324,7 +324,7 @@ class _Recorder(TorchDispatchMode):
             yield name, tensor
         self._current = ""
 
-    def left_over(self, *, is_first: bool, is_last: bool) -> list[str]:
+    def left_over(self, ends: Callable[[str], tuple[bool, bool]]) -> list[str]:
         """Tensors of which the loaders took only a part, although it is not another rank that takes the rest.
 
         Of a tensor that ranks share, the first one takes the first element and the last one the last.
@@ -335,6 +335,7 @@ class _Recorder(TorchDispatchMode):
             taken = [
                 (start, start + sum((n - 1) * step for n, step in zip(*dims, strict=True))) for start, *dims in boxes
             ]
+            is_first, is_last = ends(name)
             ends_are_taken = min(taken)[0] == 0 or not is_first, max(end for _, end in taken) == size - 1 or not is_last
             whole = all(ends_are_taken) and not (is_first and is_last and filled(size, boxes) < size)
             if name in self.used and not whole:

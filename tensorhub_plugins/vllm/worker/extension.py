@@ -41,15 +41,16 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+import msgspec
 import torch
 
 from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank
+from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
-from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather
+from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
 logger = get_logger(__name__)
 
@@ -127,6 +128,12 @@ class TensorHubWorkerExtension:
         if updater is not None:
             updater.guard()
 
+    def tensorhub_guard_all(self) -> None:
+        """The same if any worker's of the engine must not be; all of them are asked at once, and nothing runs."""
+        updater = attached(self)
+        if updater is not None:
+            updater.guard_all()
+
     def tensorhub_health(self) -> str | None:
         """Why this worker's weights must not be used, or None."""
         updater = attached(self)
@@ -155,6 +162,7 @@ def join(config: WorkerConfig, model: torch.nn.Module, vllm_config: Any) -> Upda
     _check_supported(model, vllm_config)
     gather, shard = engine_gather(vllm_config)
     # Every worker takes part before anything can fail on one of them alone.
+    config = msgspec.structs.replace(config, replica=first_name(gather, config.replica))
     prints = gather(fingerprint.fingerprint(model, vllm_config, ranks=fingerprint.parallel_ranks(vllm_config)))
     position = ShardPosition(shard, len(prints), fingerprint.replica_layout(prints))
     leave(model)
@@ -322,12 +330,8 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
         raise UsageError("expert load balancing moves experts between workers at run time: switch enable_eplb off")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise UsageError("prefill context parallelism is not supported: set prefill_context_parallel_size=1")
-    if parallel.data_parallel_size > 1:
-        raise UsageError(
-            "data parallel ranks of a mixture of experts share its experts and step together, which an update would "
-            "have to stop as one: set data_parallel_size=1, give the engine its GPUs by tensor_parallel_size (with "
-            "--enable-expert-parallel), and start more engines"
-        )
+    if shares_experts(vllm_config):
+        _check_ranks(vllm_config)
     connector = getattr(vllm_config.kv_transfer_config, "kv_connector", None)
     if connector:
         raise UsageError(
@@ -341,6 +345,18 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
         )
     cpu.check_layers(model, vllm_config)
     _warn_of_drafts(vllm_config)
+
+
+def _check_ranks(vllm_config: Any) -> None:
+    """Ranks that share experts step together: who updates one of them at a time waits for the others for ever."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    if vllm_config.load_config.load_format != names.NAME or getattr(transfer, "backend", None) == names.NAME:
+        raise UsageError(
+            "data parallel ranks of a mixture of experts share its experts and have to be updated as one: start the "
+            f'engine with --load-format {names.NAME} and "follow", without --weight-transfer-config'
+        )
+    if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
+        raise UsageError("elastic expert parallelism moves experts between workers at run time: leave it off")
 
 
 def _warn_of_drafts(vllm_config: Any) -> None:

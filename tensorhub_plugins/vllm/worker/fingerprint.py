@@ -62,20 +62,31 @@ def replica_layout(fingerprints: Iterable[bytes]) -> str:
 
 def parallel_ranks(vllm_config: Any) -> dict[str, int]:
     """Rank and size of this worker in the groups that decide which part of the weights it holds."""
-    from vllm.distributed import get_pp_group, get_tp_group
+    parallel, places = vllm_config.parallel_config, ["tp", "pp"]
+    if parallel.data_parallel_size > 1:  # of a mixture of experts; ranks of a dense model are engines of their own
+        places.append("dp")
+    if parallel.enable_expert_parallel:
+        places.append("ep")
+    groups = {place: group_of(place) for place in places}
+    ranks = {place: group.rank_in_group for place, group in groups.items()}
+    return ranks | {f"{place}_size": group.world_size for place, group in groups.items()}
 
-    tp, pp = get_tp_group(), get_pp_group()
-    ranks = {
-        "tp": tp.rank_in_group,
-        "tp_size": tp.world_size,
-        "pp": pp.rank_in_group,
-        "pp_size": pp.world_size,
-    }
-    if vllm_config.parallel_config.enable_expert_parallel:
-        from vllm.distributed import get_ep_group
 
-        ranks.update(ep=get_ep_group().rank_in_group, ep_size=get_ep_group().world_size)
-    return ranks
+def ends_of(ranks: Mapping[str, int], name: str) -> tuple[bool, bool]:
+    """Whether this worker is the first, and the last, of those that share this tensor of a checkpoint.
+
+    Data parallel ranks share experts as tensor parallel ones do, and have all of the rest.
+    """
+    shared_by = ("tp", "dp") if ".experts." in name else ("tp",)
+    places = [(ranks[place], ranks[f"{place}_size"]) for place in shared_by if place in ranks]
+    return all(rank == 0 for rank, _ in places), all(rank == size - 1 for rank, size in places)
+
+
+def group_of(place: str) -> Any:
+    """vLLM's group of this worker: "tp", "pp", "dp" or "ep"."""
+    from vllm import distributed
+
+    return getattr(distributed, f"get_{place}_group")()
 
 
 def _kernels(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:

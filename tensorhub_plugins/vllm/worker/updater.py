@@ -35,13 +35,13 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
-from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.config import WorkerConfig, shares_experts
 from tensorhub_plugins.vllm.worker import digests, plan, quantize, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
-from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
-from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
+from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, anyone, first_says
 
 logger = get_logger(__name__)
 
@@ -86,7 +86,10 @@ class Updater:
         if self._quantizer is not None:
             more = quantize.memory_bytes(self._model, self.position.shard_count)
             need = need._replace(more_bytes=more, for_="while it quantizes a checkpoint of floats")
-        self._client.budget.expect(need, workers=getattr(parallel, "local_world_size", 1), mend=mend)
+        workers = getattr(parallel, "local_world_size", 1)
+        if parallel is not None and shares_experts(self._vllm_config):
+            workers *= parallel.data_parallel_size_local
+        self._client.budget.expect(need, workers=workers, mend=mend)
 
     # --- the state, and what it asks for ---
 
@@ -233,6 +236,13 @@ class Updater:
     def guard(self) -> None:
         """Raise BrokenWeights if these weights must not be used."""
         self._state.guard()
+
+    def guard_all(self) -> None:
+        """The same for all workers of the engine, which ask at once."""
+        any_broken = anyone(self.gather, self._state.broken is not None)
+        self.guard()
+        if any_broken:
+            raise BrokenWeights("another worker of this engine; install a version before resuming")
 
     def mark_broken(self, reason: str) -> None:
         """The weights were changed outside of an install: nothing may be computed with them until the next one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
+from tensorhub_plugins.vllm.worker.fingerprint import group_of, parallel_ranks
 
 VOTE_SIZE_BYTES = 32  # a fingerprint, a version and a verdict, or a number
 
@@ -27,18 +27,19 @@ class ShardPosition:
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
     """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
     ranks = parallel_ranks(vllm_config)
-    if ranks["tp_size"] * ranks["pp_size"] == 1:
-        return lambda message: [message], 0
-    from vllm.distributed import get_pp_group, get_tp_group
+    places = [place for place in ("tp", "pp", "dp") if ranks.get(f"{place}_size", 1) > 1]
+    shard, stride = 0, 1
+    for place in places:
+        shard, stride = shard + ranks[place] * stride, stride * ranks[f"{place}_size"]
 
     def gather(message: bytes) -> list[bytes]:
         assert len(message) == VOTE_SIZE_BYTES
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        tensor_parallel = _all_gather(mine, get_tp_group())
-        everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
-        return [bytes(row.numpy()) for stage in everyone for row in stage]
+        rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]
+        for place in places:
+            rows = torch.cat(_all_gather(rows, group_of(place)))
+        return [bytes(row.numpy()) for row in rows]
 
-    return gather, ranks["pp"] * ranks["tp_size"] + ranks["tp"]
+    return gather, shard
 
 
 def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -61,6 +62,16 @@ def anyone(gather: Gather, here: bool) -> bool:
 def first_says(gather: Gather, number: int) -> int:
     """What the engine's first worker says, for all of them."""
     return int.from_bytes(gather(_padded(number.to_bytes(8, "big")))[0][:8], "big")
+
+
+def first_name(gather: Gather, name: str) -> str:
+    """What the engine's first worker is called, for all of them: on other hosts it may be called otherwise."""
+    encoded = name.encode()
+    chunks = [
+        gather(_padded(encoded[start : start + VOTE_SIZE_BYTES]))[0]
+        for start in range(0, first_says(gather, len(encoded)), VOTE_SIZE_BYTES)
+    ]
+    return b"".join(chunks).rstrip(b"\0").decode()
 
 
 def _padded(message: bytes) -> bytes:

@@ -1,0 +1,141 @@
+"""An engine core, as a thread beside it may use it: what is asked of it runs in its own loop, between two steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import wraps
+from typing import Any
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.engine.spans import Spans, Start
+
+LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
+
+
+def forget(core: Any) -> None:
+    """What was computed with the old weights."""
+    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    core.reset_encoder_cache()
+
+
+def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> dict[str, Any]:
+    """What an engine that follows tells of itself: whom it follows, and how far it is."""
+    return {
+        "run": joining.run,
+        "model": joining.model,
+        "replica": joining.replica,
+        "follow": when,
+        "version": version,
+        "broken": broken,
+        "hub_silent_s": hub_silent_s,
+    }
+
+
+class Core:
+    def __init__(self, core: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        self._core, self._wake_up = core, EngineCoreRequestType.WAKEUP
+        self.spans = Spans()  # used in the loop only
+        original = core._handle_client_request
+
+        @wraps(original)
+        def handle_client_request(request_type: Any, request: Any) -> None:
+            if request_type == self._wake_up and callable(request):
+                request()  # ours; vLLM's own carries nothing
+                return
+            if request_type == EngineCoreRequestType.ADD:
+                self.spans.added(request[0].request_id)
+            original(request_type, request)
+
+        core._handle_client_request = handle_client_request
+
+    @property
+    def version(self) -> int:
+        """That of the tokens that are made now; 0: of none of the store's."""
+        return self.spans.version
+
+    def starts(self, request: str) -> list[Start] | None:
+        """Call in the loop. Where the versions of this request's tokens start, see spans.py."""
+        return self.spans.of(request)
+
+    async def ask(self, action: Callable[[], Any]) -> Any:
+        """Run this in the loop and return what it returns; of a future, when it is done."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = action()
+            except Exception as error:
+                done.set_exception(error)
+                return
+            if isinstance(result, Future):
+                result.add_done_callback(lambda ended: done.set_result(None))
+            else:
+                done.set_result(result)
+
+        self._core.input_queue.put_nowait((self._wake_up, run))
+        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_TIMEOUT_S)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """What the workers of this core answer, in their order."""
+        return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))
+
+    async def is_available(self) -> bool:
+        """It is not paused and does not sleep."""
+        return bool(await self.ask(lambda: self._available))
+
+    async def is_idle(self) -> bool:
+        """No request is waiting or running."""
+        return bool(await self.ask(lambda: self._idle))
+
+    async def pause(self) -> None:
+        """Keep all requests and forget all caches; returns when nothing runs any more."""
+
+        def pause() -> Any:
+            if not self._available:
+                raise UsageError("another client has paused this engine, or put it to sleep")
+            return self._core.pause_scheduler("keep", False)
+
+        await self.ask(pause)
+        await self.ask(lambda: forget(self._core))
+
+    async def resume(self) -> None:
+        await self.ask(self._core.resume_scheduler)
+
+    def running(self) -> dict[str, int]:
+        requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
+        return {name: request.num_output_tokens for name, request in requests}
+
+    def switch(self, version: int, running: Any) -> None:
+        """In the loop, ahead of the call that resumes: no request comes between the counting and the switch."""
+
+        def switch() -> None:
+            self.spans.switched(version, self.running())
+            self._tell_vllm(version)
+
+        self._core.input_queue.put_nowait((self._wake_up, switch))
+
+    def settle(self, version: int) -> None:
+        """What the engine was started with is this version."""
+
+        def settle() -> None:
+            self.spans.settle(version, self.running())
+            self._tell_vllm(version)
+
+        self._core.input_queue.put_nowait((self._wake_up, settle))
+
+    def _tell_vllm(self, version: int) -> None:
+        if hasattr(self._core, "set_weight_version"):
+            self._core.set_weight_version(str(version))
+
+    @property
+    def _available(self) -> bool:
+        return not (self._core.is_scheduler_paused() or self._core.model_executor.is_sleeping)
+
+    @property
+    def _idle(self) -> bool:
+        return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
