@@ -10,6 +10,7 @@ import torch
 from tensorhub_plugins.core import VersionRefused
 from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker.contract import Contract
+from tensorhub_plugins.vllm.worker.fingerprint import ends_of
 
 BF16 = torch.bfloat16
 FIRST = {
@@ -208,10 +209,10 @@ def test_what_is_left_of_a_tensor_is_seen() -> None:
             for _, tensor in weights:
                 self.qk.data.copy_(tensor.narrow(0, self.start, 4))
 
-    def left_over(rows: int, start: int, **ranks: bool) -> list[str]:
+    def left_over(rows: int, start: int, *, is_first: bool, is_last: bool) -> list[str]:
         model = Cuts()
         model.start = start
-        return recorded(model, {"q": torch.zeros(rows, 4)}).left_over(**ranks)
+        return recorded(model, {"q": torch.zeros(rows, 4)}).left_over(lambda _: (is_first, is_last))
 
     alone = {"is_first": True, "is_last": True}
     assert left_over(4, 0, **alone) == []
@@ -221,6 +222,17 @@ def test_what_is_left_of_a_tensor_is_seen() -> None:
     assert left_over(12, 4, is_first=False, is_last=False) == []
     assert left_over(10, 4, is_first=False, is_last=True) == ["q float32[10, 4]"]
     assert left_over(10, 2, is_first=True, is_last=False) == ["q float32[10, 4]"]
+
+
+def test_data_parallel_ranks_share_experts_and_nothing_else() -> None:
+    expert, other = "layers.0.mlp.experts.3.up_proj.weight", "layers.0.mlp.shared_experts.up_proj.weight"
+    both = (True, True)
+    ranks = {"tp": 0, "tp_size": 2, "pp": 1, "pp_size": 2, "dp": 1, "dp_size": 2}
+    assert ends_of(ranks, expert) == (False, False) and ends_of(ranks, other) == (True, False)
+    assert ends_of({**ranks, "tp": 1}, expert) == (False, True) == ends_of({**ranks, "tp": 1}, other)
+    assert ends_of({**ranks, "dp": 0}, expert) == (True, False)
+    alone = {name: rank for name, rank in ranks.items() if not name.startswith("dp")} | {"tp_size": 1}
+    assert ends_of(alone, expert) == both == ends_of(alone, other)
 
 
 def test_tensors_that_fill_one_place_are_found() -> None:
