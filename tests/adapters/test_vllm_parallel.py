@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from vllm_ranks import alone, bytes_of_ranks, plans_of_ranks
 from tensorhub_plugins.core import Client, Server
 from tensorhub_plugins.vllm.config import WorkerConfig, of_rank
 from tensorhub_plugins.vllm.engine.core_follower import check_weights
+from tensorhub_plugins.vllm.worker.votes import first_name
 
 HEAVY, LONG = pytest.mark.heavy, pytest.mark.long
 TIMEOUT_S = 60.0
@@ -36,6 +39,30 @@ def test_dense_data_parallel_ranks_join_under_names_of_their_own() -> None:
 
     assert [named(data_parallel_index=index) for index in range(3)] == ["server", "server-dp1", "server-dp2"]
     assert named() == "server"
+
+
+def test_all_workers_of_an_engine_are_called_what_the_first_is() -> None:
+    """On another host it has another name of its own, where none is given."""
+
+    def named(*names: str) -> list[str]:
+        everyone = threading.Barrier(len(names))
+        said: list[bytes] = [b""] * len(names)
+
+        def name_of(shard: int) -> str:
+            def gather(message: bytes) -> list[bytes]:
+                said[shard] = message
+                everyone.wait(10)
+                heard = list(said)
+                everyone.wait(10)
+                return heard
+
+            return first_name(gather, names[shard])
+
+        with ThreadPoolExecutor(len(names)) as workers:
+            return list(workers.map(name_of, range(len(names))))
+
+    for name in ("short", "x" * 32, "a-long-host-name.of.a.cluster-" * 4, "größer", ""):
+        assert named(name, "other", "and-another-host-with-a-much-longer-name-than-it") == [name] * 3
 
 
 class Cores:
@@ -80,6 +107,10 @@ CASES: dict[str, Any] = {  # family, settings, (TP, PP, DP), experts by ranks
     "EP of TP 4": ("Qwen3Moe", QWEN3_MOE, (4, 1, 1), True),
     "EP of TP 2, PP 2": ("Qwen3Moe", QWEN3_MOE, (2, 2, 1), True),
     "EP of TP 2 and latent attention": ("DeepseekV3", DEEPSEEK, (2, 1, 1), True),
+    "DP 2 with shares of experts": ("Qwen3Moe", QWEN3_MOE, (1, 1, 2), False),
+    "TP 2 DP 2 with shares of experts": ("Qwen3Moe", QWEN3_MOE, (2, 1, 2), False),
+    "EP of DP 4": ("Qwen3Moe", QWEN3_MOE, (1, 1, 4), True),
+    "EP of TP 2, DP 2 and latent attention": ("DeepseekV3", DEEPSEEK, (2, 1, 2), True),
 }
 
 
@@ -117,8 +148,7 @@ def test_the_ranks_of_an_engine_need_all_of_a_checkpoint(name: str) -> None:
             continue
         assert union(boxes) == size([(0, n) for n in shape]), tensor
         takers = [k for k, rank in enumerate(ranks) if tensor in rank["needed"]]
-        tp = sizes[0]
-        stages = {k // tp for k in takers}
+        stages = {k // sizes[0] % sizes[1] for k in takers}
         if ".layers." in tensor:
             assert len(stages) == 1, tensor
         if by_experts and ".experts." in tensor and "shared" not in tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,48 @@ def test_each_data_parallel_rank_of_a_dense_model_follows(
             )
             assert answers() == [expected[1 - version % 2]] * 2
         assert server.healthy()
+
+
+@pytest.mark.timeout(900)
+def test_the_data_parallel_ranks_of_experts_update_as_one(
+    models: Any, hub: Hub, trainer: Client, tmp_path: Path
+) -> None:
+    """They step together and share the experts: one that stopped or went on alone would wait for the other for ever.
+
+    Another engine of the same kind starts from the first one's memory, rank by rank, and goes on with it.
+    """
+    folders = [models("qwen3-moe", seed) for seed in (1, 2)]
+    options = ["--data-parallel-size", "2", "--skip-tokenizer-init"]
+
+    def answers(server: Server) -> list[list[int]]:
+        return [tokens(server, **{"X-data-parallel-rank": str(rank)}) for rank in (0, 1)]
+
+    (tmp_path / "other").mkdir()
+    with serving(folders[1], tmp_path / "other", {"disk": "only"}, *options) as fresh:
+        expected = [[], answers(fresh)]
+    with serving(folders[0], tmp_path, {**named(hub), "disk": "fallback", "disk_version": 1}, *options) as server:
+        expected[0] = answers(server)
+        assert expected[0][0] == expected[0][1] != expected[1][0] == expected[1][1]
+        assert holders(trainer, 1) == {"server/0", "server/1"}
+        bad = checkpoint(folders[1])
+        del bad["model.norm.weight"]
+        trainer.publish(2, bad)
+        wait_until(lambda: "version 2 was not fetched" in server.log.read_text(), "it is refused")
+        assert answers(server) == expected[0] and holders(trainer, 2) == set()
+        with ThreadPoolExecutor(4) as clients:
+            running = [clients.submit(server.complete, [20 + k], 150) for k in range(8)]
+            for version in (3, 4, 5):
+                trainer.publish(version, checkpoint(folders[version % 2]))
+                wait_until(lambda v=version: len(holders(trainer, v)) == 2, f"both hold {version}", FOLLOW_TIMEOUT_S)
+            assert [request.result().status_code for request in running] == [200] * 8
+        assert answers(server) == expected[1]
+        with serving(folders[0], tmp_path / "other", {**named(hub), "replica": "other"}, *options) as other:
+            assert "from server/0" in other.log.read_text() and "from server/1" in other.log.read_text()
+            assert answers(other) == expected[1]
+            trainer.publish(6, checkpoint(folders[0]))
+            wait_until(lambda: len(holders(trainer, 6)) == 4, "all hold version 6", FOLLOW_TIMEOUT_S)
+            assert answers(server) == expected[0] == answers(other)
+            assert server.healthy() and other.healthy()
 
 
 def test_the_workers_of_an_engine_on_two_hosts_update_both_or_none(

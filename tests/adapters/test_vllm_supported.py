@@ -21,7 +21,16 @@ def no_cpu_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
     settings = {"model_config": SimpleNamespace(), "lora_config": None, "kv_transfer_config": None}
     settings["parallel_config"] = SimpleNamespace(**{"data_parallel_size": 1, **(parallel or {})})
+    settings["load_config"] = SimpleNamespace(load_format="auto")
     return SimpleNamespace(**{**settings, "speculative_config": None, **changes})
+
+
+def test_data_parallel_ranks_of_experts_may_follow_from_the_store() -> None:
+    extension._check_supported(torch.nn.Module(), config(parallel={"data_parallel_size": 2}, **FROM_STORE))
+
+
+OURS = SimpleNamespace(backend="tensorhub")
+FROM_STORE = {"load_config": SimpleNamespace(load_format="tensorhub")}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +39,9 @@ def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
         ({"lora_config": object()}, "switch LoRA off"),
         ({"parallel": {"enable_eplb": True}}, "switch enable_eplb off"),
         ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill_context_parallel_size=1"),
-        ({"parallel": {"data_parallel_size": 2}}, "data_parallel_size=1"),
+        ({"parallel": {"data_parallel_size": 2}}, "--load-format tensorhub"),
+        ({"parallel": {"data_parallel_size": 2}, "weight_transfer_config": OURS, **FROM_STORE}, "without --weight-tr"),
+        ({"parallel": {"data_parallel_size": 2, "enable_elastic_ep": True}, **FROM_STORE}, "elastic expert par"),
         ({"model_config": SimpleNamespace(word_embeddings_untied_by_checkpoint=True)}, "tie_word_embeddings"),
         (
             {"kv_transfer_config": SimpleNamespace(kv_connector="LMCacheConnectorV1")},
