@@ -31,13 +31,14 @@ FIGURES = (
 class Model:
     """family: its class in transformers. figures: see FIGURES. unlike: how many layers at the beginning are not like
     all others. ranks: of its trainer. tp: sizes of its engines in the table. ep: of those whose ranks have whole
-    experts (`--enable-expert-parallel`), and slices of all else."""
+    experts (`--enable-expert-parallel`), and slices of all else. dp: of those whose ranks have all else whole."""
 
     family: str
     figures: tuple[int, ...]
     ranks: int
     tp: tuple[int, ...]
     ep: tuple[int, ...] = ()
+    dp: tuple[int, ...] = ()
     unlike: int = 0
     more: Mapping[str, int | str] = field(default_factory=dict)
 
@@ -64,6 +65,7 @@ MODELS = {
         ranks=64,
         tp=(8,),
         ep=(8,),
+        dp=(8,),
         more={
             **{"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1},
             "moe_intermediate_size": 1536,
@@ -76,6 +78,7 @@ MODELS = {
         ranks=256,
         tp=(16,),
         ep=(16,),
+        dp=(16,),
         unlike=3,
         more={"topk_method": "noaux_tc"},
     ),

@@ -72,15 +72,16 @@ def ways_by_engine(name: str) -> dict[str, dict[str, dict[str, int]]]:
     doctor/ranks.py."""
     model = MODELS[name]
     return {
-        **{f"{name}, TP {tp}": _ways(model, tp) for tp in model.tp},
-        **{f"{name}, TP {tp} with EP": _ways(model, tp, experts=True) for tp in model.ep},
+        **{f"{name}, TP {tp}": _ways(model, Rank(tp_size=tp)) for tp in model.tp},
+        **{f"{name}, TP {tp} with EP": _ways(model, Rank(tp_size=tp), experts=True) for tp in model.ep},
+        **{f"{name}, DP {dp} with EP": _ways(model, Rank(dp_size=dp), experts=True) for dp in model.dp},
     }
 
 
-def _ways(model: Model, tp: int, *, experts: bool = False) -> dict[str, dict[str, int]]:
-    first = [worker_of(model, Rank(tp, 0), experts=experts)]
-    fleet = Fleet(model.ranks, tp, hosts=2 if tp <= Fleet.workers else 4)
-    tables = trainer_tables(first[0].plan.shapes, model.ranks, tp, experts=not experts)
+def _ways(model: Model, rank: Rank, *, experts: bool = False) -> dict[str, dict[str, int]]:
+    first, workers = [worker_of(model, rank, experts=experts)], rank.tp_size * rank.dp_size
+    fleet = Fleet(model.ranks, workers, hosts=2 if workers <= Fleet.workers else 4)
+    tables = trainer_tables(first[0].plan.shapes, model.ranks, workers, experts=not experts)
     found = {"now": now(first, fleet, tables), "before": before(first, fleet), "verl nccl": nccl(first, fleet)}
     return {way: asdict(costs) for way, costs in found.items()}
 
