@@ -32,14 +32,13 @@ from tensorhub_plugins.core import (
     Deadline,
     NotPublished,
     TensorHubError,
-    UsageError,
     VersionInfo,
     VersionRefused,
     gate,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
-from tensorhub_plugins.vllm.worker import cpu, reload
+from tensorhub_plugins.vllm.worker import cpu, online, reload
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import anyone, engine_gather, first_says
@@ -83,12 +82,13 @@ class TensorHubModelLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), cpu.live_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-            _check_made(model)
             on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
-            if on_disk:
-                self.load_weights(model, model_config)
-            else:
-                _fill_with_zeros(model)
+            with reload.defined_paddings():
+                if on_disk:
+                    self.load_weights(model, model_config)
+                else:
+                    _fill_with_zeros(model)
+                online.finish_first_load(model, model_config)
             process_weights_after_loading(model, model_config, device)
         made = time.monotonic()
         if joining is not None:
@@ -115,20 +115,11 @@ class TensorHubModelLoader(BaseModelLoader):
         return DefaultModelLoader(plain)
 
 
-def _check_made(model: torch.nn.Module) -> None:
-    if any(getattr(getattr(m, "quant_method", None), "uses_meta_device", False) for m in model.modules()):
-        raise UsageError(
-            "weights that vLLM quantizes while it loads them cannot come from the store: start without --quantization, "
-            "publish a checkpoint that is quantized already, or give the model a quantization_config of FP8 by blocks "
-            "(--hf-overrides; weight_block_size), which the store makes of floats"
-        )
-
-
 def _fill_with_zeros(model: torch.nn.Module) -> None:
     """So that what kernels make of the weights before there are any is defined, and the same everywhere.
 
     The host's by several threads: what takes its time is that the memory is touched for the first time. A device's by
-    this thread, on whose stream the next kernels follow.
+    this thread, on whose stream the next kernels follow. Layers that vLLM quantizes as it loads have no memory yet.
     """
 
     def fill(parameter: torch.nn.Parameter) -> None:
