@@ -8,14 +8,20 @@ the scales of a reload are led back to the layer's own (references.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker.votes import Steps
 
 KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
+QUANTIZATION = "vllm.model_executor.layers.quantization."
+TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
 OPAQUE = ("torchao", "bitsandbytes")  # of floats they make tensors of classes of their own, which no raw copy brings
 
 
@@ -52,6 +58,44 @@ def finish_first_load(model: torch.nn.Module, model_config: Any) -> None:
         finalize_layerwise_processing(model, model_config)
 
 
+def shares_scales(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether this worker's scales are made of other ranks' weights, too."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    return getattr(parallel, "tensor_parallel_size", 1) > 1 and any_quantizes(model)
+
+
+@contextmanager
+def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
+    """Within it, ranks make a scale together only where all of them are at the same layer and none has failed."""
+    if not steps.together:
+        yield
+        return
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names = {layer: name for name, layer in model.named_modules()}
+    at = ""
+
+    def processed(original: Any, layer: torch.nn.Module, info: Any) -> None:
+        nonlocal at
+        at = names[layer]
+        original(layer, info)
+
+    def together(original: Any, largest: torch.Tensor, ranks: int) -> torch.Tensor:  # or whether they are several
+        if ranks is True or ranks > 1:
+            steps.all(f"the scale of {at}")
+        return original(largest, ranks)
+
+    vllms = [module for name, module in sys.modules.items() if name.startswith(QUANTIZATION)]
+    places: list[Any] = [(module, name, together) for module in vllms for name in TOGETHER if hasattr(module, name)]
+    places.append((layerwise, "_layerwise_process", processed))
+    with ExitStack() as stack:
+        for module, name, new in places:
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, partial(new, original))
+        yield
+
+
 def check(vllm_config: Any) -> None:
     """Raise UsageError for a way of quantizing that cannot be updated."""
     name = vllm_config.model_config.quantization
@@ -60,7 +104,7 @@ def check(vllm_config: Any) -> None:
 
 
 def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """What to do about a checkpoint that was refused, where the reason may be how engine or checkpoint are quantized."""
+    """What to do about a refused checkpoint, where the reason may be how the engine or the checkpoint are quantized."""
     named = vllm_config.model_config.quantization
     quantized = [name for name, tensor in tensors.items() if tensor.element_size() == 1 or name.endswith(".qweight")]
     if quantized and any_quantizes(model):
@@ -70,7 +114,8 @@ def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch
         )
     if not quantized and quantized_otherwise(model):
         return (
-            f". This engine takes weights that are quantized already ({named}): publish them so, or start it with {KINDS} "
-            "and without a quantization_config, or with one of FP8 by blocks (weight_block_size), which are made of floats"
+            f". This engine takes weights that are quantized already ({named}): publish them so, or have them made of "
+            f"floats: start it with {KINDS} and without a quantization_config, or with one of FP8 by blocks "
+            "(weight_block_size)"
         )
     return ""

@@ -36,12 +36,12 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.worker import digests, plan, quantize, update_state, weights
+from tensorhub_plugins.vllm.worker import digests, online, plan, quantize, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
 from tensorhub_plugins.vllm.worker.update_state import Event, Staged, UpdateState
-from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, first_says
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, first_says
 
 logger = get_logger(__name__)
 
@@ -59,7 +59,8 @@ class Updater:
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
         self._contract = Contract(model, vllm_config)
-        self._conversion = Conversion(model, vllm_config)
+        self._steps = Steps(gather, together=online.shares_scales(model, vllm_config))
+        self._conversion = Conversion(model, vllm_config, self._steps)
         block = block_of(vllm_config)
         self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
         self._lock = threading.Lock()  # guards the state; held for moments only
@@ -204,7 +205,7 @@ class Updater:
             self._prepare(version, deadline, timeout_s)
         except Exception as error:
             refusal = error
-        if not all_willing(self.gather, version, refusal is None):
+        if not self._steps.vote(version, refusal is None, self._staged_layout):
             reason = refusal or UsageError("another worker of this engine was not ready", version=version)
             return self._result(version, began, reason)
         self._handle(update_state.StartInstall(version))  # still as it was: only this thread installs or discards
@@ -215,7 +216,7 @@ class Updater:
         except Exception as error:
             logger.exception("%s: version %d: the install failed half way", self._name, version)
             failure = error
-        if not all_willing(self.gather, version, failure is None) and failure is None:
+        if not self._steps.vote(version, failure is None) and failure is None:
             failure = UsageError("another worker of this engine failed half way", version=version)
         if failure is not None:
             self._handle(update_state.InstallFailed(str(failure)))
@@ -447,6 +448,11 @@ class Updater:
             staged = self._state.ready_for(version)
         self._rehearse(staged)
         self._withdraw_live(deadline)
+
+    @property
+    def _staged_layout(self) -> str:
+        fetched = None if self._state.staged is None else self._state.staged.fetched
+        return "" if fetched is None else fetched.layout
 
     def _rehearse(self, staged: Staged) -> None:
         """Raise VersionRefused, and let go of it, unless these bytes fill this model. No other bytes change."""

@@ -1,13 +1,20 @@
-"""How the workers of one engine agree: each says a few bytes, and hears all of them in shard order."""
+"""How the workers of one engine agree: each says a few bytes, and hears all of them in shard order.
+
+votes     once before an install and once after it: all workers or none
+Steps     in between, where a reload of weights that ranks share has them wait for each other: vLLM's online
+          quantization makes one scale of the largest element on any rank
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.vllm.worker.fingerprint import parallel_ranks
 
 VOTE_SIZE_BYTES = 32  # a fingerprint, a version and a verdict, or a number
@@ -29,16 +36,64 @@ def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
     ranks = parallel_ranks(vllm_config)
     if ranks["tp_size"] * ranks["pp_size"] == 1:
         return lambda message: [message], 0
-    from vllm.distributed import get_pp_group, get_tp_group
 
     def gather(message: bytes) -> list[bytes]:
-        assert len(message) == VOTE_SIZE_BYTES
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        tensor_parallel = _all_gather(mine, get_tp_group())
-        everyone = _all_gather(torch.stack(tensor_parallel), get_pp_group())
-        return [bytes(row.numpy()) for stage in everyone for row in stage]
+        return _in_engine(_in_stage(message))
 
     return gather, ranks["pp"] * ranks["tp_size"] + ranks["tp"]
+
+
+def _in_stage(message: bytes) -> list[torch.Tensor]:
+    from vllm.distributed import get_tp_group
+
+    assert len(message) == VOTE_SIZE_BYTES
+    return _all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), get_tp_group())
+
+
+def _in_engine(of_stage: list[torch.Tensor]) -> list[bytes]:
+    from vllm.distributed import get_pp_group
+
+    everyone = _all_gather(torch.stack(of_stage), get_pp_group())
+    return [bytes(row.numpy()) for stage in everyone for row in stage]
+
+
+class OutOfStep(TensorHubError):
+    """Another worker of this engine has failed, or does something else: fetch and install a version again."""
+
+
+class Steps:
+    """The workers of one engine, from vote to vote, and through what tensor parallel ranks do together in between.
+
+    Who fails there has no more steps and votes. The others hear that vote in their next step, which raises OutOfStep,
+    and say nothing more. So nobody waits for who does not come, and no vote is taken for another one.
+    """
+
+    def __init__(self, gather: Gather, *, together: bool) -> None:
+        """together: whether there are such steps; if not, each worker goes its own way between the votes."""
+        self._gather, self.together = gather, together
+        self._heard = False  # the next vote, in a step
+
+    def vote(self, version: int, willing: bool, way: str = "") -> bool:
+        """Whether every worker is willing, for the same version; and the same way, where they go together."""
+        heard, self._heard = self._heard, False
+        return not heard and all_willing(self._gather, version, willing, way if self.together else "")
+
+    def all(self, what: str, here: bool = True) -> bool:
+        """Whether it is so in all ranks; OutOfStep unless all ask the same. Of itself, who goes its own way."""
+        if not self.together:
+            return here
+        if not self._heard:
+            asks = b"step" + hashlib.sha256(what.encode()).digest()[:16]
+            votes = _in_stage(_padded(asks + bytes([here])))
+            answers = [bytes(vote.numpy()) for vote in votes]
+            if all(answer.startswith(asks) for answer in answers):
+                return all(answer[len(asks)] for answer in answers)
+            self._heard = True
+            _in_engine(votes)  # other stages wait for the votes of this one
+        raise OutOfStep(f"another worker of this engine has failed, or is not at {what} as this one is")
+
+
+ALONE = Steps(lambda message: [message], together=False)
 
 
 def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
@@ -47,9 +102,9 @@ def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return gathered
 
 
-def all_willing(gather: Gather, version: int, willing: bool) -> bool:
-    """Whether every worker is willing, for the same version."""
-    votes = gather(_padded(version.to_bytes(8, "big") + bytes([willing])))
+def all_willing(gather: Gather, version: int, willing: bool, way: str = "") -> bool:
+    """Whether every worker is willing, for the same version, by the same way."""
+    votes = gather(_padded(version.to_bytes(8, "big") + bytes([willing]) + hashlib.sha256(way.encode()).digest()[:16]))
     return willing and all(vote == votes[0] for vote in votes)
 
 
