@@ -25,7 +25,7 @@ from tensorhub_plugins.vllm.worker import online
 pytestmark = pytest.mark.heavy
 LONG = pytest.mark.long
 TIMEOUT_S = 60.0
-TWO = {"workers": 2, "extension": "vllm_faults.FaultyExtension", "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
+TWO = {"workers": 2, "extension": "vllm_online.FaultyOnline", "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 PATIENT = "vllm_online.OnlinePatient"
 
 
@@ -59,6 +59,7 @@ def examine(model: Path, quantization: str, patient: str = PATIENT) -> list[chec
         long("fp8_per_block", "mixtral", PATIENT),
         long("mxfp8", "qwen2-untied", PATIENT),
         long("mxfp8", "mixtral", PATIENT),
+        long("int8_per_channel_weight_only", "mixtral", PATIENT),
     ],
 )
 def test_a_synced_engine_equals_a_fresh_one(quantization: str, kind: str, patient: str, tmp_path: Path) -> None:
@@ -201,11 +202,23 @@ def test_weights_from_disk_are_quantized_and_served(models: Any, bare: Any, hub:
             assert second.generate() == first.generate() and everything(second) == everything(first)
 
 
-def test_what_cannot_be_updated_says_what_to_do() -> None:
-    for name in online.OPAQUE:
-        with pytest.raises(UsageError, match=f"what {name} makes of weights .* --quantization fp8"):
-            online.check(SimpleNamespace(model_config=SimpleNamespace(quantization=name)))
-    online.check(SimpleNamespace(model_config=SimpleNamespace(quantization="fp8")))
+def made_by(method: str) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.quant_method = type(method, (), {"uses_meta_device": True})()
+    return torch.nn.ModuleList([layer])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "method"),
+    [(name, "UnquantizedLinearMethod") for name in online.OPAQUE] + [("nvfp4_per_token", "Nvfp4OnlineMoEMethod")],
+)
+def test_what_is_not_known_to_follow_is_refused_with_what_to_do(quantization: str, method: str) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+    model = made_by(method) if method.startswith("Nv") else torch.nn.Module()
+    with pytest.raises(UsageError, match=f"what {quantization} makes of weights .* --quantization fp8"):
+        online.check(model, config)
+    config.model_config.quantization = "fp8"
+    online.check(made_by("Fp8PerTensorOnlineLinearMethod"), config)
 
 
 # --- ranks that make a scale together ---
@@ -224,12 +237,21 @@ def install_all(engine: Engine, version: int) -> list[dict[str, Any]]:
 
 @LONG
 @pytest.mark.timeout(400)
-def test_ranks_that_share_scales_update_all_or_none(models: Any, hub: Server) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "kind", "layer"),
+    [
+        ("fp8_per_channel", "qwen2-untied", "model.layers.1.self_attn.o_proj"),
+        ("fp8", "mixtral", "model.layers.1.block_sparse_moe.experts.routed_experts"),
+    ],
+)
+def test_ranks_that_share_scales_update_all_or_none(
+    quantization: str, kind: str, layer: str, models: Any, hub: Server
+) -> None:
     """One that fails before or within a reload has the others wait for nothing; the next version mends both."""
-    kind, how = "qwen2-untied", {**TWO, "quantization": "fp8_per_channel"}
+    how = {**TWO, "quantization": quantization}
     truths = {}
     for seed in (1, 2):
-        with Engine(models(kind, seed), **how) as stock, client(hub, f"none-{seed}"):
+        with Engine(models(kind, seed), **how) as stock:
             config = {"hub": hub.address, "run": "truths", "model": "actor", "replica": f"stock-{seed}"}
             stock.ask("rpc", "tensorhub_connect", (config,))
             truths[seed] = runtime_digests(stock), stock.generate()
@@ -240,7 +262,7 @@ def test_ranks_that_share_scales_update_all_or_none(models: Any, hub: Server) ->
         for version, fault in enumerate(
             [
                 ("tensorhub_test_fail_conversion_on", (1,)),  # the others are at their first scale
-                ("tensorhub_test_fail_layer_on", (0, "model.layers.1.self_attn.o_proj")),
+                ("tensorhub_test_fail_layer_on", (0, layer)),
                 ("tensorhub_test_fail_conversion_on", (0,)),
             ],
             start=1,

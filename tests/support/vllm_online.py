@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from vllm_faults import FaultyExtension
+
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
 from tensorhub_plugins.vllm.worker import references
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
@@ -35,7 +37,8 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
     from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
-    from vllm.model_executor.layers.quantization.online import fp8, mxfp8
+    from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+    from vllm.model_executor.layers.quantization.online import fp8, int8, mxfp8
     from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 
     of_vllm = fp8.init_fp8_linear_kernel
@@ -48,11 +51,15 @@ def stand_ins() -> list[tuple[Any, str, Any]]:
     def experts(**settings: Any) -> Any:
         return Fp8MoeBackend.TRITON, TritonExperts
 
+    def int8_experts(**settings: Any) -> Any:
+        return Int8MoeBackend.TRITON, TritonExperts
+
     return [
         (_custom_ops, "scaled_fp8_quant", scaled_fp8_quant),
         (fp8, "init_fp8_linear_kernel", linear_kernel),
         (fp8, "select_fp8_moe_backend", experts),
         (mxfp8, "select_mxfp8_moe_backend", experts),
+        (int8, "select_int8_moe_backend", int8_experts),
         (mxfp8, "init_mxfp8_linear_kernel", lambda: EmulationMxfp8LinearKernel(Mxfp8LinearLayerConfig())),
         (OnlineMoEMethodBase, "is_monolithic", True),
         (OnlineMoEMethodBase, "apply_monolithic", apply_experts),
@@ -85,7 +92,7 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     if scale.dtype == torch.uint8:  # an exponent
         scale = torch.exp2(scale.float() - 127)
     if scale.dim() < 2:
-        return (weight.float() * scale).to(dtype)
+        return (weight.float() * scale.view(-1, 1)).to(dtype)
     for axis, size in enumerate(weight.shape):
         block = 32 if scale.shape[1] == size // 32 and axis else 128
         if scale.shape[axis] not in (1, size):
@@ -115,6 +122,10 @@ class OnlineExtension(TensorHubWorkerExtension):
 
 
 class OnlinePatient(OnlineExtension, Patient):
+    pass
+
+
+class FaultyOnline(OnlineExtension, FaultyExtension):
     pass
 
 

@@ -339,7 +339,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "what encoders have computed leaves this engine and may come back under other weights: start without "
             "--ec-transfer-config"
         )
-    online.check(vllm_config)
+    online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
     _warn_of_drafts(vllm_config)
 

@@ -22,7 +22,8 @@ from tensorhub_plugins.vllm.worker.votes import Steps
 KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
 QUANTIZATION = "vllm.model_executor.layers.quantization."
 TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
-OPAQUE = ("torchao", "bitsandbytes")  # of floats they make tensors of classes of their own, which no raw copy brings
+KNOWN = ("Fp8", "Int8", "Mxfp8")  # how the names of those quantization methods begin that are
+OPAQUE = ("torchao", "bitsandbytes")  # their tensors are of classes of their own, which no raw copy brings
 
 
 def quantizes(layer: torch.nn.Module) -> bool:
@@ -96,11 +97,16 @@ def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
         yield
 
 
-def check(vllm_config: Any) -> None:
-    """Raise UsageError for a way of quantizing that cannot be updated."""
-    name = vllm_config.model_config.quantization
-    if name in OPAQUE:
-        raise UsageError(f"what {name} makes of weights cannot be updated in place: start without it, or with {KINDS}")
+def check(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Raise UsageError for a way of quantizing that is not known to follow updates."""
+    named = vllm_config.model_config.quantization
+    unknown = {type(layer.quant_method).__name__ for layer in model.modules() if quantizes(layer)}
+    unknown = {name for name in unknown if not name.startswith(KNOWN)}
+    if named in OPAQUE or unknown:
+        raise UsageError(
+            f"what {named} makes of weights is not known to follow updates{''.join(f' ({name})' for name in unknown)}: "
+            f"start without it, or with {KINDS}"
+        )
 
 
 def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
