@@ -221,6 +221,16 @@ def test_what_is_not_known_to_follow_is_refused_with_what_to_do(quantization: st
     online.check(made_by("Fp8PerTensorOnlineLinearMethod"), config)
 
 
+def test_what_floats_take_is_said_before_the_first_version() -> None:
+    model = made_by("Fp8PerTensorOnlineLinearMethod")
+    weight = torch.zeros(8, 4, dtype=torch.float8_e4m3fn)
+    model[0].weight = torch.nn.Parameter(weight, requires_grad=False)
+    model[0].weight_scale = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    assert online.more_bytes(model) == 8 * 4
+    model[0].quant_method.uses_meta_device = False
+    assert online.more_bytes(model) == 0
+
+
 # --- ranks that make a scale together ---
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from vllm_faults import FaultyExtension
 
 from tensorhub_plugins.vllm.doctor.check_sync import Patient

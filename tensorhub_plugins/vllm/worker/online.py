@@ -59,6 +59,12 @@ def finish_first_load(model: torch.nn.Module, model_config: Any) -> None:
         finalize_layerwise_processing(model, model_config)
 
 
+def more_bytes(model: torch.nn.Module) -> int:
+    """By how much a version of floats, two bytes an element, is larger than what this worker makes of it."""
+    made = [parameter for layer in model.modules() if quantizes(layer) for parameter in layer.parameters(recurse=False)]
+    return sum(parameter.numel() for parameter in made if parameter.element_size() == 1)
+
+
 def shares_scales(model: torch.nn.Module, vllm_config: Any) -> bool:
     """Whether this worker's scales are made of other ranks' weights, too."""
     parallel = getattr(vllm_config, "parallel_config", None)

@@ -83,10 +83,10 @@ class Updater:
         size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self._model).values())
         parallel = getattr(self._vllm_config, "parallel_config", None)
         mend = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
-        need = Need(size_bytes, self.config.copies)
+        more = online.more_bytes(self._model)
         if self._quantizer is not None:
             more = quantize.memory_bytes(self._model, self.position.shard_count)
-            need = need._replace(more_bytes=more, for_="while it quantizes a checkpoint of floats")
+        need = Need(size_bytes, self.config.copies, more, "while it quantizes a checkpoint of floats")
         self._client.budget.expect(need, workers=getattr(parallel, "local_world_size", 1), mend=mend)
 
     # --- the state, and what it asks for ---

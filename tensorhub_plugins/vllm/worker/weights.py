@@ -44,8 +44,7 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor the model computes with, by name, each storage range once, without the KV cache.
 
     The tensors are the live ones: writing into them changes the model. All are contiguous: what the model keeps
-    transposed is given in the order of its memory, what it keeps with gaps as one flat run with the gaps in it, or with
-    what another has there.
+    transposed is given in the order of its memory, what it keeps with gaps as one flat run with the gaps in it.
     What such bytes mean is the fingerprint's business.
     """
     found = dict(all_tensors(model))
