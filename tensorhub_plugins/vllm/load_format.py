@@ -41,7 +41,7 @@ from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import cpu, online, reload
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
-from tensorhub_plugins.vllm.worker.votes import anyone, engine_gather, first_says
+from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
 
 logger = get_logger(__name__)
 
@@ -143,6 +143,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
     """
     lost = ""
     refused: list[int] = []  # not this model's
+    out_of_step: list[int] = []  # these workers lost each other: once more is enough, unless one of them cannot go on
     while True:
         try:
             version = updater.resolve(deadline.remaining(), refused) if start.version == LATEST else int(start.version)
@@ -153,6 +154,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
             break
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
             refused.append(version)
+        lost_step = anyone(updater.gather, str(result["error"]).startswith(OutOfStep.__name__))
         verdict = _Verdict.FAIL
         if updater.position.shard == 0:
             held = {info.version for info in _versions(joining) if info.visible}
@@ -161,11 +163,14 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
                 verdict = _Verdict.DISK
             elif other and start.version == LATEST and not deadline.expired:
                 verdict = _Verdict.AGAIN
+            elif lost_step and version not in out_of_step and not deadline.expired:
+                verdict = _Verdict.AGAIN
+                out_of_step.append(version)
         verdict = _Verdict(first_says(updater.gather, verdict))
         if verdict == _Verdict.FAIL:
             raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
         lost = f"; version {version} was {'refused' if version in refused else 'lost on the way'}: {result['error']}"
-        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "another version", lost)
+        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "the store", lost)
         if verdict == _Verdict.DISK:
             return False
     report = result["report"]

@@ -289,6 +289,19 @@ def test_ranks_that_share_scales_update_all_or_none(
             assert (runtime_digests(engine), engine.generate()) == truths[seed]
 
 
+@LONG
+@pytest.mark.timeout(400)
+def test_an_engine_starts_although_a_rank_failed_once(models: Any, bare: Any, hub: Server) -> None:
+    """The control: one that goes on failing ends the start, and nobody waits for it."""
+    kind, how = "qwen2-untied", {**TWO, "quantization": "fp8_per_channel"}
+    with Engine(models(kind, 1), **how) as stock, client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(models(kind, 1)))
+        with start(bare(kind), hub, **{**how, "extension": "vllm_online.FailsOnce"}) as engine:
+            assert engine.generate() == stock.generate()
+        with pytest.raises(EngineError):
+            start(bare(kind), hub, **{**how, "extension": "vllm_online.FailsTwice"})
+
+
 @pytest.mark.parametrize("in_step", [True, False])
 def test_who_fails_ends_the_steps_of_the_others(in_step: bool, tmp_path: Path) -> None:
     """The control: without steps it is waited for, as long as the group's timeout."""

@@ -18,6 +18,7 @@ from vllm_faults import FaultyExtension
 
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
 from tensorhub_plugins.vllm.worker import references
+from tensorhub_plugins.vllm.worker.conversion import Conversion
 from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 
 FP8_MAX = 448.0
@@ -126,6 +127,30 @@ class OnlinePatient(OnlineExtension, Patient):
 
 class FaultyOnline(OnlineExtension, FaultyExtension):
     pass
+
+
+class FailsOnce(OnlineExtension):
+    """The second rank's first conversions fail, as the engine starts."""
+
+    times = 1
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        original, left = Conversion.install, [cls.times]
+
+        def install(conversion: Any, given: Any) -> Any:
+            from vllm.distributed import get_tp_group
+
+            if get_tp_group().rank_in_group == 1 and left[0]:
+                left[0] -= 1
+                raise RuntimeError("injected: this worker's conversion failed")
+            return original(conversion, given)
+
+        Conversion.install = install  # type: ignore[method-assign]
+        return super().__new__(cls, *args, **kwargs)
+
+
+class FailsTwice(FailsOnce):
+    times = 2
 
 
 class UnboundPatient(OnlinePatient):

@@ -205,7 +205,7 @@ class Updater:
             self._prepare(version, deadline, timeout_s)
         except Exception as error:
             refusal = error
-        if not self._steps.vote(version, refusal is None, self._staged_layout):
+        if not self._steps.vote(version, refusal is None, self._way):
             reason = refusal or UsageError("another worker of this engine was not ready", version=version)
             return self._result(version, began, reason)
         self._handle(update_state.StartInstall(version))  # still as it was: only this thread installs or discards
@@ -450,9 +450,9 @@ class Updater:
         self._withdraw_live(deadline)
 
     @property
-    def _staged_layout(self) -> str:
+    def _way(self) -> str:
         fetched = None if self._state.staged is None else self._state.staged.fetched
-        return "" if fetched is None else fetched.layout
+        return "copy" if fetched is None or fetched.layout == self.position.layout else "convert"
 
     def _rehearse(self, staged: Staged) -> None:
         """Raise VersionRefused, and let go of it, unless these bytes fill this model. No other bytes change."""
