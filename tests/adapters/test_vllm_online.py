@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 from torch_ranks import started
-from vllm_engines import Engine, EngineError, checkpoint, make_model, wait_until
+from vllm_engines import TOKENS, Engine, EngineError, checkpoint, make_model, wait_until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Server, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync
@@ -200,6 +200,34 @@ def test_weights_from_disk_are_quantized_and_served(models: Any, bare: Any, hub:
             for engine in (second, first):
                 assert update(engine, 2)["installed"]
             assert second.generate() == first.generate() and everything(second) == everything(first)
+
+
+@LONG
+@pytest.mark.timeout(600)
+def test_a_server_that_quantizes_follows(hub: Server, tmp_path: Path) -> None:
+    """`vllm serve --quantization fp8_per_channel`, as a person starts it; its tokens are those of vLLM's own load."""
+    from vllm_servers import make_two_models, serving
+
+    folders, prompt = make_two_models(tmp_path), [10, 11, 12, 13, 14, 15]
+    options = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    expected = []
+    for folder in folders:
+        with Engine(folder, extension=None, **options) as stock:
+            expected += stock.generate([prompt])
+    assert expected[0] != expected[1]
+    shell = [word for key, value in options.items() for word in (f"--{key}", value)]
+
+    def answered(server: Any) -> list[int]:
+        tokens: list[int] = server.complete(prompt, TOKENS).json()["choices"][0]["token_ids"]
+        return tokens
+
+    with client(hub, "trainer") as trainer:
+        trainer.publish(1, checkpoint(folders[0]))
+        extra = {"hub": hub.address, "model": "actor", "follow": "now"}
+        with serving(folders[0], tmp_path, extra, *shell) as server:
+            assert answered(server) == expected[0]
+            trainer.publish(2, checkpoint(folders[1]))
+            wait_until(lambda: answered(server) == expected[1], "the second version's answer", TIMEOUT_S)
 
 
 def made_by(method: str) -> torch.nn.Module:
