@@ -99,6 +99,48 @@ def test_a_checkpoint_that_is_quantized_alike_is_taken(fp8: _Model, config: Any)
     assert contract.rehearse(fp8, config, given).used == given.keys()
 
 
+EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
+FOUR = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, how: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": how, "ignore": [], "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+        {"quant_method": "auto_gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {}},
+        compressed({**EIGHT, "strategy": "channel"}, {**EIGHT, "strategy": "token", "dynamic": True}, "int-quantized"),
+        compressed(FOUR, None, "pack-quantized"),
+    ],
+    ids=["awq", "gptq", "int8", "int4"],
+)
+def test_floats_for_who_takes_another_kind_are_refused_with_what_to_do(
+    checkpoints: dict[str, Any], config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    named = checkpoints["quant_method"]
+    quantization = get_quantization_config(named).from_config(checkpoints)
+    if named == "auto_gptq":
+        quantization.modules_in_block_to_quantize = ["linear"]
+    model = _Model()
+    with torch.device("cpu"):
+        model.linear = ColumnParallelLinear(
+            128, 64, bias=False, quant_config=quantization, prefix="linear", params_dtype=torch.bfloat16
+        )
+    record_metadata_for_reloading(model)
+    monkeypatch.setattr(config.model_config, "quantization", named)
+    said = rf"linear.weight.*takes weights that are quantized already \({named}\): publish them so.*--quantization fp8"
+    with pytest.raises(VersionRefused, match=said):
+        contract.rehearse(model, config, {"linear.weight": torch.ones(64, 128, dtype=torch.bfloat16)})
+
+
 # --- kernels that remember ---
 
 
