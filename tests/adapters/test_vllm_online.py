@@ -330,11 +330,14 @@ def test_an_engine_starts_although_a_rank_failed_once(models: Any, bare: Any, hu
             start(bare(kind), hub, **{**how, "extension": "vllm_online.FailsTwice"})
 
 
-@pytest.mark.parametrize("in_step", [True, False])
-def test_who_fails_ends_the_steps_of_the_others(in_step: bool, tmp_path: Path) -> None:
-    """The control: without steps it is waited for, as long as the group's timeout."""
-    file = Path(__file__).parents[1] / "support" / "ranks_in_step.py"
-    with started(str(file), 2, tmp_path, in_step) as ranks:
-        assert [rank.wait(timeout=100) for rank in ranks] == [0, 0]
-    saw = [(tmp_path / str(rank)).read_text() for rank in (0, 1)]
-    assert saw == ["out-of-step, refused" if in_step else "waited, refused", "failed, refused"]
+@pytest.mark.timeout(300)  # each rank imports vLLM
+@pytest.mark.parametrize(("in_step", "stages"), [(True, 1), pytest.param(True, 2, marks=LONG), (False, 1)])
+def test_who_fails_ends_the_steps_of_the_others(in_step: bool, stages: int, tmp_path: Path) -> None:
+    """The ranks of another stage go on to the vote. The control: without steps it is waited for, as long as the group's
+    timeout."""
+    file, count = Path(__file__).parents[1] / "support" / "ranks_in_step.py", 2 * stages
+    with started(str(file), count, tmp_path, in_step, stages) as ranks:
+        assert [rank.wait(timeout=250) for rank in ranks] == [0] * count
+    saw = [(tmp_path / str(rank)).read_text() for rank in range(count)]
+    others = ["all, refused"] * (count - 2)
+    assert saw == ["out-of-step, refused" if in_step else "waited, refused", "failed, refused", *others]

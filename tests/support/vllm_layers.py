@@ -17,8 +17,8 @@ def only_rank(folder: Path) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def rank_of(folder: Path, rank: int, count: int) -> Iterator[Any]:
-    """The same for one of so many tensor parallel ranks."""
+def rank_of(folder: Path, rank: int, count: int, stages: int = 1) -> Iterator[Any]:
+    """The same for one of so many tensor parallel ranks, in each of so many stages."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,
@@ -29,8 +29,8 @@ def rank_of(folder: Path, rank: int, count: int) -> Iterator[Any]:
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     with set_current_vllm_config(config):
-        init_distributed_environment(count, rank, f"file://{folder / 'store'}", rank, "gloo")
-        initialize_model_parallel(count)
+        init_distributed_environment(count * stages, rank, f"file://{folder / 'store'}", rank, "gloo")
+        initialize_model_parallel(count, stages)
         config.model_config = SimpleNamespace(dtype=torch.bfloat16, quantization="fp8")
         yield config
     destroy_model_parallel()
