@@ -32,17 +32,16 @@ from tensorhub_plugins.core import (
     Deadline,
     NotPublished,
     TensorHubError,
-    UsageError,
     VersionInfo,
     VersionRefused,
     gate,
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
-from tensorhub_plugins.vllm.worker import cpu, reload
+from tensorhub_plugins.vllm.worker import cpu, online, reload
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
-from tensorhub_plugins.vllm.worker.votes import anyone, engine_gather, first_says
+from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
 
 logger = get_logger(__name__)
 
@@ -83,12 +82,13 @@ class TensorHubModelLoader(BaseModelLoader):
         with set_default_torch_dtype(model_config.dtype), cpu.live_layers():
             with device:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-            _check_made(model)
             on_disk = joining is None or _start_from_disk(start, joining, vllm_config)
-            if on_disk:
-                self.load_weights(model, model_config)
-            else:
-                _fill_with_zeros(model)
+            with reload.defined_paddings():
+                if on_disk:
+                    self.load_weights(model, model_config)
+                else:
+                    _fill_with_zeros(model)
+                online.finish_first_load(model, model_config)
             process_weights_after_loading(model, model_config, device)
         made = time.monotonic()
         if joining is not None:
@@ -115,20 +115,11 @@ class TensorHubModelLoader(BaseModelLoader):
         return DefaultModelLoader(plain)
 
 
-def _check_made(model: torch.nn.Module) -> None:
-    if any(getattr(getattr(m, "quant_method", None), "uses_meta_device", False) for m in model.modules()):
-        raise UsageError(
-            "weights that vLLM quantizes while it loads them cannot come from the store: start without --quantization, "
-            "publish a checkpoint that is quantized already, or give the model a quantization_config of FP8 by blocks "
-            "(--hf-overrides; weight_block_size), which the store makes of floats"
-        )
-
-
 def _fill_with_zeros(model: torch.nn.Module) -> None:
     """So that what kernels make of the weights before there are any is defined, and the same everywhere.
 
     The host's by several threads: what takes its time is that the memory is touched for the first time. A device's by
-    this thread, on whose stream the next kernels follow.
+    this thread, on whose stream the next kernels follow. Layers that vLLM quantizes as it loads have no memory yet.
     """
 
     def fill(parameter: torch.nn.Parameter) -> None:
@@ -152,6 +143,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
     """
     lost = ""
     refused: list[int] = []  # not this model's
+    out_of_step: list[int] = []  # these workers lost each other: once more is enough, unless one of them cannot go on
     while True:
         try:
             version = updater.resolve(deadline.remaining(), refused) if start.version == LATEST else int(start.version)
@@ -162,6 +154,7 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
             break
         if anyone(updater.gather, updater.poll()["error_kind"] == VersionRefused.__name__):
             refused.append(version)
+        lost_step = anyone(updater.gather, str(result["error"]).startswith(OutOfStep.__name__))
         verdict = _Verdict.FAIL
         if updater.position.shard == 0:
             held = {info.version for info in _versions(joining) if info.visible}
@@ -170,11 +163,14 @@ def _read(start: StartConfig, joining: WorkerConfig, updater: Updater, deadline:
                 verdict = _Verdict.DISK
             elif other and start.version == LATEST and not deadline.expired:
                 verdict = _Verdict.AGAIN
+            elif lost_step and version not in out_of_step and not deadline.expired:
+                verdict = _Verdict.AGAIN
+                out_of_step.append(version)
         verdict = _Verdict(first_says(updater.gather, verdict))
         if verdict == _Verdict.FAIL:
             raise TensorHubError(f"the engine cannot start from the store: {result['error']}", version=version)
         lost = f"; version {version} was {'refused' if version in refused else 'lost on the way'}: {result['error']}"
-        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "another version", lost)
+        logger.warning("going on from %s%s", "disk" if verdict == _Verdict.DISK else "the store", lost)
         if verdict == _Verdict.DISK:
             return False
     report = result["report"]

@@ -77,10 +77,11 @@ def test_bfloat16_is_not_cast_into_fp8(fp8: _Model, config: Any) -> None:
     """1000.0 would become 448.0, with a scale that nobody has written."""
     before = {name: p.detach().clone() for name, p in fp8.named_parameters()}
     given = checkpoint_of(fp8, torch.bfloat16)
-    with pytest.raises(VersionRefused, match="linear.weight is bfloat16, linear.weight is float8_e4m3fn.*quantized"):
+    advice = "publish them so, or have them made of floats: start it with --quantization fp8"
+    with pytest.raises(VersionRefused, match=f"linear.weight is bfloat16, linear.weight is float8_e4m3fn.*{advice}"):
         contract.rehearse(fp8, config, given)
     del given["linear.weight_scale"]
-    with pytest.raises(VersionRefused):
+    with pytest.raises(VersionRefused, match=advice):
         contract.rehearse(fp8, config, given)
     for name, parameter in fp8.named_parameters():
         assert torch.equal(parameter.view(torch.uint8), before[name].view(torch.uint8)), name
@@ -96,6 +97,48 @@ def test_a_missing_scale_is_refused_by_name(fp8: _Model, config: Any) -> None:
 def test_a_checkpoint_that_is_quantized_alike_is_taken(fp8: _Model, config: Any) -> None:
     given = checkpoint_of(fp8, torch.float8_e4m3fn)
     assert contract.rehearse(fp8, config, given).used == given.keys()
+
+
+EIGHT = {"num_bits": 8, "type": "int", "symmetric": True}
+FOUR = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def compressed(weights: dict[str, Any], activations: dict[str, Any] | None, how: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": how, "ignore": [], "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "checkpoints",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
+        {"quant_method": "auto_gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "dynamic": {}},
+        compressed({**EIGHT, "strategy": "channel"}, {**EIGHT, "strategy": "token", "dynamic": True}, "int-quantized"),
+        compressed(FOUR, None, "pack-quantized"),
+    ],
+    ids=["awq", "gptq", "int8", "int4"],
+)
+def test_floats_for_who_takes_another_kind_are_refused_with_what_to_do(
+    checkpoints: dict[str, Any], config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    named = checkpoints["quant_method"]
+    quantization = get_quantization_config(named).from_config(checkpoints)
+    if named == "auto_gptq":
+        quantization.modules_in_block_to_quantize = ["linear"]
+    model = _Model()
+    with torch.device("cpu"):
+        model.linear = ColumnParallelLinear(
+            128, 64, bias=False, quant_config=quantization, prefix="linear", params_dtype=torch.bfloat16
+        )
+    record_metadata_for_reloading(model)
+    monkeypatch.setattr(config.model_config, "quantization", named)
+    said = rf"linear.weight.*takes weights that are quantized already \({named}\): publish them so.*--quantization fp8"
+    with pytest.raises(VersionRefused, match=said):
+        contract.rehearse(model, config, {"linear.weight": torch.ones(64, 128, dtype=torch.bfloat16)})
 
 
 # --- kernels that remember ---

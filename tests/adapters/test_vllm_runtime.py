@@ -40,6 +40,19 @@ def test_every_weight_once_and_no_kv_cache() -> None:
     Slab.adopt(found)  # what the store can serve in place
 
 
+def test_views_that_take_turns_in_their_memory_are_one_tensor() -> None:
+    """As MLA's two matrices of a kv_b_proj that is quantized: peers had no raw copies of such a model."""
+    one, other = Model(), Model()
+    for model in (one, other):
+        matrix = torch.randn(3, 4, 2 + 5)
+        model.mla.W_UK_T, model.mla.W_UV = matrix[..., :2].permute(1, 2, 0), matrix[..., 2:].transpose(0, 1)
+    found = weights.tensors(one)
+    assert "mla.W_UV" not in found and found["mla.W_UK_T"].shape == (3 * 4 * 7,)
+    Slab.adopt(found)
+    weights.copy_tensors(found, weights.tensors(other))
+    assert torch.equal(one.mla.W_UK_T, other.mla.W_UK_T) and torch.equal(one.mla.W_UV, other.mla.W_UV)
+
+
 def test_writing_them_writes_the_model() -> None:
     one, other = Model(), Model()
     with torch.no_grad():

@@ -1,14 +1,18 @@
-"""Weights of FP8, and what is cut from a checkpoint by a plan: rows 7, 22 and 23 of the suite, without vLLM.
+"""Weights of FP8, and what is cut from a checkpoint by a plan: rows 7, 22 and 23 of the suite, without vLLM; where vLLM
+is as well, its engines that quantize as they load.
 
-tests/adapters/test_vllm_quantized.py and test_vllm_slices.py have the same with vLLM's own layers, on the CPU.
+tests/adapters/test_vllm_quantized.py, test_vllm_slices.py and test_vllm_online.py have the same with vLLM's own layers,
+on the CPU.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from gpu_place import NO_GPU
 from quantized import Fp8Layer, Remembering, quantized
 
 from tensorhub_plugins.core import VersionRefused, copy_all, same_bytes
@@ -155,3 +159,33 @@ def test_without_the_refusal_weights_are_cut_off(place):
     layer.load_weights([("weight", torch.full((256, 256), 1000.0, dtype=torch.bfloat16))])
     found = set(layer.weight.data.float().cpu().flatten().tolist())
     assert 1000.0 not in {abs(value) for value in found}
+
+
+# --- vLLM's engines, where it is ---
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("kind", ["qwen2-untied", "mixtral", "deepseek-mla"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8_per_channel", "fp8_per_block"])
+def test_floats_that_vllm_quantizes_are_synced_as_they_are_loaded(quantization, kind, captures, tmp_path):
+    """vLLM's kernels, eager and in captured graphs: two engines, noise and weights in turn, by reloads and copies."""
+    if not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
+    pytest.importorskip("vllm")
+    pytest.importorskip("transformers")
+    from vllm_engines import make_model
+
+    from tensorhub_plugins.vllm.doctor import check_sync
+
+    settings: dict[str, Any] = {
+        "quantization": quantization,
+        "gpu_memory_utilization": 0.2,
+        "enforce_eager": not captures,
+    }
+    model = make_model(kind, tmp_path, 1)
+    if theirs := check_sync.runs_without_us(model, settings):
+        pytest.skip(f"vLLM by itself does not run this here: {theirs.strip().splitlines()[-1]}")
+    findings = list(check_sync.check_sync(model, check_sync.starter(settings)))
+    assert len(findings) == 6 and not any(finding.wrong for finding in findings), findings
+    assert "copied from a peer" in findings[4].what

@@ -84,6 +84,22 @@ class FaultyExtension(TensorHubWorkerExtension):
 
         Conversion.install = install
 
+    def tensorhub_test_fail_layer_on(self, rank: int, name: str) -> None:
+        """The next reload fails on this worker alone, as it packs this layer."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        if self.rank != rank:
+            return
+        layer, original, faults = self.get_model().get_submodule(name), layerwise._layerwise_process, [1]
+
+        def process(processed, info):
+            if processed is layer and faults:
+                faults.clear()
+                raise RuntimeError("injected: this worker's layer failed")
+            original(processed, info)
+
+        layerwise._layerwise_process = process
+
     def tensorhub_test_forget(self, forgotten: str) -> None:
         """The next install leaves this tensor as it is, and does not know it."""
         original = weights.copy_tensors

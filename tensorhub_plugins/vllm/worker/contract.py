@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub_plugins.core import VersionRefused, same_bytes
 from tensorhub_plugins.core.log import get_logger
+from tensorhub_plugins.vllm.worker import online
 from tensorhub_plugins.vllm.worker.fingerprint import ends_of, parallel_ranks
 from tensorhub_plugins.vllm.worker.plan import (
     Box,
@@ -202,8 +203,11 @@ def rehearse(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, tor
 
     ends = partial(ends_of, parallel_ranks(vllm_config))
     heads = _ties_its_head(vllm_config)
-    with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
-        return rehearse_in(places, model.load_weights, tensors, ends=ends, heads=heads)
+    try:
+        with torch.no_grad(), set_current_vllm_config(vllm_config), _stand_ins(model) as places:
+            return rehearse_in(places, model.load_weights, tensors, ends=ends, heads=heads)
+    except VersionRefused as error:
+        raise VersionRefused(error.message + online.advice(model, vllm_config, tensors)) from error
 
 
 def rehearse_in(
@@ -225,8 +229,7 @@ def rehearse_in(
     if recorder.wrong_kinds:
         raise VersionRefused(
             f"{len(recorder.wrong_kinds)} tensors are not the kind of number that the model holds: "
-            f"{some(recorder.wrong_kinds)}. A quantized model needs a checkpoint that is quantized in the same way, "
-            "but for FP8 with a weight_block_size, which is made of floats here"
+            f"{some(recorder.wrong_kinds)}"
         )
     empty = _not_filled(places)
     if empty:

@@ -33,10 +33,11 @@ import torch
 
 from tensorhub_plugins.core import UsageError, copy_all, without_aliases
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm.worker import reload, weights
+from tensorhub_plugins.vllm.worker import online, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
 from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given, Held, Plan, Shapes, held_whole, layer_of, view, view_in
+from tensorhub_plugins.vllm.worker.votes import ALONE, Steps
 
 logger = get_logger(__name__)
 
@@ -64,8 +65,9 @@ class _State:
 class Conversion:
     """hidden: what the model computes with, follows its weights, and no raw copy would carry; known after a trial."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any) -> None:
-        self._model, self._vllm_config = model, vllm_config
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, steps: Steps = ALONE) -> None:
+        """steps: with the workers that this one makes scales together with (online.py)."""
+        self._model, self._vllm_config, self._steps = model, vllm_config, steps
         self._tried: Shapes | None = None  # the checkpoint that was put to the test
         self._copies_are_right = False  # of all layers
         self._plan: Plan | None = None  # proved to be all that is needed
@@ -80,7 +82,7 @@ class Conversion:
         model whose updates are shown to be wrong; its weights are mixed then.
         """
         given = checkpoint if isinstance(checkpoint, Given) else Given.of(checkpoint)
-        if self._tried != given.shapes:
+        if not self._steps.all("a checkpoint like the last", self._tried == given.shapes):
             self._try(given)
             self._tried = given.shapes
         else:
@@ -99,9 +101,9 @@ class Conversion:
         if self._plan is not None or self._copies_are_right:
             self._copy(given.held.items())
             if self._plan is not None and self._process:
-                self._reload(given.whole(self._plan.sources_of(self._process)), self._process)
+                self._reload(self._whole(given, self._plan.sources_of(self._process)), self._process)
         else:
-            self._reload(given.whole())
+            self._reload(self._whole(given))
 
     def _try(self, given: Given) -> None:
         plan = given.plan
@@ -110,7 +112,7 @@ class Conversion:
             if plan is None:
                 raise NotEnough("only a whole checkpoint can be put to the test without a plan")
         self._copies_are_right, self._plan, self._process, self.hidden = False, None, frozenset(), ()
-        self._reload(given.whole())
+        self._reload(self._whole(given))
         first, noisy = self._state(), None
         try:
             copied = None
@@ -119,17 +121,18 @@ class Conversion:
                 self._copy((name, held_whole(tensor)) for name, tensor in noise(given.shapes, given.tensors))
                 copied = self._state()
             self._plan = None
-            self._reload(noise(given.shapes, given.tensors))
+            shapes = dict(sorted(given.shapes.items())) if self._steps.together else given.shapes
+            self._reload(noise(shapes, given.tensors))
             noisy = self._state()
             self._compare(first, copied, noisy, plan)
         except Exception:
             self._plan = None
             logger.exception("how this model follows updates was not put to the test, so raw copies are not traded")
-        if not self._is_as(first, noisy, given):
+        if not self._steps.all("all that is needed", self._is_as(first, noisy, given)):
             self._copies_are_right, self._plan, self._process = False, None, frozenset()
-            if not given.is_whole:
+            if not self._steps.all("a whole checkpoint", given.is_whole):
                 raise NotEnough("the model takes more of the checkpoint than its loaders were seen to take")
-            self._reload(given.whole())
+            self._reload(self._whole(given))
         self._judge(first, noisy, self._state())
         how = "plain copies" if self._copies_are_right else "vLLM's reload"
         if self._plan is not None and self._process:
@@ -226,7 +229,13 @@ class Conversion:
         return without_aliases(of_names)  # a tied head comes under the name of the embedding, which is first
 
     def _reload(self, checkpoint: Weights, *layers: frozenset[str]) -> None:
-        reload.reload_checkpoint(self._model, self._vllm_config, checkpoint, *layers)
+        with online.in_step(self._model, self._steps):
+            reload.reload_checkpoint(self._model, self._vllm_config, checkpoint, *layers)
+
+    def _whole(self, given: Given, names: Sequence[str] | None = None) -> Weights:
+        """In one order in all workers that quantize together."""
+        names = given.names if names is None else names
+        return given.whole(sorted(names) if self._steps.together else names)
 
     def _state(self) -> _State:
         live = weights.tensors(self._model)

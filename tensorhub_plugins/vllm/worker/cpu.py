@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker import online
 
 
 @contextmanager
@@ -62,8 +63,13 @@ def check_layers(model: torch.nn.Module, vllm_config: Any) -> None:
 
     if not current_platform.is_cpu():
         return
-    if vllm_config.model_config.quantization is not None:
-        raise UsageError("on the CPU build of vLLM tensorhub updates unquantized models only")
+    packed = online.quantized_otherwise(model)
+    if packed:
+        raise UsageError(
+            f"{packed[0]} is quantized as the checkpoint is, and the CPU build of vLLM keeps packed copies of that: it "
+            "updates models that are not quantized, or that vLLM quantizes as it loads them (--quantization "
+            "fp8_per_channel)"
+        )
     if vllm_config.compilation_config.inductor_compile_config.get("max_autotune"):
         raise UsageError("inductor's max_autotune compiles CPU weights in as constants: switch it off")
     linear = torch.nn.functional.linear

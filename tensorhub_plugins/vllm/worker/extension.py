@@ -48,7 +48,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import cpu, fingerprint, weights
+from tensorhub_plugins.vllm.worker import cpu, fingerprint, online, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
@@ -343,6 +343,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "what encoders have computed leaves this engine and may come back under other weights: start without "
             "--ec-transfer-config"
         )
+    online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
     _warn_of_drafts(vllm_config)
 

@@ -291,6 +291,11 @@ class Given:
         """Those that are one region, or whole."""
         return {name: held[0].tensor for name, held in self.held.items() if len(held) == 1}
 
+    @property
+    def names(self) -> list[str]:
+        """What `whole` has."""
+        return list(self.held if self._filler is None else self.shapes)
+
     def cut(self, needed: Mapping[str, Sequence[Region]], *, filler: int | None = None) -> Given:
         """Only this of what is there."""
         held = {}
@@ -306,7 +311,7 @@ class Given:
     def whole(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """For loaders: tensors of the published shapes; with a filler also those of which nothing is there. What is not
         there takes no memory but of the pages that are touched; each lives only as long as its user holds it."""
-        for name in (self.held if self._filler is None else self.shapes) if names is None else names:
+        for name in self.names if names is None else names:
             dtype, shape = self.shapes[name]
             held = self.held.get(name, ())
             if held and held[0].region.shape == tuple(shape):

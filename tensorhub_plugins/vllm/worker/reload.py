@@ -36,7 +36,7 @@ def reload_checkpoint(
 
     with torch.no_grad(), set_current_vllm_config(vllm_config), cpu.live_layers(), preserved(model):
         cpu.forget_expert_kernels(model, layers)
-        with _defined_paddings(), without_false_alarms(), rebound_references(model):
+        with defined_paddings(), without_false_alarms(), rebound_references(model):
             initialize_layerwise_reload(model)
             load_weights: Any = model.load_weights
             load_weights(checkpoint)
@@ -46,7 +46,7 @@ def reload_checkpoint(
 
 
 @contextmanager
-def _defined_paddings() -> Iterator[None]:
+def defined_paddings() -> Iterator[None]:
     """What a checkpoint does not fill, such as the padding of a kernel, is zero and not what the memory held before."""
     from vllm.model_executor.model_loader.reload import meta
 

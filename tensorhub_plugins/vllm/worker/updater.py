@@ -34,14 +34,13 @@ from tensorhub_plugins.core import (
     run_log,
 )
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.core.options import Need
-from tensorhub_plugins.vllm.config import WorkerConfig, shares_experts
-from tensorhub_plugins.vllm.worker import digests, plan, quantize, update_state, weights
+from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.worker import digests, need, online, plan, update_state, weights
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights, Event, Staged, UpdateState
-from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, all_willing, anyone, first_says
+from tensorhub_plugins.vllm.worker.votes import Gather, ShardPosition, Steps, anyone, first_says
 
 logger = get_logger(__name__)
 
@@ -59,7 +58,8 @@ class Updater:
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
         self._contract = Contract(model, vllm_config)
-        self._conversion = Conversion(model, vllm_config)
+        self._steps = Steps(gather, together=online.shares_scales(model, vllm_config))
+        self._conversion = Conversion(model, vllm_config, self._steps)
         block = block_of(vllm_config)
         self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
         self._lock = threading.Lock()  # guards the state; held for moments only
@@ -72,24 +72,10 @@ class Updater:
         self._plans_ahead = position.shard_count > 1  # else a worker needs all there is
         self._client = config.connect(shard=position.shard, shard_count=position.shard_count)
         try:
-            self._say_memory()
+            need.say(self._client, config.copies, model, vllm_config, position.shard_count, block is not None)
         except UsageError:
             self._client.close()
             raise
-
-    def _say_memory(self) -> None:
-        """Before anything is read. UsageError where it does not fit."""
-        size_bytes = sum(tensor.nbytes for tensor in weights.tensors(self._model).values())
-        parallel = getattr(self._vllm_config, "parallel_config", None)
-        mend = 'use a larger tensor_parallel_size over more hosts, or install="direct"'
-        need = Need(size_bytes, self.config.copies)
-        if self._quantizer is not None:
-            more = quantize.memory_bytes(self._model, self.position.shard_count)
-            need = need._replace(more_bytes=more, for_="while it quantizes a checkpoint of floats")
-        workers = getattr(parallel, "local_world_size", 1)
-        if parallel is not None and shares_experts(self._vllm_config):
-            workers *= parallel.data_parallel_size_local
-        self._client.budget.expect(need, workers=workers, mend=mend)
 
     # --- the state, and what it asks for ---
 
@@ -207,7 +193,7 @@ class Updater:
             self._prepare(version, deadline, timeout_s)
         except Exception as error:
             refusal = error
-        if not all_willing(self.gather, version, refusal is None):
+        if not self._steps.vote(version, refusal is None, self._way):
             reason = refusal or UsageError("another worker of this engine was not ready", version=version)
             return self._result(version, began, reason)
         self._handle(update_state.StartInstall(version))  # still as it was: only this thread installs or discards
@@ -218,7 +204,7 @@ class Updater:
         except Exception as error:
             logger.exception("%s: version %d: the install failed half way", self._name, version)
             failure = error
-        if not all_willing(self.gather, version, failure is None) and failure is None:
+        if not self._steps.vote(version, failure is None) and failure is None:
             failure = UsageError("another worker of this engine failed half way", version=version)
         if failure is not None:
             self._handle(update_state.InstallFailed(str(failure)))
@@ -457,6 +443,11 @@ class Updater:
             staged = self._state.ready_for(version)
         self._rehearse(staged)
         self._withdraw_live(deadline)
+
+    @property
+    def _way(self) -> str:
+        fetched = None if self._state.staged is None else self._state.staged.fetched
+        return "copy" if fetched is None or fetched.layout == self.position.layout else "convert"
 
     def _rehearse(self, staged: Staged) -> None:
         """Raise VersionRefused, and let go of it, unless these bytes fill this model. No other bytes change."""

@@ -1,16 +1,24 @@
-"""How the workers of one engine agree: each says a few bytes, and hears all of them in shard order."""
+"""How the workers of one engine agree: each says a few bytes, and hears all of them in shard order.
+
+votes     once before an install and once after it: all workers or none
+Steps     in between, where a reload of weights that ranks share has them wait for each other: vLLM's online
+          quantization makes one scale of the largest element on any rank
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.vllm.worker.fingerprint import group_of, parallel_ranks
 
 VOTE_SIZE_BYTES = 32  # a fingerprint, a version and a verdict, or a number
+STAGE = ("tp", "dp")  # the groups of the ranks that share the weights of one stage of a pipeline
 
 Gather = Callable[[bytes], list[bytes]]  # one VOTE_SIZE_BYTES message per worker of the engine, in shard order
 
@@ -27,30 +35,76 @@ class ShardPosition:
 def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
     """All-gather of one small message over the workers of this engine, in shard order; and this worker's shard."""
     ranks = parallel_ranks(vllm_config)
-    places = [place for place in ("tp", "pp", "dp") if ranks.get(f"{place}_size", 1) > 1]
-    shard, stride = 0, 1
-    for place in places:
-        shard, stride = shard + ranks[place] * stride, stride * ranks[f"{place}_size"]
-
-    def gather(message: bytes) -> list[bytes]:
-        assert len(message) == VOTE_SIZE_BYTES
-        rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]
-        for place in places:
-            rows = torch.cat(_all_gather(rows, group_of(place)))
-        return [bytes(row.numpy()) for row in rows]
-
-    return gather, shard
+    shard, count = 0, 1
+    for place in (*STAGE, "pp"):
+        shard += count * ranks.get(place, 0)
+        count *= ranks.get(f"{place}_size", 1)
+    return (lambda message: _in_engine(_in_stage(message))) if count > 1 else (lambda message: [message]), shard
 
 
-def _all_gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(group.world_size)]
-    torch.distributed.all_gather(gathered, tensor, group=group.cpu_group)
-    return gathered
+def _in_stage(message: bytes) -> torch.Tensor:
+    """A row of each rank of this worker's stage."""
+    assert len(message) == VOTE_SIZE_BYTES
+    rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]
+    for place in STAGE:
+        rows = _all_gather(rows, group_of(place))
+    return rows
 
 
-def all_willing(gather: Gather, version: int, willing: bool) -> bool:
-    """Whether every worker is willing, for the same version."""
-    votes = gather(_padded(version.to_bytes(8, "big") + bytes([willing])))
+def _in_engine(of_stage: torch.Tensor) -> list[bytes]:
+    return [bytes(row.numpy()) for row in _all_gather(of_stage, group_of("pp"))]
+
+
+class OutOfStep(TensorHubError):
+    """Another worker of this engine has failed, or does something else: fetch and install a version again."""
+
+
+class Steps:
+    """The workers of one engine, from vote to vote, and through what the ranks of a stage do together in between.
+
+    Who fails there has no more steps and votes. The others hear that vote in their next step, which raises OutOfStep,
+    and say nothing more. So nobody waits for who does not come, and no vote is taken for another one.
+    """
+
+    def __init__(self, gather: Gather, *, together: bool) -> None:
+        """together: whether there are such steps; if not, each worker goes its own way between the votes."""
+        self._gather, self.together = gather, together
+        self._heard = False  # the next vote, in a step
+
+    def vote(self, version: int, willing: bool, way: str = "") -> bool:
+        """Whether every worker is willing, for the same version; and the same way, where they go together."""
+        heard, self._heard = self._heard, False
+        return not heard and all_willing(self._gather, version, willing, way if self.together else "")
+
+    def all(self, what: str, here: bool = True) -> bool:
+        """Whether it is so in all ranks; OutOfStep unless all ask the same. Of itself, who goes its own way."""
+        if not self.together:
+            return here
+        if not self._heard:
+            asks = b"step" + hashlib.sha256(what.encode()).digest()[:16]
+            votes = _in_stage(_padded(asks + bytes([here])))
+            answers = [bytes(vote.numpy()) for vote in votes]
+            if all(answer.startswith(asks) for answer in answers):
+                return all(answer[len(asks)] for answer in answers)
+            self._heard = True
+            _in_engine(votes)  # other stages wait for the votes of this one
+        raise OutOfStep(f"another worker of this engine has failed, or is not at {what} as this one is")
+
+
+ALONE = Steps(lambda message: [message], together=False)
+
+
+def _all_gather(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    if group.world_size == 1:
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(group.world_size)]
+    torch.distributed.all_gather(gathered, rows, group=group.cpu_group)
+    return torch.cat(gathered)
+
+
+def all_willing(gather: Gather, version: int, willing: bool, way: str = "") -> bool:
+    """Whether every worker is willing, for the same version, by the same way."""
+    votes = gather(_padded(version.to_bytes(8, "big") + bytes([willing]) + hashlib.sha256(way.encode()).digest()[:16]))
     return willing and all(vote == votes[0] for vote in votes)
 
 

@@ -48,7 +48,28 @@ def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     What such bytes mean is the fingerprint's business.
     """
     found = dict(all_tensors(model))
-    return without_aliases({name: in_memory_order(tensor) for name, tensor in found.items()})
+    return _joined(without_aliases({name: in_memory_order(tensor) for name, tensor in found.items()}))
+
+
+def _joined(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One name, the first, for memory that several have in part: what MLA derives from a quantized layer are two views
+    that take turns in one matrix."""
+    joined: dict[str, torch.Tensor] = {}
+    last = ""
+    for name in sorted(found, key=lambda each: found[each].data_ptr()):
+        tensor, before = found[name], joined.get(last)
+        if before is not None and _overlap(before, tensor):
+            span = tensor.storage_offset() + tensor.numel() - before.storage_offset()
+            joined[last] = before.as_strided((span,), (1,))
+        else:
+            joined[name] = tensor
+            last = name
+    return dict(sorted(joined.items()))
+
+
+def _overlap(before: torch.Tensor, tensor: torch.Tensor) -> bool:
+    storages = {each.untyped_storage().data_ptr() for each in (before, tensor)}
+    return len(storages) == 1 and before.dtype == tensor.dtype and tensor.data_ptr() < before.data_ptr() + before.nbytes
 
 
 def all_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,134 @@
+"""Layers whose floats vLLM itself quantizes as they are loaded: `--quantization fp8`, `fp8_per_block`, `mxfp8`, ...
+
+vLLM calls that online quantization. Such a layer has no memory until it has got all of its floats; then its
+quantization method makes what the kernel reads of them, scales included. A reload does the same again (reload.py), so a
+checkpoint of floats needs nothing more; its first load is what has to be brought to its end here. Kernels that remember
+the scales of a reload are led back to the layer's own (references.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker.votes import Steps
+
+KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
+QUANTIZATION = "vllm.model_executor.layers.quantization."
+TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
+KNOWN = ("Fp8", "Int8", "Mxfp8")  # how the names of those quantization methods begin that are
+OPAQUE = ("torchao", "bitsandbytes")  # their tensors are of classes of their own, which no raw copy brings
+
+
+def quantizes(layer: torch.nn.Module) -> bool:
+    """Whether vLLM makes this layer's weights of floats."""
+    return bool(getattr(getattr(layer, "quant_method", None), "uses_meta_device", False))
+
+
+def any_quantizes(model: torch.nn.Module) -> bool:
+    return any(map(quantizes, model.modules()))
+
+
+def quantized_otherwise(model: torch.nn.Module) -> list[str]:
+    """Names of the layers whose weights are loaded as they are quantized."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    found = []
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        is_plain = isinstance(method, BaseKVCacheMethod) or type(method).__name__.startswith("Unquantized")
+        if isinstance(method, QuantizeMethodBase) and not is_plain and not quantizes(layer):
+            found.append(name)
+    return found
+
+
+def finish_first_load(model: torch.nn.Module, model_config: Any) -> None:
+    """Quantize what has not got all of its floats: layers with a padding, or where nothing was loaded, all of them."""
+    if not any_quantizes(model):
+        return
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
+
+    with torch.no_grad():
+        finalize_layerwise_processing(model, model_config)
+
+
+def more_bytes(model: torch.nn.Module) -> int:
+    """By how much a version of floats, two bytes an element, is larger than what this worker makes of it."""
+    made = [parameter for layer in model.modules() if quantizes(layer) for parameter in layer.parameters(recurse=False)]
+    return sum(parameter.numel() for parameter in made if parameter.element_size() == 1)
+
+
+def shares_scales(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether this worker's scales are made of other ranks' weights, too."""
+    parallel = getattr(vllm_config, "parallel_config", None)
+    sizes = [getattr(parallel, f"{which}_parallel_size", 1) for which in ("tensor", "data")]
+    return max(sizes) > 1 and any_quantizes(model)
+
+
+@contextmanager
+def in_step(model: torch.nn.Module, steps: Steps) -> Iterator[None]:
+    """Within it, ranks make a scale together only where all of them are at the same layer and none has failed."""
+    if not steps.together:
+        yield
+        return
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names = {layer: name for name, layer in model.named_modules()}
+    at = ""
+
+    def processed(original: Any, layer: torch.nn.Module, info: Any) -> None:
+        nonlocal at
+        at = names[layer]
+        original(layer, info)
+
+    def together(original: Any, largest: torch.Tensor, ranks: int) -> torch.Tensor:  # or whether they are several
+        if ranks is True or ranks > 1:
+            steps.all(f"the scale of {at}")
+        return original(largest, ranks)
+
+    vllms = [module for name, module in sys.modules.items() if name.startswith(QUANTIZATION)]
+    places: list[Any] = [(module, name, together) for module in vllms for name in TOGETHER if hasattr(module, name)]
+    places.append((layerwise, "_layerwise_process", processed))
+    with ExitStack() as stack:
+        for module, name, new in places:
+            original = getattr(module, name)
+            stack.callback(setattr, module, name, original)
+            setattr(module, name, partial(new, original))
+        yield
+
+
+def check(model: torch.nn.Module, vllm_config: Any) -> None:
+    """Raise UsageError for a way of quantizing that is not known to follow updates."""
+    named = vllm_config.model_config.quantization
+    unknown = {type(layer.quant_method).__name__ for layer in model.modules() if quantizes(layer)}
+    unknown = {name for name in unknown if not name.startswith(KNOWN)}
+    if named in OPAQUE or unknown:
+        raise UsageError(
+            f"what {named} makes of weights is not known to follow updates{''.join(f' ({name})' for name in unknown)}: "
+            f"start without it, or with {KINDS}"
+        )
+
+
+def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What to do about a refused checkpoint, where the reason may be how the engine or the checkpoint are quantized."""
+    named = vllm_config.model_config.quantization
+    quantized = [name for name, tensor in tensors.items() if tensor.element_size() == 1 or name.endswith(".qweight")]
+    if quantized and any_quantizes(model):
+        return (
+            f". {quantized[0]} is quantized already, and this engine quantizes floats itself (--quantization {named}): "
+            "publish floats, or start it without --quantization and with the checkpoint's quantization_config"
+        )
+    if not quantized and quantized_otherwise(model):
+        return (
+            f". This engine takes weights that are quantized already ({named}): publish them so, or have them made of "
+            f"floats: start it with {KINDS} and without a quantization_config, or with one of FP8 by blocks "
+            "(weight_block_size)"
+        )
+    return ""
