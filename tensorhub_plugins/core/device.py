@@ -9,8 +9,8 @@ Threads
 Graphs
     While an engine captures CUDA graphs, any other thread's call invalidates the capture: they wait at `gate`.
 
-`Device` puts copies together; a `Driver` carries them out: `Cuda`, `Plain` (copies as torch makes them, for everything
-without streams), and a simulated one that checks their order (testing/simulated.py).
+`Device` puts copies together; a `Driver` carries them out: `Cuda`, `Other` (any accelerator of torch's), `Plain` (what
+has no queues), and a simulated one that checks their order (testing/simulated.py).
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _groups(flats: Iterable[torch.Tensor], size_bytes_max: int) -> Iterator[tupl
 
 
 class Plain:
-    """Copies as torch makes them, done when the call returns: the CPU, and what has no streams that we know of."""
+    """Copies as torch makes them, done when the call returns: what has no queues."""
 
     def current(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -327,6 +327,17 @@ class Plain:
 
     def export_dma_buf(self, start: int, size_bytes: int) -> int:
         raise OSError("this device's memory is not exported")
+
+
+class Other(Plain):
+    """A device of which we know what torch knows of every accelerator: its copies follow the calling thread's stream,
+    those to and from the host are done when the call returns, and all of its streams can be waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
 
 
 class Cuda(Plain):
@@ -462,8 +473,15 @@ class _Torch:
     def _make(self, device: torch.device) -> Device:
         with self._lock:
             if device not in self._known:
-                self._known[device] = Device(str(device), Cuda(device) if device.type == "cuda" else Plain())
+                self._known[device] = Device(str(device), _driver_of(device))
             return self._known[device]
+
+
+def _driver_of(device: torch.device) -> Driver:
+    if device.type == "cuda":
+        return Cuda(device)
+    accelerator = torch.accelerator.current_accelerator()
+    return Other(device) if accelerator is not None and accelerator.type == device.type else Plain()
 
 
 _platforms: list[Platform] = [_Torch()]
