@@ -144,13 +144,13 @@ class CudaIpc:
 
     def _ordinal(self, device: Device) -> ctypes.c_int:
         found = ctypes.c_int(0)
-        self._call("cuDeviceGet", ctypes.byref(found), ctypes.c_int(torch.device(device.name).index))
+        self._call("cuDeviceGet", ctypes.byref(found), ctypes.c_int(_index_of(device)))
         return found
 
     @contextlib.contextmanager
     def _context(self, device: Device) -> Iterator[None]:
         """The device's primary context, which is torch's. A thread that has called the runtime only may have none."""
-        index = torch.device(device.name).index
+        index = _index_of(device)
         with self._lock:
             if index not in self._contexts:
                 context = ctypes.c_void_p()
@@ -172,6 +172,13 @@ class CudaIpc:
             reason = ctypes.c_char_p()
             self._cuda.cuGetErrorString(ctypes.c_int(code), ctypes.byref(reason))
             raise NotShareable(f"{name}: error {code}, {(reason.value or b'unknown').decode()}")
+
+
+def _index_of(device: Device) -> int:
+    found = torch.device(device.name)
+    if found.type != "cuda":  # to CUDA its index would be another device's
+        raise NotShareable(f"{device.name} is no CUDA device")
+    return found.index
 
 
 class _Handle(ctypes.Structure):
