@@ -203,6 +203,24 @@ def test_memory_of_a_device_that_nobody_has_any_more_is_gone():
         assert not simulation._regions
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_a_device_is_let_go_of_when_no_other_stream_touches_it(waits):
+    """The control: torch hands it out again at once, to whoever goes on on the stream that it was taken for."""
+    with Simulation(0) as simulation:
+        here = simulation.devices[0]
+        with here.calling() as driver:
+            memory = driver.scratch(100, None)
+        event = here.begin_down([memory], torch.empty(100, dtype=torch.uint8))
+        if waits:
+            here.wait(event)
+        del memory
+        if waits:
+            simulation.check()
+        else:
+            with pytest.raises(AssertionError, match=r"let go of: scratch\[0:\], while copy #1 .* may still touch it"):
+                simulation.check()
+
+
 # --- threads ---
 
 
