@@ -553,6 +553,7 @@ def test_the_driver_is_asked_by_a_thread_that_has_a_context(cuda, monkeypatch):
     driver = FakeDriver(cuda, monkeypatch)
     made = Device("cuda:0", Cuda(torch.device("cuda", 0)))
     assert made.allocation(8192 + 5) == (8192, 2 * 8192)
+    driver.has_context = False
     assert made.export_dma_buf(2 * 4096 + 512, 4096) == (77, 512)
     assert driver.exported == [(2 * 4096, 2 * 4096, 1)], "whole pages"
     with pytest.raises(OSError, match="cuMemGetAddressRange_v2: invalid argument"):
@@ -592,6 +593,7 @@ def test_a_forked_child_releases_nothing():
         pid = os.fork()
         if not pid:
             slab.close()
+            pinning.wait_for_background(PATIENCE_S)
             os._exit(0 if simulation.registered else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         slab.close()

@@ -9,11 +9,13 @@ import ipc_devices
 import numpy as np
 import pytest
 import torch
+from forks import forked
 from transport_helpers import FORGED, KEY, served, soon, until
 
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
@@ -183,6 +185,18 @@ def test_memory_is_opened_once_for_all_versions_and_closed_with_its_owner(simula
         tensors.clear()  # what is known of them goes with them, and with that the pipe
         until(lambda: simulation.calls["ipc_close"] == len(simulation.opened))
     simulation.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_readers_hear_of_the_end_of_memory_though_a_child_of_its_owner_lives():
+    """They would keep it open, and it would not be freed."""
+    exported = memory.Exported(SourceMemory("", bytes(16), "", [], b""))
+    seen = os.dup(exported.owner_liveness_fd)
+    with forked():
+        assert not is_over(seen)
+        del exported
+        assert is_over(seen)
+    os.close(seen)
 
 
 def test_memory_is_closed_when_its_owner_is_killed(simulation):
