@@ -298,6 +298,23 @@ def test_memory_that_cannot_be_opened_is_left_to_the_next_transport(simulation):
     simulation.check()
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_memory_that_was_freed_since_says_nothing_of_the_next_ones(simulation, is_freed):
+    """A source that is killed before its memory is opened would send all readers of its device elsewhere for ever. The
+    control: one that lives."""
+    liveness, alive = os.pipe()
+    told = SourceMemory("another", bytes(16), "simulated:0", [Allocation(0, 1000, bytes(64))], b"")
+    with contextlib.closing(ipc_devices.apart()) as reader:
+        if is_freed:
+            os.close(alive)
+        simulation.fail("ipc_open")
+        with pytest.raises(SourceLost, match="simulated:0 cannot open its memory"):
+            reader.open(told, simulation.devices[0], liveness)
+        assert (reader.refusal(told) is None) == is_freed
+    for fd in [liveness] if is_freed else [liveness, alive]:
+        os.close(fd)
+
+
 def test_what_was_opened_before_another_could_not_be_is_closed(simulation):
     tensors = {name: torch.zeros(2 << 20, dtype=torch.uint8) for name in "abc"}
     with source_of(tensors, 1 << 20) as (_, endpoint), contextlib.closing(ipc_devices.apart()) as reader:
