@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ class Gate:
         self.waiting = 0  # threads that wait until it is open
         self._mine = threading.local()
         self._closed_s_max = closed_s_max
+        self._opens_at_exit = False
 
     @property
     def closed(self) -> bool:
@@ -37,8 +39,10 @@ class Gate:
             return
         with self._changed:
             self.waiting += 1
-            opened = self._changed.wait_for(lambda: self._owner is None, self._closed_s_max)
-            self.waiting -= 1
+            try:
+                opened = self._changed.wait_for(lambda: self._owner is None, self._closed_s_max)
+            finally:
+                self.waiting -= 1
             if not opened:
                 logger.error("graphs are captured for more than %g s: calls to the device go on", self._closed_s_max)
                 self._owner = None
@@ -54,11 +58,21 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """From now on only this thread calls the device. Closing twice is fine."""
+        """From now on only this thread calls the device. Closing twice is fine. At the interpreter's exit it opens."""
         with self._changed:
+            if not self._opens_at_exit:
+                # An engine may end between its load and its warm-up. The interpreter then joins the threads that wait
+                # here, and what atexit has comes after that.
+                getattr(threading, "_register_atexit", atexit.register)(self.open)
+                self._opens_at_exit = True
             self._owner = threading.get_ident()
-            if not self._changed.wait_for(lambda: not self._inside, self._closed_s_max):
-                logger.error("a call to the device does not end: graphs are captured beside it")
+            try:
+                if not self._changed.wait_for(lambda: not self._inside, self._closed_s_max):
+                    logger.error("a call to the device does not end: graphs are captured beside it")
+            except BaseException:
+                self._owner = None
+                self._changed.notify_all()
+                raise
 
     def open(self) -> None:
         """Whoever waits goes on."""

@@ -35,6 +35,21 @@ def close_in_children(*sockets: Closable) -> None:
     _in_children.update(sockets)
 
 
+class Descriptor:
+    """A file descriptor that a forked child does not keep, as long as this object lives. number: -1 once it is closed,
+    which may be done twice."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        close_in_children(self)
+
+    def close(self) -> None:
+        """Without a lock, which another thread may have held when a child was forked."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
+
 def close_at_exit(link: Closable) -> None:
     """Unless it is closed before, which it then is not a second time."""
     _watch()

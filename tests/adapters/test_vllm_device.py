@@ -70,6 +70,38 @@ def test_a_warm_up_that_fails_leaves_the_device_to_others() -> None:
     assert not gate.closed
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    """A4: vLLM captures graphs before its warm-up, too, to measure their memory. The control: without a store."""
+    load_format = pytest.importorskip("tensorhub_plugins.vllm.load_format", exc_type=ImportError)
+    model = torch.nn.Linear(3, 3)
+
+    def nothing(*_: object) -> None: ...
+
+    stands_in: dict[str, Any] = {
+        "parse": lambda *_: (SimpleNamespace(start_timeout_s=1.0), object() if joins else None),
+        "initialize_model": lambda **_: model,
+        "join": nothing,
+        "_read": lambda *_: True,
+    }
+    stands_in |= dict.fromkeys(["extend", "_check_made", "_start_from_disk", "process_weights_after_loading"], nothing)
+    for name, call in stands_in.items():
+        monkeypatch.setattr(load_format, name, call)
+    loader: Any = load_format.TensorHubModelLoader
+    monkeypatch.setattr(loader, "load_weights", nothing)
+    model_config = SimpleNamespace(dtype=torch.float32)
+    vllm_config = SimpleNamespace(model_config=model_config)
+    load_config = SimpleNamespace(device="cpu", model_loader_extra_config={})
+    try:
+        assert not gate.closed
+        assert loader(load_config).load_model(vllm_config, model_config) is model
+        assert gate.closed == joins
+    finally:
+        gate.open()
+
+
 def test_zeros_on_a_device_are_written_by_the_thread_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A16: on another thread's stream they would come after what is computed from them."""
     load_format = pytest.importorskip("tensorhub_plugins.vllm.load_format", exc_type=ImportError)

@@ -405,6 +405,7 @@ def test_what_came_from_elsewhere_is_served_as_a_version(engines: Engines) -> No
 
 def test_an_engine_falls_asleep_when_nobody_reads_it_any_more(engines: Engines) -> None:
     sleeper = engines("sleeper", serve_from="live")
+    live = {"w": torch.zeros(3)}  # that stay the same tensors
     with engines.trainer() as trainer, engines.trainer("reader") as reader, ThreadPoolExecutor(2) as threads:
         trainer.publish(1, toy_checkpoint(1.0))
         update(sleeper, 1)
@@ -416,6 +417,7 @@ def test_an_engine_falls_asleep_when_nobody_reads_it_any_more(engines: Engines) 
             sleeping.result(0.5)
         assert not reading.done()
         let_go(sleeper._client, 1, LAYOUT)
+        Slab.adopt(live)
         assert Adoption._kept  # by which a network card's registration lives on
         sleeping.result(TIMEOUT_S)
         assert not Adoption._kept

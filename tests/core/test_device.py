@@ -97,7 +97,7 @@ def test_pieces_come_while_the_next_one_is_on_its_way():
         found = b""
         for number, piece in enumerate(simulation.devices[0].pieces(lambda a, b: [there[a:b]], ranges)):
             simulation.touch(piece, "the digest")
-            assert simulation.calls["copy"] == min(number + 2, 4)
+            assert (simulation.calls["copy"], simulation.calls["wait"]) == (min(number + 2, 4), number + 1)
             found += bytes(piece.tolist())
         assert found == bytes(content[0].tolist())
         assert simulation.calls["buffer"] == 2
@@ -202,6 +202,24 @@ def test_memory_of_a_device_that_nobody_has_any_more_is_gone():
         assert device.of(part) is not None and len(simulation._regions) == 1
         del part
         assert not simulation._regions
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_a_device_is_let_go_of_when_no_other_stream_touches_it(waits):
+    """The control: torch hands it out again at once, to whoever goes on on the stream that it was taken for."""
+    with Simulation(0) as simulation:
+        here = simulation.devices[0]
+        with here.calling() as driver:
+            memory = driver.scratch(100, None)
+        event = here.begin_down([memory], torch.empty(100, dtype=torch.uint8))
+        if waits:
+            here.wait(event)
+        del memory
+        if waits:
+            simulation.check()
+        else:
+            with pytest.raises(AssertionError, match=r"let go of: scratch\[0:\], while copy #1 .* may still touch it"):
+                simulation.check()
 
 
 # --- threads ---
@@ -536,6 +554,7 @@ def test_the_driver_is_asked_by_a_thread_that_has_a_context(cuda, monkeypatch):
     driver = FakeDriver(cuda, monkeypatch)
     made = Device("cuda:0", Cuda(torch.device("cuda", 0)))
     assert made.allocation(8192 + 5) == (8192, 2 * 8192)
+    driver.has_context = False
     assert made.export_dma_buf(2 * 4096 + 512, 4096) == (77, 512)
     assert driver.exported == [(2 * 4096, 2 * 4096, 1)], "whole pages"
     with pytest.raises(OSError, match="cuMemGetAddressRange_v2: invalid argument"):
@@ -575,6 +594,7 @@ def test_a_forked_child_releases_nothing():
         pid = os.fork()
         if not pid:
             slab.close()
+            pinning.wait_for_background(PATIENCE_S)
             os._exit(0 if simulation.registered else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         slab.close()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tensorhub_plugins.core.memory.pinning import Pinned
+from tensorhub_plugins.core.process import Descriptor
 
 
 class Loans:
@@ -26,13 +27,13 @@ class Loans:
         self._guard = threading.Lock()
         self._end = -1  # ours, to which nothing is ever written
 
-    def lend(self) -> int:
+    def lend(self) -> Loan:
         """The other end, for a borrower: it counts until that, and every copy of it, is closed. The caller owns it."""
         with self._guard:
             if self._end < 0:
                 theirs, self._end = os.pipe()
-                return theirs
-            return os.open(f"/proc/self/fd/{self._end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                return Loan(theirs)
+            return Loan(os.open(f"/proc/self/fd/{self._end}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     @property
     def any(self) -> bool:
@@ -49,23 +50,26 @@ class Loans:
 
 
 class Loan:
-    """A borrower's end of the pipe. It closes with the last tensor over the memory, or before."""
+    """A borrower's end of the pipe, which it takes over. It closes with the last tensor over the memory, or before. A
+    forked child does not keep it: it would outlive the loan, and nobody might write to the memory any more."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._end = Descriptor(fd)
         self._guard = threading.Lock()
 
-    def lend(self) -> int:
+    def fileno(self) -> int:
+        """To be passed on; -1 when it was given back."""
+        return self._end.number
+
+    def lend(self) -> Loan:
         """For one more borrower of the same owner's memory; OSError when it was given back."""
         with self._guard:
-            return os.dup(self._fd)
+            return Loan(os.dup(self._end.number))
 
     def close(self) -> None:
         """The owner may write to the memory again. Idempotent."""
         with self._guard:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+            self._end.close()
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError, TypeError):  # at the interpreter's end
@@ -88,7 +92,7 @@ class Borrowed:
         self.pinned = pinned
         self._loan = loan
 
-    def lend(self) -> int:
+    def lend(self) -> Loan:
         """See `Loan.lend`."""
         return self._loan.lend()
 

@@ -42,11 +42,12 @@ from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.core.memory.block import Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
 from tensorhub_plugins.core.memory.downloads import Downloads
-from tensorhub_plugins.core.memory.loans import Borrowed, Loans
+from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
+from tensorhub_plugins.core.process import Descriptor
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
@@ -84,7 +85,8 @@ class Slab:
         self._device: devices.Device | None = None  # None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
         self._fd = fd
-        self._owner_liveness, self._alive = os.pipe() if fd >= 0 else (-1, -1)
+        self._owner_liveness, alive = os.pipe() if fd >= 0 else (-1, -1)
+        self._alive = Descriptor(alive)
         self._pinned = pinned
         self._loans, self._borrowed = Loans(), borrowed
         # What adopted views point into, whatever becomes of the tensors.
@@ -221,7 +223,7 @@ class Slab:
         fd = self._owner_liveness if self._borrowed is None else self._borrowed.owner_liveness_fd
         return fd if fd >= 0 and not self._closed else None
 
-    def lend(self) -> int:
+    def lend(self) -> Loan:
         """What a process that is passed `shared_fd` is to keep open for as long as it uses the memory in place: until
         then nobody writes to it. The caller closes it, here."""
         self._check_open()
@@ -372,10 +374,11 @@ class Slab:
             elif self._pinned is not None:
                 self._pinned.release()
             self._loans.close()
-            for fd in (self._fd, self._owner_liveness, self._alive):
+            self._alive.close()
+            for fd in (self._fd, self._owner_liveness):
                 if fd >= 0:
                     os.close(fd)
-            self._fd = self._owner_liveness = self._alive = -1
+            self._fd = self._owner_liveness = -1
             self._tensors = {}
             self._runs, self._flats = Runs([]), []
 

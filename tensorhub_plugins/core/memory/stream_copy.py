@@ -92,6 +92,7 @@ class StreamCopy:
         ):
             return None
         rest = list(self._not_summed())
+        stream: Stream = None
         try:
             with self.device.calling() as driver:
                 stream = self.device.stream("down")
@@ -100,16 +101,20 @@ class StreamCopy:
                     runs = [self._bytes[first * BLOCK_SIZE_BYTES : last * BLOCK_SIZE_BYTES] for first, last in rest]
                     sums = [self._sums_of(first, last) for first, last in rest]
                     driver.launch(sum_up, [*runs, self._constants], sums, stream)
+            return digests_there(
+                self.device,
+                lambda start, stop: [self._bytes[start:stop]] if start < stop else [],
+                self._table.size_bytes,
+                segment_size_bytes,
+                lanes=self._queue_lanes,
+            )
         except torch.OutOfMemoryError:
             logger.debug("%s has no room for digests", self.device.name)
             return None
-        return digests_there(
-            self.device,
-            lambda start, stop: [self._bytes[start:stop]] if start < stop else [],
-            self._table.size_bytes,
-            segment_size_bytes,
-            lanes=self._queue_lanes,
-        )
+        finally:
+            if stream is not None:  # what is let go of with this is the writing stream's at once
+                with self.device.calling() as driver:
+                    driver.wait(driver.record(stream))
 
     def _queue_lanes(
         self, driver: Driver, stream: Stream, start: int, flats: list[torch.Tensor], lanes: torch.Tensor

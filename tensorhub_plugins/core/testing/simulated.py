@@ -12,6 +12,8 @@ The addresses of its memory are protected: a pointer of the device that is used 
 socket or by us, ends the process, and Python's faulthandler says where. Found are
 * two operations that touch the same bytes, one of them writing, while no event or wait says which comes first: both are
   named. The host counts as one thread here, that waits and queues in the order in which its threads do;
+* memory that is let go of while a stream other than the one it was taken for may still touch it: torch hands it out
+  again at once;
 * calls to the device by another thread than the one that captures, or with another device than the call is for (each
   device that a thread has touched is in `contexts`);
 * a copy that touches a registration and memory beside it, which CUDA refuses.
@@ -54,6 +56,7 @@ class _Region:
     start: int
     stop: int
     true: torch.Tensor  # uint8
+    stream: str  # in whose order it is handed out again
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Simulation:
 
     def put(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> torch.Tensor:
         """A copy of a dense host tensor, of the same dtype, shape and strides, in this device's memory."""
-        memory = self._protected(device, name, flat_bytes(tensor).clone())
+        memory = self._protected(device, name, flat_bytes(tensor).clone(), self.stream_of(device, DEFAULT))
         return torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), 0, tensor.shape, tensor.stride())
 
     def adopt_in_place(self, tensors: dict[str, torch.Tensor], *, device: int = 0) -> Slab:
@@ -152,7 +155,8 @@ class Simulation:
     def take(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> None:
         """The memory of this host tensor counts as the device's from now on, though tests can read it."""
         flat = flat_bytes(tensor)
-        self._add(_Region(device, name, flat.data_ptr(), flat.data_ptr() + flat.numel(), flat))
+        stream = self.stream_of(device, DEFAULT).name
+        self._add(_Region(device, name, flat.data_ptr(), flat.data_ptr() + flat.numel(), flat, stream))
 
     def content(self, tensor: torch.Tensor) -> bytes:
         """What is in it, as far as operations have run."""
@@ -171,12 +175,14 @@ class Simulation:
 
     def kernel(self, tensor: torch.Tensor, value: int, stream: str = "compute", *, device: int = 0) -> None:
         """Queue a kernel that sets each byte to a value."""
-        self._queue(f"kernel sets {value}", device, stream, [], [tensor], lambda: self._fill(tensor, value))
+        fill = self._filling(tensor, value)
+        self._queue(f"kernel sets {value}", device, stream, [], [tensor], fill)
 
     def reading_kernel(self, tensor: torch.Tensor, stream: str = "compute", *, device: int = 0) -> list[bytes]:
         """Queue a kernel that reads a tensor. The list gets what it has read, when it has run."""
         found: list[bytes] = []
-        self._queue("kernel", device, stream, [tensor], [], lambda: found.append(self.content(tensor)))
+        true = self.true(flat_bytes(tensor))
+        self._queue("kernel", device, stream, [tensor], [], lambda: found.append(true.numpy().tobytes()))
         return found
 
     def touch(self, memory: torch.Tensor, what: str, *, writes: bool = False) -> None:
@@ -251,7 +257,9 @@ class Simulation:
                 start = side.data_ptr()
                 self._check_registration(start, start + _span(side), writes=side is target)
 
-        self._queue("copy", device, stream, [source], [target], lambda: _set(self.true(target), self.true(source)))
+        # The bytes alone: what is queued does not keep the device's memory, as it does not on a real one.
+        true_target, true_source = self.true(target), self.true(source)
+        self._queue("copy", device, stream, [source], [target], lambda: _set(true_target, true_source))
 
     def launch(
         self,
@@ -262,15 +270,17 @@ class Simulation:
         stream: str | None,
     ) -> None:
         """Queue one computation on the device's memory."""
+        true_reads, true_writes = list(map(self.true, reads)), list(map(self.true, writes))
 
         def run() -> None:
-            computation(list(map(self.true, reads)), list(map(self.true, writes)), torch.from_numpy)
+            computation(true_reads, true_writes, torch.from_numpy)
 
         self._queue(computation.__name__, device, stream, reads, writes, run)
 
-    def scratch(self, device: int, size_bytes: int) -> torch.Tensor:
-        """Device memory with nothing in it."""
-        return self._protected(device, "scratch", torch.full((size_bytes,), POISON, dtype=torch.uint8))
+    def scratch(self, device: int, size_bytes: int, stream: str | None) -> torch.Tensor:
+        """Device memory with nothing in it, for this stream."""
+        empty = torch.full((size_bytes,), POISON, dtype=torch.uint8)
+        return self._protected(device, "scratch", empty, self.stream_of(device, stream))
 
     def record(self, device: int, stream: str | None) -> _Event:
         """An event behind what is queued."""
@@ -302,14 +312,14 @@ class Simulation:
 
     # --- inside ---
 
-    def _protected(self, device: int, name: str, true: torch.Tensor) -> torch.Tensor:
+    def _protected(self, device: int, name: str, true: torch.Tensor, stream: _Stream) -> torch.Tensor:
         """uint8 over addresses that nobody may touch: the device's while the tensor, or a view of it, lives."""
         size_bytes = true.numel()
         mapped = mmap.mmap(-1, max(size_bytes, 1))
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         start = memory.data_ptr()
         assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), 0)
-        region = _Region(device, name, start, start + size_bytes, true)
+        region = _Region(device, name, start, start + size_bytes, true, stream.name)
         self._add(region)
         weakref.finalize(mapped, self._remove, region).atexit = False
         return memory[:size_bytes]
@@ -324,10 +334,23 @@ class Simulation:
         with self._lock:
             at = next(at for at, each in enumerate(self._regions) if each is region)
             del self._starts[at], self._regions[at]
+            whole = _Access(region.start, region.stop, True, region.name)
+            known = next(each.clock for each in self._streams.values() if each.name == region.stream)
+            for each in self._recent:
+                touched = [access for access in each.accesses if _overlap(access, whole)]
+                if touched and known.get(each.stream, 0) < each.tick:
+                    self.faults.append(f"let go of: {touched[0].where}, while {each.label} may still touch it")
+                # What comes to lie at these addresses is other memory.
+                each.accesses = [access for access in each.accesses if access not in touched]
 
-    def _fill(self, tensor: torch.Tensor, value: int) -> None:
-        if is_dense(tensor.shape, tensor.stride()):  # else there are others between its elements
-            self.true(flat_bytes(tensor)).fill_(value)
+    def _filling(self, tensor: torch.Tensor, value: int) -> Callable[[], None]:
+        true = self.true(flat_bytes(tensor)) if is_dense(tensor.shape, tensor.stride()) else None
+
+        def fill() -> None:
+            if true is not None:  # else there are others between its elements
+                true.fill_(value)
+
+        return fill
 
     def _region(self, address: int) -> _Region | None:
         with self._lock:
@@ -367,7 +390,7 @@ class Simulation:
             self._compare(label, of.clock, accesses)
             for flat, access in zip(writes, accesses[len(reads) :], strict=True):
                 if not any(_overlap(access, other) for each in self._recent for other in each.accesses):
-                    self._fill(flat, POISON)  # nobody may rely on it any more
+                    self._filling(flat, POISON)()  # nobody may rely on it any more
             operation = _Operation(label, run, accesses, of.name, of.queued)
             of.queue.append(operation)
             self._recent.append(operation)
@@ -437,7 +460,7 @@ class Simulated:
 
     def scratch(self, size_bytes: int, stream: str | None) -> torch.Tensor:
         self._simulation.called("scratch")
-        return self._simulation.scratch(self._index, size_bytes)
+        return self._simulation.scratch(self._index, size_bytes, stream)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: str | None) -> None:
         self._simulation.called("copy")

@@ -23,7 +23,7 @@ import torch
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.memory.runs import memory_at
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing.simulated import POISON, Simulation
+from tensorhub_plugins.core.testing.simulated import DEFAULT, POISON, Simulation
 from tensorhub_plugins.core.transports.cuda_ipc.driver import (
     HANDLE_SIZE_BYTES,
     Allocation,
@@ -86,7 +86,8 @@ class SharedSimulation(Simulation):
         """Another process's memory, as device memory of this one."""
         if (process, handle) in self._open.values():
             self.faults.append(f"{process} opens a handle that it has open")
-        visible = self._protected(device, "opened memory", torch.frombuffer(memory, dtype=torch.uint8))
+        opened = torch.frombuffer(memory, dtype=torch.uint8)
+        visible = self._protected(device, "opened memory", opened, self.stream_of(device, DEFAULT))
         self._open[visible.data_ptr()] = process, handle
         self.opened[process, handle] += 1
         return visible

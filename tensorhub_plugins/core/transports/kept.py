@@ -90,8 +90,9 @@ class Kept(Generic[Key, Value]):
     def _watch(self) -> None:
         """With the guard: see to it that the watcher looks at what is kept now."""
         if self._watcher is None:
-            self._watcher = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._watcher.start()
+            watcher = threading.Thread(target=self._run, name=self._name, daemon=True)
+            watcher.start()
+            self._watcher = watcher  # where there can be no thread any more, the next one tries again
         self._wake_in.send(b"x")
 
     def _run(self) -> None:

@@ -13,7 +13,7 @@ from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_ba
 from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until
 
 from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError, spec_of
-from tensorhub_plugins.core.memory.loans import Loan, Loans
+from tensorhub_plugins.core.memory.loans import Loans
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS
 from tensorhub_plugins.core.transports.offer import Offer
@@ -128,7 +128,7 @@ def test_who_cannot_lend_or_borrow_leaks_nothing(monkeypatch):
     slab = Slab.allocate([spec_of("a", torch.zeros(1 << 16, dtype=torch.uint8))])
     offer = Offer(ShardKey(1, RUNTIME), slab.manifest(), slab, lends=True)
     fd, liveness = slab.shared_fd, slab.owner_liveness_fd
-    loan, mappings, dup = Loan(slab.lend()), MappingCache(), os.dup
+    loan, mappings, dup = slab.lend(), MappingCache(), os.dup
 
     def fails(*_: object) -> int:
         raise OSError(errno.EMFILE, "none left")
@@ -150,14 +150,14 @@ def test_who_cannot_lend_or_borrow_leaks_nothing(monkeypatch):
 def test_many_loans_take_one_descriptor_of_the_lender(fleet):
     first, (second, *_) = fleet
     slab = first.find(ShardKey(1, RUNTIME)).slab
-    os.close(slab.lend())
+    slab.lend().close()
     before = len(os.listdir("/proc/self/fd"))
     loans = [slab.lend() for _ in range(100)]
     assert len(os.listdir("/proc/self/fd")) == before + 100  # the borrowers' own, which are here, too
     for loan in loans[1:]:
-        os.close(loan)
+        loan.close()
     assert slab.is_lent
-    os.close(loans[0])
+    loans[0].close()
     assert not slab.is_lent and len(os.listdir("/proc/self/fd")) == before
 
 

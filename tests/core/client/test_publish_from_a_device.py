@@ -99,8 +99,16 @@ def test_copies_take_the_room_that_they_may(device):
     device.check()
 
 
-def test_what_is_cast_is_cast_on_the_device(device):
+def test_what_is_cast_is_cast_on_the_device(device, monkeypatch):
     """Half the bytes come here, of a slice whose rows lie apart, too."""
+    driver, came = device.devices[0]._driver, []
+    copy = driver.copy
+
+    def counted(source, target, stream):
+        came.append(target.nbytes if device.of(target) is None else 0)
+        copy(source, target, stream)
+
+    monkeypatch.setattr(driver, "copy", counted)
     weight = torch.randn(100, 64)
     live = device.put(weight, "w")
     specs = [contiguous_spec("w", torch.bfloat16, [100, 64]), contiguous_spec("columns", torch.bfloat16, [100, 16])]
@@ -111,6 +119,8 @@ def test_what_is_cast_is_cast_on_the_device(device):
                 slab.write_later("columns", live[:, 16:32], downloads)
             assert torch.equal(slab.tensors()["w"], weight.bfloat16())
             assert torch.equal(slab.tensors()["columns"], weight[:, 16:32].bfloat16())
+            assert sum(came) == slab.size_bytes == 100 * (64 + 16) * 2
+            came.clear()
             with pytest.raises(UsageError, match=r"'w' is float32\[100, 64\], the slab expects bfloat16"):
                 slab.write("w", live)
     device.check()

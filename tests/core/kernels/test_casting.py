@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from interpreted import IS_INTERPRETED, run_by_triton, was_triton
 
-from tensorhub_plugins.core.kernels import casting, launch, xxh3
+from tensorhub_plugins.core.kernels import casting, xxh3
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEGMENT_SIZE_BYTES = 4096
 ODD = [float("inf"), -float("inf"), -0.0, 1e-45, -1e-40, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 65_504.0]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is it")
 def test_triton_computes_the_same() -> None:
-    """All tests of this file, once more, with Triton's interpreter in torch's place."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=110
-    )
-    assert ran.returncode == 0, ran.stdout[-5000:]
-
-
-@pytest.fixture(autouse=True)
-def nothing_failed():
-    yield
-    assert launch._failures == []
-    if not IS_INTERPRETED:
-        assert "tensorhub_plugins.core.kernels.by_triton" not in sys.modules
+    run_by_triton(__file__)
 
 
 def table():
@@ -144,4 +127,4 @@ def test_a_digest_that_is_wrong_is_found(what: str) -> None:
 
 def test_it_was_triton() -> None:
     """The control of the interpreter's run."""
-    assert ("tensorhub_plugins.core.kernels.by_triton" in sys.modules) == IS_INTERPRETED
+    assert was_triton() == IS_INTERPRETED

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from interpreted import IS_INTERPRETED, run_by_triton, was_triton
 
 from tensorhub_plugins.core import Slab
 from tensorhub_plugins.core.device import Device
@@ -19,28 +17,13 @@ from tensorhub_plugins.core.kernels import launch, xxh3
 from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.testing.simulated import Simulation
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = range(1 if IS_INTERPRETED else 6)  # a kernel's program takes the interpreter 10 ms
 ODD = [241, 248, 255, 256, 1000, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 2049, 3333, 100_003]
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="this is it")
 def test_triton_computes_the_same() -> None:
-    """All tests of this file, once more, with Triton's interpreter in torch's place."""
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=110
-    )
-    assert ran.returncode == 0, ran.stdout[-5000:]
-
-
-@pytest.fixture(autouse=True)
-def nothing_failed():
-    yield
-    assert launch._failures == []
-    if not IS_INTERPRETED:
-        assert "tensorhub_plugins.core.kernels.by_triton" not in sys.modules
+    run_by_triton(__file__)
 
 
 def random_bytes(size, seed=0):
@@ -210,4 +193,4 @@ def test_what_cannot_be_digested_there_is_digested_here(why: str) -> None:
 
 def test_it_was_triton() -> None:
     """The control of the interpreter's run."""
-    assert ("tensorhub_plugins.core.kernels.by_triton" in sys.modules) == IS_INTERPRETED
+    assert was_triton() == IS_INTERPRETED

@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,19 @@ def test_specs_of_a_peer_that_do_not_hold_together(spec, reason):
     with pytest.raises(UsageError, match=reason) as error:
         Slab.allocate([spec])
     assert "'x'" in str(error.value)
+
+
+@pytest.mark.parametrize("is_a_block", [True, False])
+def test_huge_pages_are_asked_for(is_a_block):
+    """B10. The control: for what is mapped without a word there are none."""
+    with Slab.allocate([spec_of("a", torch.zeros(1000))], pin=False) as slab:
+        mapped = mmap.mmap(slab.shared_fd, mmap.PAGESIZE)
+        memory = slab.tensors()["a"] if is_a_block else torch.frombuffer(mapped, dtype=torch.uint8)
+        about = Path("/proc/self/smaps").read_text().partition(f"{memory.data_ptr():x}-")[2]
+        flags = about.partition("VmFlags:")[2].splitlines()
+        if not flags:
+            pytest.skip("this kernel does not tell")
+        assert ("hg" in flags[0].split()) == is_a_block
 
 
 def test_a_name_twice():

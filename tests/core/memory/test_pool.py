@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -106,8 +104,8 @@ def test_what_is_lent_is_for_nobody_else(pool):
     loan = slab.lend()
     pool.give_back(slab)
     assert pool.take(OLD) is not slab and is_closed(slab)  # whose memory is the borrower's now
-    os.close(loan)
+    loan.close()
     another = pool.take(OLD)
-    os.close(another.lend())
+    another.lend().close()
     pool.give_back(another)
     assert pool.take(OLD) is another  # the control: it was given back in time

@@ -132,6 +132,27 @@ def test_digests_follow_what_was_written(monkeypatch, waits: bool) -> None:
                 simulation.check()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_still_summed_up_is_not_let_go_of(monkeypatch, waits: bool) -> None:
+    """Where the device has no room for the rest any more: the training would get that memory at once, and the sums be
+    written into what it has there. The control: without the wait this is named."""
+    with Simulation(0) as simulation:
+        table = TensorTable.of([contiguous_spec("w", torch.bfloat16, [5000])])
+        copy = StreamCopy(simulation.devices[0], table)
+        live = torch.randn(5000).bfloat16()
+        copy.write("w", simulation.put(live, "w"), torch.empty(5000, dtype=torch.bfloat16))
+        simulation.fail("scratch")
+        if not waits:
+            monkeypatch.setattr(Simulated, "wait", lambda *given: None)
+        assert copy.digests(4096) is None
+        del copy
+        if waits:
+            simulation.check()
+        else:
+            with pytest.raises(AssertionError, match="let go of: scratch.*, while sum_up .* may still touch it"):
+                simulation.check()
+
+
 def test_known_digests_are_good_until_the_next_write() -> None:
     with Slab.allocate([contiguous_spec("w", torch.uint8, [1000])], pin=False) as slab:
         for change in (

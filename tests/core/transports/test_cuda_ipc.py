@@ -9,11 +9,13 @@ import ipc_devices
 import numpy as np
 import pytest
 import torch
+from forks import forked
 from transport_helpers import FORGED, KEY, served, soon, until
 
 from tensorhub_plugins.core import drivers
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
+from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
 from tensorhub_plugins.core.testing.material import read_equal
@@ -185,6 +187,18 @@ def test_memory_is_opened_once_for_all_versions_and_closed_with_its_owner(simula
     simulation.check()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_readers_hear_of_the_end_of_memory_though_a_child_of_its_owner_lives():
+    """They would keep it open, and it would not be freed."""
+    exported = memory.Exported(SourceMemory("", bytes(16), "", [], b""))
+    seen = os.dup(exported.owner_liveness_fd)
+    with forked():
+        assert not is_over(seen)
+        del exported
+        assert is_over(seen)
+    os.close(seen)
+
+
 def test_memory_is_closed_when_its_owner_is_killed(simulation):
     peer = Peer()
     endpoint = peer.ask("serve", ipc_devices.apart, "adopted", ipc_devices.adopt, KEY)
@@ -282,6 +296,23 @@ def test_memory_that_cannot_be_opened_is_left_to_the_next_transport(simulation):
             read(reader.connect(endpoint, deadline=soon()), slab)
         assert not simulation._open
     simulation.check()
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_memory_that_was_freed_since_says_nothing_of_the_next_ones(simulation, is_freed):
+    """A source that is killed before its memory is opened would send all readers of its device elsewhere for ever. The
+    control: one that lives."""
+    liveness, alive = os.pipe()
+    told = SourceMemory("another", bytes(16), "simulated:0", [Allocation(0, 1000, bytes(64))], b"")
+    with contextlib.closing(ipc_devices.apart()) as reader:
+        if is_freed:
+            os.close(alive)
+        simulation.fail("ipc_open")
+        with pytest.raises(SourceLost, match="simulated:0 cannot open its memory"):
+            reader.open(told, simulation.devices[0], liveness)
+        assert (reader.refusal(told) is None) == is_freed
+    for fd in [liveness] if is_freed else [liveness, alive]:
+        os.close(fd)
 
 
 def test_what_was_opened_before_another_could_not_be_is_closed(simulation):

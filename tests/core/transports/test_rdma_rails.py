@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.core.transports.rdma.rails import (
     PAGE_SIZE_BYTES,
     Port,
@@ -23,6 +26,7 @@ from tensorhub_plugins.core.transports.rdma.rails import (
     pair,
     regions,
 )
+from tensorhub_plugins.core.transports.rdma.registration import Registry
 
 LINK_LOCAL = "fe80:0000:0000:0000:0000:00ff:fe00:0001"
 GLOBAL = "2001:0db8:0000:0000:0000:0000:0000:0001"
@@ -201,6 +205,21 @@ def test_neighbours_of_two_allocations_are_registered_one_by_one() -> None:
     extents = [(0, page, 2 * page), (page, 3 * page, 3 * page), (4 * page, 10, 6 * page), (4 * page + 10, 0, 0)]
     assert chunks(extents) == [(2 * page, 4 * page + 10)]
     assert chunks(extents, allocation=allocation) == [(2 * page, 3 * page), (5 * page, page + 10)]
+
+
+@pytest.mark.parametrize("is_of_a_device", [True, False])
+def test_a_device_is_asked_where_its_allocations_end(is_of_a_device: bool) -> None:
+    """Whatever comes first, a tensor without bytes for example. The control: the host's memory is one piece."""
+    memory = torch.empty(4 * PAGE_SIZE_BYTES, dtype=torch.uint8)
+    halves = dict(zip(("a", "b"), torch.chunk(memory, 2), strict=True))
+    with Simulation(0) as simulation:
+        if is_of_a_device:
+            for half in halves.values():
+                simulation.take(half)
+        with Slab.adopt({"nothing": torch.empty(0), **halves}) as slab:
+            found = Registry([]).of(slab)._chunks
+    assert sum(size_bytes for _, size_bytes in found) == memory.numel()
+    assert [address for address, _ in found] == [half.data_ptr() for half in halves.values()][: 1 + is_of_a_device]
 
 
 def test_one_region_where_stream_and_memory_go_on_together() -> None:

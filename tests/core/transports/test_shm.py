@@ -3,11 +3,13 @@
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -83,7 +85,7 @@ def maps_of(inode):
 
 
 def ends_of(fd):
-    """How many descriptors this process has of that pipe; its owner, which is the same one, has two."""
+    """How many descriptors this process has of that pipe, whose owner, which is the same one, has two; or of a slab."""
     pipe = os.readlink(f"/proc/self/fd/{fd}")
     count = 0
     for each in os.listdir("/proc/self/fd"):
@@ -300,6 +302,33 @@ def test_shm_believes_no_source_about_its_memory(what, monkeypatch):
         patience = soon()
         while len(os.listdir("/proc/self/fd")) > before:  # the source closes its own in a thread of its own
             assert time.monotonic() < patience
+
+
+@pytest.mark.parametrize("fails", ["thread", "nothing"])
+def test_shm_keeps_no_descriptor_of_memory_that_it_cannot_keep(fails, monkeypatch):
+    """No more threads, to watch over it. The control: where there are, it is kept; and then it is, too."""
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == "tensorhub-shm-mappings" and fails == "thread":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with served(ShmTransport()) as (offer, endpoint), contextlib.closing(ShmTransport()) as reader:
+        link = reader.connect(endpoint, deadline=soon())
+        before = ends_of(offer.slab.shared_fd)
+        if fails == "thread":
+            with pytest.raises(RuntimeError, match="new thread"):
+                link.open(KEY, 1, deadline=soon())
+            gc.collect()
+        else:
+            link.open(KEY, 1, deadline=soon())
+        expected = before + (fails == "nothing")
+        until(lambda: ends_of(offer.slab.shared_fd) == expected)  # the source closes its own in a thread of its own
+        link.close()
+        monkeypatch.undo()
+        assert torch.equal(read_all(reader, endpoint), offer.slab.tensors()["a"])
 
 
 def test_shm_file_that_is_cut_while_it_is_read(tmp_path):

@@ -17,6 +17,7 @@ from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.memory.runs import Extents, Runs
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.process import Descriptor
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, Ipc, NotShareable
 from tensorhub_plugins.core.transports.cuda_ipc.messages import ALLOCATIONS_MAX, EXTENT_WORDS, SourceMemory
 
@@ -32,8 +33,9 @@ class Exported:
     def __init__(self, memory: SourceMemory) -> None:
         self.memory = memory
         self.owner_liveness_fd, alive = os.pipe()
-        for fd in (self.owner_liveness_fd, alive):
-            weakref.finalize(self, os.close, fd).atexit = False
+        self._alive = Descriptor(alive)  # in a forked child it would stand for this process when that is gone
+        weakref.finalize(self, self._alive.close).atexit = False
+        weakref.finalize(self, os.close, self.owner_liveness_fd).atexit = False
 
 
 class Exports:

@@ -30,6 +30,7 @@ from tensorhub_plugins.core.drivers import Stream
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.runs import memory_at, memory_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.security.leases import Gate
@@ -117,8 +118,10 @@ class CudaIpcTransport(SocketTransport):
                 lambda: OpenMemory(self._ipc, device, memory),
             )
         except NotShareable as error:
-            self._refused[memory.device_id] = f"{device.name} cannot open its memory: {error}"
-            raise SourceLost(self._refused[memory.device_id]) from error
+            reason = f"{device.name} cannot open its memory: {error}"
+            if not is_over(owner_liveness_fd):  # else it was freed since, which says nothing of the next one's
+                self._refused[memory.device_id] = reason
+            raise SourceLost(reason) from error
         if opened is None:
             raise SourceLost("this side's transport was closed")
         return opened

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device, of
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.memory.runs import Runs, memory_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
@@ -115,8 +115,7 @@ class Registry:
                 extents = [(run.start, run.size_bytes, run.address) for run in slab.runs.all]
                 # The storages, not the tensors: the memory must stay, the tensors are free to go and take this along.
                 storages = [tensor.untyped_storage() for tensor in tensors]
-                owner = of(tensors[0]) if tensors else None
-                found = self._known[slab.runs] = Registration(self._nics, extents, storages, owner)
+                found = self._known[slab.runs] = Registration(self._nics, extents, storages, slab.device)
             return found
 
     def clear(self) -> None:

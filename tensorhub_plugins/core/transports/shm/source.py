@@ -93,8 +93,9 @@ class ShmSource(SourceBackend):
             ours.callback(os.close, readable)
             sent = [readable, liveness_fd]
             if lends:
-                sent.append(slab.lend())
-                ours.callback(os.close, sent[-1])
+                loan = slab.lend()
+                ours.callback(loan.close)
+                sent.append(loan.fileno())
             channel.send_descriptors(sent, deadline)
 
     def segment_payload(

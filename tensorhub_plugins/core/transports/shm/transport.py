@@ -165,16 +165,18 @@ class ShmLink(SocketLink):
             self._block = _process.ProcessMemory(self._pid, opened.addresses, manifest.size_bytes)
             return
         fd, liveness_fd, *lent = channel.receive_descriptors(3 if opened.is_lent else 2, deadline)
-        loan = Loan(lent[0]) if lent else None
-        if loan is not None:
-            try:
-                is_shared = self._layout != CHECKPOINT
-                self._loan = self._mappings.borrow(fd, liveness_fd, loan, self._device, is_shared=is_shared)
-            except BaseException:
-                os.close(fd)
-                os.close(liveness_fd)
-                raise
-        self._block = MemoryFile(manifest, fd, self._mappings.get_or_map(fd, liveness_fd))
+        with ExitStack() as ours:
+            ours.callback(os.close, fd)
+            with ExitStack() as until_mapped:
+                until_mapped.callback(os.close, liveness_fd)
+                if lent:
+                    is_shared = self._layout != CHECKPOINT
+                    loan = Loan(lent[0])
+                    self._loan = self._mappings.borrow(fd, liveness_fd, loan, self._device, is_shared=is_shared)
+                until_mapped.pop_all()  # taken over
+            mapped = self._mappings.get_or_map(fd, liveness_fd)
+            ours.pop_all()
+        self._block = MemoryFile(manifest, fd, mapped)
 
     def take_loan(self) -> Borrowed | None:
         return self._loan
