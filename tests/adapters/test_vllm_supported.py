@@ -19,7 +19,7 @@ def no_cpu_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(*, parallel: dict[str, Any] | None = None, **changes: Any) -> Any:
-    settings = {"model_config": SimpleNamespace(), "lora_config": None, "kv_transfer_config": None}
+    settings = {"model_config": SimpleNamespace(quantization=None), "lora_config": None, "kv_transfer_config": None}
     settings["parallel_config"] = SimpleNamespace(**{"data_parallel_size": 1, **(parallel or {})})
     settings["load_config"] = SimpleNamespace(load_format="auto")
     return SimpleNamespace(**{**settings, "speculative_config": None, **changes})
