@@ -1,4 +1,4 @@
-"""The devices: nothing else here calls torch.cuda, copies between host and device, pins memory or knows a stream.
+"""The devices: how bytes are copied between them and the host, and which of them a tensor lies on.
 
 Order
     Bytes are copied on streams of their own, one down (to the host) and one up for each device, made at first use. Work
@@ -9,98 +9,33 @@ Threads
 Graphs
     While an engine captures CUDA graphs, any other thread's call invalidates the capture: they wait at `gate`.
 
-`Device` puts copies together; a `Driver` carries them out: `Cuda`, `Other` (any accelerator of torch's), `Plain` (what
-has no queues), and a simulated one that checks their order (testing/simulated.py).
+`Device` puts copies together; a driver (drivers.py) carries them out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
-import numpy.typing as npt
 import torch
 
-from tensorhub_plugins.core import libcuda
+from tensorhub_plugins.core import drivers
 from tensorhub_plugins.core.capturing import gate
-from tensorhub_plugins.core.kernels.launch import Computation
+from tensorhub_plugins.core.drivers import Driver, Event, Stream
 from tensorhub_plugins.core.kernels.moving import move
 
 logger = logging.getLogger(__name__)
-_cuda: Any = torch.cuda  # much of it has no types
 
 PIECE_SIZE_BYTES = 32 << 20  # at this size a copy has reached the bus's speed, and others wait a millisecond for it
-HOST_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly, driver_types.h
 SMALL_SIZE_BYTES = 64 << 10  # to launch a copy takes as long as to copy this; smaller ones are gathered on the device
 
-Event = Any
-Stream = Any
 Key = TypeVar("Key")
 Cut = Callable[[int, int], Sequence[torch.Tensor]]  # the device's memory of a range, as uint8 tensors
-
-
-class Driver(Protocol):
-    """One device's calls, each of which only queues what it says. Tensors are uint8, contiguous, but those of a single
-    copy. stream: None is the calling thread's own."""
-
-    def current(self) -> AbstractContextManager[object]:
-        """Within it this is the calling thread's device."""
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Host memory that copies are fast from and to."""
-
-    def make_stream(self) -> Stream:
-        """A stream that is ordered with no other."""
-
-    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
-        """Device memory for this stream. torch.OutOfMemoryError."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
-        """One copy, from where to where the two lie."""
-
-    def launch(
-        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
-    ) -> None:
-        """Compute on the device's memory."""
-
-    def record(self, stream: Stream | None) -> Event:
-        """An event behind all that is queued on the stream."""
-
-    def order(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on runs after the event."""
-
-    def wait(self, event: Event) -> None:
-        """The host waits for the event."""
-
-    def synchronize(self) -> None:
-        """The host waits for all streams of the device."""
-
-    def free_size_bytes(self) -> int:
-        """Memory that `scratch` can have."""
-
-    def numa_node(self) -> int | None:
-        """The host's node that it is on; None: not known."""
-
-    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
-        """Pin this host memory; why that failed, "" when it is done. A failure leaves no error behind. read_only: it
-        must not be written to."""
-
-    def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`."""
-
-    def allocation(self, address: int) -> tuple[int, int]:
-        """The first address and the one behind the last of the allocation that this lies in. OSError."""
-
-    def export_dma_buf(self, start: int, size_bytes: int) -> int:
-        """A descriptor of whole pages of the device's memory, which the caller closes. OSError."""
 
 
 # --- one device ---
@@ -272,173 +207,6 @@ def _groups(flats: Iterable[torch.Tensor], size_bytes_max: int) -> Iterator[tupl
         yield small, size_bytes
 
 
-# --- what carries it out ---
-
-
-class Plain:
-    """Copies as torch makes them, done when the call returns: what has no queues."""
-
-    def current(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
-
-    def make_stream(self) -> Stream:
-        return None
-
-    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
-        raise torch.OutOfMemoryError("nothing is gathered here")
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
-        target.copy_(source)
-
-    def launch(
-        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
-    ) -> None:
-        computation(reads, writes, torch.from_numpy)
-
-    def record(self, stream: Stream | None) -> Event:
-        return None
-
-    def order(self, stream: Stream, event: Event) -> None:
-        pass
-
-    def wait(self, event: Event) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def free_size_bytes(self) -> int:
-        return 0
-
-    def numa_node(self) -> int | None:
-        return None
-
-    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
-        return "this device needs none"
-
-    def unregister(self, memory: torch.Tensor) -> None:
-        pass
-
-    def allocation(self, address: int) -> tuple[int, int]:
-        return 0, 1 << 64  # nothing is known of it
-
-    def export_dma_buf(self, start: int, size_bytes: int) -> int:
-        raise OSError("this device's memory is not exported")
-
-
-class Other(Plain):
-    """A device of which we know what torch knows of every accelerator: its copies follow the calling thread's stream,
-    those to and from the host are done when the call returns, and all of its streams can be waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def synchronize(self) -> None:
-        torch.accelerator.synchronize(self._device)
-
-
-class Cuda(Plain):
-    """One CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def current(self) -> AbstractContextManager[object]:
-        guard: AbstractContextManager[object] = _cuda.device(self._device)
-        return guard
-
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)  # torch keeps pinned blocks, and frees them
-
-    def make_stream(self) -> Stream:
-        return _cuda.Stream(self._device)
-
-    def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
-        with _cuda.stream(stream):  # whose memory it is: it is used again behind what is queued there
-            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
-        with _cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-
-    def launch(
-        self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
-    ) -> None:
-        with _cuda.stream(stream):
-            computation(reads, writes, self._upload)
-
-    def _upload(self, table: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(table).to(self._device, non_blocking=True)  # pageable memory is read before it returns
-
-    def record(self, stream: Stream | None) -> Event:
-        event = _cuda.Event(blocking=True)  # who waits for it leaves its core to others
-        event.record(_cuda.current_stream(self._device) if stream is None else stream)
-        return event
-
-    def order(self, stream: Stream, event: Event) -> None:
-        stream.wait_event(event)
-
-    def wait(self, event: Event) -> None:
-        event.synchronize()
-
-    def synchronize(self) -> None:
-        _cuda.synchronize(self._device)
-
-    def free_size_bytes(self) -> int:
-        free, _ = _cuda.mem_get_info(self._device)  # and what torch keeps of it
-        return int(free + _cuda.memory_reserved(self._device) - _cuda.memory_allocated(self._device))
-
-    def numa_node(self) -> int | None:
-        try:
-            node = int(Path(f"/sys/bus/pci/devices/{_pci_address(self._device)}/numa_node").read_text())
-        except (OSError, ValueError):
-            return None
-        return node if node >= 0 else None  # -1: the host has one, or does not say
-
-    def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
-        flags = HOST_REGISTER_READ_ONLY if read_only else 0
-        code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
-        if not code:
-            return ""
-        # torch only returns it, and the next kernel that this thread launches would fail with it.
-        get_last_error = _get_last_error()
-        if get_last_error is not None:
-            get_last_error()
-        else:
-            with contextlib.suppress(RuntimeError):  # that of torch raises it, and it is gone
-                torch.zeros(1, device=self._device)
-        return f"error {code}"
-
-    def unregister(self, memory: torch.Tensor) -> None:
-        _cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-    def allocation(self, address: int) -> tuple[int, int]:
-        self._get_context()
-        return libcuda.allocation(address)
-
-    def export_dma_buf(self, start: int, size_bytes: int) -> int:
-        self._get_context()
-        return libcuda.export_dma_buf(start, size_bytes)
-
-    def _get_context(self) -> None:
-        """From the runtime: torch makes a new thread none on device 0, which it takes to be chosen already."""
-        _cuda.current_stream(self._device).query()
-
-
-@cache
-def _get_last_error() -> Callable[[], int] | None:
-    """cudaGetLastError of the library that torch has loaded: it says the calling thread's error, and forgets it."""
-    with contextlib.suppress(OSError, AttributeError):
-        paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line]
-        if paths:
-            found: Callable[[], int] = ctypes.CDLL(paths[0]).cudaGetLastError
-            return found
-    return None
-
-
 # --- which devices there are ---
 
 
@@ -464,24 +232,14 @@ class _Torch:
         return None if device.type == "cpu" else self._known.get(device) or self._make(device)
 
     def here(self, *, begins: bool = False) -> Device | None:
-        # A forked child of a process that uses CUDA cannot, and is_initialized() knows.
-        if not _cuda.is_initialized() and not (begins and _cuda.is_available()):
-            return None
-        device = torch.device("cuda", _cuda.current_device())
-        return self._known.get(device) or self._make(device)
+        device = drivers.cuda_in_use(begins=begins)
+        return None if device is None else self._known.get(device) or self._make(device)
 
     def _make(self, device: torch.device) -> Device:
         with self._lock:
             if device not in self._known:
-                self._known[device] = Device(str(device), _driver_of(device))
+                self._known[device] = Device(str(device), drivers.driver_of(device))
             return self._known[device]
-
-
-def _driver_of(device: torch.device) -> Driver:
-    if device.type == "cuda":
-        return Cuda(device)
-    accelerator = torch.accelerator.current_accelerator()
-    return Other(device) if accelerator is not None and accelerator.type == device.type else Plain()
 
 
 _platforms: list[Platform] = [_Torch()]
@@ -495,11 +253,6 @@ def of(tensor: torch.Tensor) -> Device | None:
 def here(*, begins: bool = False) -> Device | None:
     """The calling thread's device; None where this process has not begun to use one. begins: it may begin now."""
     return _platforms[-1].here(begins=begins)
-
-
-def is_there() -> bool:
-    """Whether torch finds a CUDA device. It makes no context, and begins to use none."""
-    return bool(_cuda.is_available())
 
 
 @contextmanager
@@ -576,23 +329,3 @@ def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all that is queued on the devices of these tensors."""
     for device in {device for tensor in tensors if (device := of(tensor)) is not None}:
         device.synchronize()
-
-
-def release_cached_memory() -> None:
-    """Give what torch keeps of freed device memory back; nothing where no device is used."""
-    if _cuda.is_initialized():
-        with gate.passing():
-            _cuda.empty_cache()
-
-
-def pci_address() -> str:
-    """Of the calling thread's CUDA device, as in sysfs ("0000:3b:00.0"); "" where none is in use, or torch is old."""
-    if not _cuda.is_initialized():
-        return ""
-    return _pci_address(_cuda.current_device())
-
-
-def _pci_address(device: Any) -> str:
-    properties = _cuda.get_device_properties(device)
-    domain, bus, number = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
-    return "" if -1 in (domain, bus, number) else f"{domain:04x}:{bus:02x}:{number:02x}.0"

@@ -1,4 +1,4 @@
-"""What CUDA's driver alone knows of device memory, by ctypes. For device.py, which sees to it that the calling thread
+"""What CUDA's driver alone knows of device memory, by ctypes. For drivers.py, which sees to it that the calling thread
 has a context."""
 
 from __future__ import annotations

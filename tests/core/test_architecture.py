@@ -17,6 +17,7 @@ PACKAGE = ROOT / "tensorhub_plugins"
 LAYERS = [
     {"errors", "log"},
     {"libcuda", "capturing", "digests", "kernels"},
+    {"drivers"},
     {"types", "options", "run_log", "deadline", "process", "device"},
     {"manifest"},
     {"protocol", "memory"},
@@ -181,7 +182,7 @@ OF_A_DEVICE = re.compile(
     r"|\b(current_|wait_|default_)stream\b|\brecord_stream\b|\bset_device\b"
 )
 TO_A_DEVICE = re.compile(r"(^|\.)device$|^f?['\"](cpu|cuda)")
-DEVICE = "core.device"
+DRIVERS = "core.drivers"
 # CUDA's handles of memory, by libcuda: within calls of the device, which it is given.
 HANDLES, OF_LIBCUDA = {"core.libcuda", "core.transports.cuda_ipc.driver"}, re.compile(r"libcuda|\.cu[A-Z]")
 
@@ -194,7 +195,7 @@ def touching(package: Path) -> list[str]:
         found += [
             f"{module}: {what}"
             for what in _touches(tree)
-            if module != DEVICE and not (module in HANDLES and OF_LIBCUDA.search(what))
+            if module != DRIVERS and not (module in HANDLES and OF_LIBCUDA.search(what))
         ]
     return found
 
@@ -286,7 +287,7 @@ def test_a_file_that_breaks_a_rule_is_found(rule: Rule, file: str, line: str, tm
 
 def test_only_one_module_touches_a_device() -> None:
     assert touching(PACKAGE) == []
-    tree = ast.parse((PACKAGE / "core" / "device.py").read_text())
+    tree = ast.parse((PACKAGE / "core" / "drivers.py").read_text())
     assert {"torch.cuda"} <= set(_touches(tree))  # it would be found there
 
 
@@ -319,10 +320,10 @@ def test_who_touches_a_device_is_found(line: str, tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(f"def f():\n    {line}")
     assert touching(tmp_path)
-    path.rename(tmp_path / "core" / "device.py")
+    path.rename(tmp_path / "core" / "drivers.py")
     assert touching(tmp_path) == []
-    (tmp_path / "core" / "device.py").write_text("one.to(torch.float32)\nthreading.Event()\nasyncio.StreamReader()")
-    (tmp_path / "core" / "device.py").rename(path)
+    (tmp_path / "core" / "drivers.py").write_text("one.to(torch.float32)\nthreading.Event()\nasyncio.StreamReader()")
+    (tmp_path / "core" / "drivers.py").rename(path)
     assert touching(tmp_path) == []
 
 

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tensorhub_plugins.core import device
+from tensorhub_plugins.core import device, drivers
 from tensorhub_plugins.core.capturing import Gate
-from tensorhub_plugins.core.device import Cuda, Device
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.drivers import Cuda
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import pinning
@@ -330,7 +331,7 @@ def test_the_node_of_a_device_is_asked_of_the_system(cuda, monkeypatch):
         return answers.pop()
 
     monkeypatch.setattr(cuda, "get_device_properties", lambda which: properties, raising=False)
-    monkeypatch.setattr(device.Path, "read_text", read)
+    monkeypatch.setattr(drivers.Path, "read_text", read)
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     answers = ["-1\n", "1\n"]
     assert [Cuda(torch.device("cuda", 0)).numa_node() for _ in range(2)] == [1, None]
@@ -472,8 +473,8 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(device, "_cuda", fake)
-    monkeypatch.setattr(device, "_get_last_error", lambda: fake.get_last_error)
+    monkeypatch.setattr(drivers, "_cuda", fake)
+    monkeypatch.setattr(drivers, "_get_last_error", lambda: fake.get_last_error)
     return fake
 
 
@@ -490,7 +491,7 @@ def test_where_the_library_is_not_found_a_launch_takes_the_error(cuda, monkeypat
         launches.append(cuda.get_last_error())
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(device, "_get_last_error", lambda: None)
+    monkeypatch.setattr(drivers, "_get_last_error", lambda: None)
     memory = torch.ones(10, dtype=torch.uint8)
     monkeypatch.setattr(torch, "zeros", zeros)
     assert Cuda(torch.device("cuda", 0)).register(memory) == "error 2"
@@ -560,11 +561,11 @@ def test_the_last_error_is_asked_of_the_library_that_is_loaded(monkeypatch, tmp_
         return SimpleNamespace(cudaGetLastError=lambda: 0)
 
     maps = "7f00-7f01 r-xp 00000000 00:00 1  /opt/libcudart.so.13\n7f01-7f02 r-xp 0 00:00 2 /lib/libc.so.6\n"
-    monkeypatch.setattr(device.Path, "read_text", lambda self: maps)
+    monkeypatch.setattr(drivers.Path, "read_text", lambda self: maps)
     monkeypatch.setattr(ctypes, "CDLL", load)
-    device._get_last_error.cache_clear()
-    found = device._get_last_error()
-    device._get_last_error.cache_clear()
+    drivers._get_last_error.cache_clear()
+    found = drivers._get_last_error()
+    drivers._get_last_error.cache_clear()
     assert found is not None and asked == ["/opt/libcudart.so.13"]
 
 

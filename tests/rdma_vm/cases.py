@@ -44,7 +44,8 @@ from calls import (
 from crew import Crew, Member
 
 from tensorhub_plugins.core import Client, start_server
-from tensorhub_plugins.core.device import Cuda, Device, Plain
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.drivers import Cuda, Plain
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite

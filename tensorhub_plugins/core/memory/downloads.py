@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tensorhub_plugins.core.device import Device, Event, copy_all, of
+from tensorhub_plugins.core.device import Device, copy_all, of
+from tensorhub_plugins.core.drivers import Event
 from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
 from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_of

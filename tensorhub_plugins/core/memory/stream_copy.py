@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from tensorhub_plugins.core.device import Device, Driver, Event, Stream
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.drivers import Driver, Event, Stream
 from tensorhub_plugins.core.kernels.casting import SOURCE, TARGET, cast_at, mix, sum_up
 from tensorhub_plugins.core.kernels.xxh3 import BLOCK_SIZE_BYTES, LANES_SIZE_BYTES, constants
 from tensorhub_plugins.core.manifest import TensorTable

@@ -13,8 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.device import Device, Driver, Stream
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, digest_of
+from tensorhub_plugins.core.drivers import Driver, Stream
 from tensorhub_plugins.core.kernels.moving import move
 from tensorhub_plugins.core.kernels.xxh3 import (
     LANES_SIZE_BYTES,

@@ -21,7 +21,8 @@ from client_processes import hold_back, let_go
 
 from tensorhub_plugins.core import CHECKPOINT, Client, Location, Part, ShardKey, Slab, UsageError, start_server
 from tensorhub_plugins.core.client.destinations import Destinations
-from tensorhub_plugins.core.device import Device, Plain
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.drivers import Plain
 from tensorhub_plugins.core.manifest import (
     segment_size_for,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transport_helpers import FORGED, KEY, served, soon, until
 
-from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core import drivers
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
@@ -350,7 +350,7 @@ def test_the_simulated_device_has_cudas_rules(simulation):
 
 
 def test_where_there_is_no_cuda_it_says_so(monkeypatch):
-    monkeypatch.setattr(devices, "is_there", lambda: False)
+    monkeypatch.setattr(drivers, "is_there", lambda: False)
     assert unavailable("cuda_ipc") in (
         "there is no libcuda.so.1, which comes with NVIDIA's driver",
         "torch finds no CUDA device",

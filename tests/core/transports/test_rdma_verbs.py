@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorhub_plugins.core.device import Device, Plain
+from tensorhub_plugins.core.device import Device
+from tensorhub_plugins.core.drivers import Plain
 from tensorhub_plugins.core.transports.rdma import bindings
 from tensorhub_plugins.core.transports.rdma import verbs as _verbs
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError

@@ -8,7 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from tensorhub_plugins.core.device import SMALL_SIZE_BYTES, Device, Driver, Stream
+from tensorhub_plugins.core.device import SMALL_SIZE_BYTES, Device
+from tensorhub_plugins.core.drivers import Driver, Stream
 from tensorhub_plugins.core.kernels.moving import move
 
 Pair: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # source, target: uint8 of one size, on devices

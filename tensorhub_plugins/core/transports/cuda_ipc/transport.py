@@ -23,8 +23,10 @@ from contextlib import ExitStack
 import torch
 
 from tensorhub_plugins.core import device as devices
-from tensorhub_plugins.core.device import Device, Stream
+from tensorhub_plugins.core import drivers
+from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, XXH3, digest_of
+from tensorhub_plugins.core.drivers import Stream
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
@@ -80,7 +82,7 @@ class CudaIpcTransport(SocketTransport):
 
     @staticmethod
     def available() -> str | None:
-        return CudaIpc.unavailable() or (None if devices.is_there() else "torch finds no CUDA device")
+        return CudaIpc.unavailable() or (None if drivers.is_there() else "torch finds no CUDA device")
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()

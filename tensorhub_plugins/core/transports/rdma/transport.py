@@ -39,7 +39,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from tensorhub_plugins.core.device import pci_address
+from tensorhub_plugins.core.drivers import pci_address
 from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.security.leases import Gate
