@@ -1,9 +1,10 @@
 """What one device is asked for, and who does it: nothing else here calls torch.cuda, pins memory or makes streams.
 
-Cuda      one of CUDA's
-Other     any accelerator that torch knows: it copies, and waits for all that is queued
-Plain     what has no queues
-simulated one that checks the order in which it is used (testing/simulated.py)
+Drivers
+    Cuda       one device of CUDA's
+    Other      any accelerator that torch knows: it copies, and waits for all that is queued
+    Plain      what has no queues
+    Simulated  checks the order in which it is used (testing/simulated.py)
 """
 
 from __future__ import annotations

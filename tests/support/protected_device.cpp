@@ -100,6 +100,7 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
 
 // --- the device and its queue ---
 
+std::mutex queue_lock;
 std::deque<std::function<void()>> queue;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -114,6 +115,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   void synchronizeDevice(const c10::DeviceIndex) const override {
+    std::lock_guard<std::mutex> guard(queue_lock);
     for (; !queue.empty(); queue.pop_front()) queue.front()();
   }
 };
@@ -177,6 +179,7 @@ at::Tensor over(const at::Tensor& flat) {
 }
 
 void later(at::Tensor tensor, int64_t value) {
+  std::lock_guard<std::mutex> guard(queue_lock);
   queue.emplace_back([tensor, value] { bytes_of(tensor).fill_(value); });
 }
 
