@@ -235,8 +235,8 @@ class Transfer:
             for_others=asked.for_others,
             limits=SMALL,
         )
-        self.created_after = worker.machine.last_request_id + 1
-        self.read = worker.shelf.begin_read(self.created_after, is_for_others=asked.for_others)
+        created_after = worker.machine.last_request_id + 1
+        self.read = worker.shelf.begin_read(created_after, is_for_others=asked.for_others)
         self.requests: list[int] = []
         self.buffers: dict[int, list[bytes]] = {}
         self.links: dict[tuple[int, bytes], Link] = {}
@@ -260,7 +260,9 @@ class Transfer:
                     self.buffers.setdefault(key.shard, [b""] * SEGMENTS)
                     self.links[key.shard, grant.session] = Link(self, key, grant, request_id)
                 case r.Prepare(key, manifest):
-                    offer = self.offers[key] = Offer(key, self.buffers[key.shard], manifest, self.created_after)
+                    offer = self.offers[key] = Offer(
+                        key, self.buffers[key.shard], manifest, shelf.readings[self.read].since(key)
+                    )
                     worker.carry_out(shelf.prepare(self.read, key, offer))
                     self.feed(r.Prepared(key.shard, tuple(range(SEGMENTS))))
                 case r.Read(shard, session, segments):
@@ -349,7 +351,8 @@ class Transfer:
     def _drop(self, *, restarts: bool) -> None:
         """Partial shards are worth nothing any more, and their memory is used again."""
         self._close_links()
-        self.worker.carry_out(self.worker.shelf.drop(self.read, restarts=restarts))
+        after = self.worker.machine.last_request_id + 1 if restarts else None
+        self.worker.carry_out(self.worker.shelf.drop(self.read, restarts_after=after))
         for offer in self.offers.values():
             offer.reuse()
         self.offers, self.buffers = {}, {}

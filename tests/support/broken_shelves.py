@@ -43,13 +43,17 @@ class ServesRetainedFromTheOldMemory(Shelf[Any]):
 class ForgetsToRetract(Shelf[Any]):
     """Drops what will never be whole, and does not tell the hub."""
 
-    def drop(self, read: int, *, restarts: bool) -> list[Effect[Any]]:
-        return [effect for effect in super().drop(read, restarts=restarts) if not isinstance(effect, Retract)]
+    def drop(self, read: int, *, restarts_after: int | None) -> list[Effect[Any]]:
+        return [
+            effect for effect in super().drop(read, restarts_after=restarts_after) if not isinstance(effect, Retract)
+        ]
 
 
 class ServesOnWhatWasDropped(Shelf[Any]):
-    def drop(self, read: int, *, restarts: bool) -> list[Effect[Any]]:
-        return [effect for effect in super().drop(read, restarts=restarts) if not isinstance(effect, Withdraw)]
+    def drop(self, read: int, *, restarts_after: int | None) -> list[Effect[Any]]:
+        return [
+            effect for effect in super().drop(read, restarts_after=restarts_after) if not isinstance(effect, Withdraw)
+        ]
 
 
 class ForgetsToSayThatAllIsHere(Shelf[Any]):

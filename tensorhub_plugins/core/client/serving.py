@@ -261,7 +261,7 @@ class Serving:
 
     def prepare(self, read: int, key: ShardKey, manifest: Manifest, slab: Slab) -> None:
         with self._changed:
-            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].created_after, lends=True)
+            offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].since(key), lends=True)
             effects = self._shelf.prepare(read, key, offer)
             self._changed.notify_all()
         self._carry_out(effects)
@@ -285,9 +285,9 @@ class Serving:
             log.info("%s: the hub has not heard yet what was read", self.worker)
 
     def drop(self, read: int, *, restarts: bool) -> None:
-        """Take back what this transfer was passing on. restarts: it begins anew in another layout."""
+        """Take back what this transfer was passing on. restarts: it begins anew, in another layout or other memory."""
         with self._changed:
-            effects = self._shelf.drop(read, restarts=restarts)
+            effects = self._shelf.drop(read, restarts_after=self.hub.last_request_id + 1 if restarts else None)
             self._changed.notify_all()
         self._carry_out(effects)
 

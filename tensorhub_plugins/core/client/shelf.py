@@ -109,13 +109,19 @@ class Entry(Generic[OfferT]):
 class Reading:
     """One read that serves on what arrives. created_after: the number of the last request to the hub before it.
 
-    granted: the shards that it is to read; None: not yet known.
+    granted: the shards that it is to read; None: not yet known. anew: those of which it has dropped what had come, with
+    the number of the last request before that.
     """
 
     created_after: int
     granted: set[ShardKey] | None = None
     is_for_others: bool = False
     arriving: set[ShardKey] = field(default_factory=set)
+    anew: dict[ShardKey, int] = field(default_factory=dict)
+
+    def since(self, key: ShardKey) -> int:
+        """Whoever was sent here for this shard before that request does not mean what is to come of it."""
+        return self.anew.get(key, self.created_after)
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ class Shelf(Generic[OfferT]):
     def is_expected(self, key: ShardKey, request_id: int) -> bool:
         """Whether this shard may be put here soon, by a read that had begun when the hub heard request `request_id`."""
         return not self.closed and any(
-            reading.created_after <= request_id and (reading.granted is None or key in reading.granted)
+            reading.since(key) <= request_id and (reading.granted is None or key in reading.granted)
             for reading in self.readings.values()
         )
 
@@ -295,12 +301,17 @@ class Shelf(Generic[OfferT]):
             effects += [MarkReady(entry.offer, None), Announce(entry.offer, True, True)]
         return effects
 
-    def drop(self, read: int, *, restarts: bool) -> list[Effect[OfferT]]:
-        """What has come is of no use. restarts: the read goes on, in another layout; else it is over."""
-        reading = self.readings.get(read) if restarts else self.readings.pop(read, None)
+    def drop(self, read: int, *, restarts_after: int | None) -> list[Effect[OfferT]]:
+        """What has come is of no use. restarts_after: the read goes on, after this request; None: it is over.
+
+        Who was sent here for what has come is sent away. The hub ends its lease when it hears of this: it would not see
+        who reads what comes instead, and could send this very read there."""
+        reading = self.readings.pop(read, None) if restarts_after is None else self.readings.get(read)
         if reading is None:  # it was complete already
             return []
         keys = self._arriving(reading)
+        if restarts_after is not None:
+            reading.anew.update(dict.fromkeys(keys, restarts_after))
         reading.granted, reading.arriving = None, set()
         return self._take_back(keys)
 

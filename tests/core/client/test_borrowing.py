@@ -318,9 +318,11 @@ def test_a_lender_that_is_killed_before_all_is_there_costs_one_retry(stage, roll
     reader = stage.client("rollout-2", **SHM)
     reading = stage.begin(reader.fetch, 1, (RUNTIME,), serve=True, borrow=True)
     progress.wait("rollout-2", HELD)  # all that it has is borrowed
-    assert len(reader.serving()) == 1
+    (key,) = reader.serving()
+    before = reader.find(key).created_after
     lender.kill()
     fetched = reading.result(timeout=30)
+    assert reader.find(key).created_after > before  # who was sent there for what lay with the lender is sent away
     assert same_bytes(fetched.tensors(), tensors_of(1)) and not borrowed(fetched)
     assert fetched.report.sources == {"rollout-1/0": SIZE}
     assert len(progress.of("rollout-2")) == HELD + SEGMENTS == HELD + SIZE // SEGMENT

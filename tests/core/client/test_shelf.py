@@ -126,7 +126,7 @@ def test_what_arrives_is_served_segment_by_segment_and_whole_at_the_end():
         shelf.unpublish(1)
     assert shelf.may_release([ONE]) == {}
     assert shelf.complete(number) == [MarkReady("a", None), Announce("a", True, True)]
-    assert shelf.drop(number, restarts=False) == []  # it was complete already
+    assert shelf.drop(number, restarts_after=None) == []  # it was complete already
     assert shelf.unpublished(shelf.unpublish(1), keep=False) == [Withdraw(ONE, "a")]
 
 
@@ -135,10 +135,10 @@ def test_what_will_never_be_whole_is_retracted_and_withdrawn():
     number = read(shelf, ONE, "a")
     two = ShardKey(1, CHECKPOINT, 1, 2)
     shelf.prepare(number, two, "b")
-    assert shelf.drop(number, restarts=True) == [Retract((ONE, two)), Withdraw(ONE, "a"), Withdraw(two, "b")]
+    assert shelf.drop(number, restarts_after=2) == [Retract((ONE, two)), Withdraw(ONE, "a"), Withdraw(two, "b")]
     runtime = ShardKey(1, RUNTIME)
     assert shelf.prepare(number, runtime, "r") == [Announce("r", False, True)]  # it goes on in another layout
-    assert shelf.drop(number, restarts=False) == [Retract((runtime,)), Withdraw(runtime, "r")]
+    assert shelf.drop(number, restarts_after=None) == [Retract((runtime,)), Withdraw(runtime, "r")]
     assert shelf.entries == {} and shelf.readings == {}
 
 
@@ -148,7 +148,7 @@ def test_what_is_here_already_is_not_replaced_by_what_arrives():
     number = shelf.begin_read(1)
     assert shelf.prepare(number, ONE, "b") == [] and shelf.find(ONE) == "a"
     assert shelf.verified(number, ONE, 0) == []
-    assert shelf.drop(number, restarts=False) == [] and shelf.find(ONE) == "a"
+    assert shelf.drop(number, restarts_after=None) == [] and shelf.find(ONE) == "a"
 
 
 def test_a_shard_is_expected_by_those_that_were_sent_after_the_read_began():
@@ -158,10 +158,21 @@ def test_a_shard_is_expected_by_those_that_were_sent_after_the_read_began():
     assert shelf.is_expected(ONE, 10) and not shelf.is_expected(ONE, 9)
     shelf.grant(number, TWO)
     assert shelf.is_expected(TWO, 10) and not shelf.is_expected(ONE, 10)  # it is known by now what is read
-    shelf.drop(number, restarts=True)
+    shelf.drop(number, restarts_after=12)
     assert shelf.is_expected(ONE, 10)
-    shelf.drop(number, restarts=False)
+    shelf.drop(number, restarts_after=None)
     assert not shelf.is_expected(ONE, 10)
+
+
+def test_who_was_sent_for_what_was_dropped_does_not_get_what_comes_instead():
+    """The hub has ended its lease. It may send this read to it, and each would wait for the other."""
+    shelf = Shelf[str]()
+    number = shelf.begin_read(created_after=10)
+    shelf.prepare(number, ONE, "a")
+    shelf.drop(number, restarts_after=12)
+    assert not shelf.is_expected(ONE, 11) and shelf.is_expected(ONE, 12)
+    assert shelf.is_expected(TWO, 10)  # of which nothing was dropped
+    assert shelf.readings[number].since(ONE) == 12
 
 
 def test_a_closed_shelf_takes_nothing_and_promises_nothing():
