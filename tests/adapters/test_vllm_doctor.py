@@ -48,6 +48,14 @@ def test_the_doctor_notices_a_sync_that_forgets_a_tensor(tmp_path: Path) -> None
 
 
 @pytest.mark.long
+def test_an_engine_that_copies_nothing_from_peers_is_sound(tmp_path: Path) -> None:
+    """It was found wrong: what the doctor had zeroed for the copy, no checkpoint brought back."""
+    findings = examine(make_model("llama", tmp_path, 1), worker_extension_cls="vllm_faults.HidingPatient")
+    assert sync(findings) == [""] * 5, findings
+    assert "copied from the checkpoint (peers do not offer copies of this model)" in findings[4].what
+
+
+@pytest.mark.long
 def test_a_quantized_model_runs_on_a_cpu_and_is_refused_there(tmp_path: Path) -> None:
     """The CPU build packs quantized weights where no update would be seen."""
     model = quantized(make_model("llama", tmp_path, 1))

@@ -262,6 +262,23 @@ def test_what_floats_take_is_said_before_the_first_version() -> None:
 # --- ranks that make a scale together ---
 
 
+def test_all_workers_of_an_engine_know_alike_whether_they_make_scales_together() -> None:
+    """A stage of a pipeline may have no such layer, and votes like the others."""
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.model_executor.layers.quantization.experts_int8 import ExpertsInt8Config
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+    def together(quant_config: Any, ranks: int = 2) -> bool:
+        parallel = SimpleNamespace(tensor_parallel_size=ranks)
+        return online.shares_scales(SimpleNamespace(parallel_config=parallel, quant_config=quant_config))
+
+    by_name = OnlineQuantizationConfig(resolve_quantization_config("fp8_per_channel", None))
+    assert [together(config) for config in (by_name, ExpertsInt8Config(), Fp8Config())] == [True] * 3
+    assert not together(by_name, ranks=1)
+    assert not together(None) and not together(Fp8Config(is_checkpoint_fp8_serialized=True))
+
+
 def install_all(engine: Engine, version: int) -> list[dict[str, Any]]:
     engine.ask("rpc", "tensorhub_start_fetch", (version, TIMEOUT_S))
 

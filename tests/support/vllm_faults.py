@@ -112,6 +112,20 @@ class FaultyExtension(TensorHubWorkerExtension):
         weights.copy_tensors = copy_tensors
 
 
+class HidingPatient(Patient):
+    """Finds something that no raw copy would bring, so that raw copies are not traded."""
+
+    def __new__(cls, *args, **kwargs):
+        original = Conversion._judge
+
+        def judge(conversion, *states):
+            original(conversion, *states)
+            conversion.hidden = ("kernel.scale",)
+
+        Conversion._judge = judge
+        return super().__new__(cls, *args, **kwargs)
+
+
 class StaleViewsExtension(TensorHubWorkerExtension):
     """Leaves the views that Mamba2 has of its weights as they were."""
 

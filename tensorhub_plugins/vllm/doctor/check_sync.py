@@ -52,6 +52,8 @@ MISSING_MAX = 8  # kinds of tensors that are left out, one at a time
 MALFORMED_SIZE_BYTES_MAX = 1 << 30  # a larger checkpoint is published fewer times
 QUESTIONS_AFTER_REFUSAL = 1
 
+PEER = "a peer"  # where a copy comes from
+
 # What may have become of a malformed version that was not refused as it should.
 INSTALLED, HALF_WAY = "it was installed", "half way, and the engine cannot answer any more"
 NAMELESS, BROKEN_FOR_GOOD = "refused without the tensor's name", "the engine installs nothing any more"
@@ -228,7 +230,8 @@ class _Proof:
         if peer.wrong:
             yield peer
             return
-        self.reference.rpc("tensorhub_zero")
+        if source == PEER:  # else nothing brings a table back that no checkpoint holds
+            self.reference.rpc("tensorhub_zero")
         source = _copy(self.reference, version)
         yield self._same(f"copied from {source}", self.healthy, _state(self.reference))
 
@@ -269,10 +272,10 @@ def _update(engine: CheckedEngine, version: int) -> list[dict[str, Any]]:
 
 
 def _copy(engine: CheckedEngine, version: int) -> str:
-    """Update from the peer. Returns where it came from: "a peer", or, if none offers a copy, "the checkpoint"."""
+    """Update from the peer. Returns where it came from: PEER, or, if none offers a copy, "the checkpoint"."""
     sources = {source.split("/")[0] for report in _update(engine, version) for source in report["sources"]}
     if sources == {"patient"}:
-        return "a peer"
+        return PEER
     if sources == {"doctor"}:
         return "the checkpoint (peers do not offer copies of this model)"
     raise TensorHubError(f"it was to be copied from the peer, and came from {sorted(sources)}", version=version)

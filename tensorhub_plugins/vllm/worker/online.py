@@ -22,6 +22,7 @@ from tensorhub_plugins.vllm.worker.votes import Steps
 KINDS = "--quantization fp8 (or fp8_per_channel, fp8_per_block)"
 QUANTIZATION = "vllm.model_executor.layers.quantization."
 TOGETHER = ("amax_for_tp_weight_quant", "amax_for_moe_weight_quant")  # largest elements, over the ranks that share them
+MAKERS = ("OnlineQuantizationConfig", "ExpertsInt8Config")  # of weights from floats, and FP8 that is not in checkpoints
 KNOWN = ("Fp8", "Int8", "Mxfp8")  # how the names of those quantization methods begin that are
 OPAQUE = ("torchao", "bitsandbytes")  # their tensors are of classes of their own, which no raw copy brings
 
@@ -65,11 +66,11 @@ def more_bytes(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in made if parameter.element_size() == 1)
 
 
-def shares_scales(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Whether this worker's scales are made of other ranks' weights, too."""
-    parallel = getattr(vllm_config, "parallel_config", None)
-    sizes = [getattr(parallel, f"{which}_parallel_size", 1) for which in ("tensor", "data")]
-    return max(sizes) > 1 and any_quantizes(model)
+def shares_scales(vllm_config: Any) -> bool:
+    """Whether ranks of this engine make scales together: the same in all its workers, with such layers or without."""
+    parallel, config = (getattr(vllm_config, name, None) for name in ("parallel_config", "quant_config"))
+    makes = type(config).__name__ in MAKERS or getattr(config, "is_checkpoint_fp8_serialized", True) is False
+    return makes and max(getattr(parallel, f"{which}_parallel_size", 1) for which in ("tensor", "data")) > 1
 
 
 @contextmanager
@@ -119,7 +120,8 @@ def check(model: torch.nn.Module, vllm_config: Any) -> None:
 def advice(model: torch.nn.Module, vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     """What to do about a refused checkpoint, where the reason may be how the engine or the checkpoint are quantized."""
     named = vllm_config.model_config.quantization
-    quantized = [name for name, tensor in tensors.items() if tensor.element_size() == 1 or name.endswith(".qweight")]
+    one_byte = [name for name, t in tensors.items() if t.element_size() == 1 and t.dtype != torch.bool]
+    quantized = one_byte or [name for name in tensors if name.endswith(".qweight")]
     if quantized and any_quantizes(model):
         return (
             f". {quantized[0]} is quantized already, and this engine quantizes floats itself (--quantization {named}): "

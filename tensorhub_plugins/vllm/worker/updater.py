@@ -58,7 +58,7 @@ class Updater:
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
         self._contract = Contract(model, vllm_config)
-        self._steps = Steps(gather, together=online.shares_scales(model, vllm_config))
+        self._steps = Steps(gather, together=online.shares_scales(vllm_config))
         self._conversion = Conversion(model, vllm_config, self._steps)
         block = block_of(vllm_config)
         self._quantizer = None if block is None else Quantizer(model, vllm_config, block)
