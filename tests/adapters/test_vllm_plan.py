@@ -137,12 +137,12 @@ def test_what_is_wanted_of_one_tensor_has_names_of_its_own() -> None:
     shapes = {name: (torch.bfloat16, torch.Size([12, 4])) for name in ("qkv", "o", "norm")}
     rows = [Region((start, 0), (count, 4)) for start, count in ((0, 3), (6, 1), (0, 12))]
     plan = Plan(shapes, (), {"qkv": (rows[0], rows[1]), "o": (rows[0],), "norm": (rows[2],)}, frozenset())
-    found = [(spec.name, spec.tensor, spec.part and spec.part.start, spec.size_bytes) for spec in plan.wanted()]
+    found = [(spec.name, spec.tensor, spec.part and spec.part.start, spec.size_bytes) for spec in plan.wanted]
     assert found == [
+        ("norm", "norm", None, 96),
+        ("o", "o", (0, 0), 24),
         ("qkv/000", "qkv", (0, 0), 24),
         ("qkv/001", "qkv", (6, 0), 8),
-        ("o", "o", (0, 0), 24),
-        ("norm", "norm", None, 96),
     ]
     assert (plan.needed_bytes, plan.checkpoint_bytes) == (152, 288)
 

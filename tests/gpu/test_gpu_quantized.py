@@ -94,7 +94,7 @@ def test_what_a_plan_cuts_is_what_a_reload_makes_and_quantizes(place, clients, r
         assert plan is not None and not plan.process
         assert plan.needed_bytes == 4 * width * width * 2 // ranks
         rollout = clients(f"rollout-{rank}")
-        fetched = rollout.fetch(1, wanted=plan.wanted())
+        fetched = rollout.fetch(1, wanted=plan.wanted)
         given, live = given_by(fetched), dict(planned.named_parameters())
         pieces = plan.pieces[1:] if lacks else plan.pieces
         copy_all(

@@ -255,7 +255,7 @@ class Reader:
         self.moves: list[list[moves.Move]] = []
 
     def begin(self) -> None:
-        wanted = None if self.whole else TensorTable.of(self.stage.plan.wanted())
+        wanted = None if self.whole else TensorTable.of(self.stage.plan.wanted)
         self.into = Destinations(self.stage.serving, serve=False, wanted=wanted)
         self.into.begin(FOR_EVER)
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,7 +37,20 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.worker import online, reload, weights
 from tensorhub_plugins.vllm.worker.contract import some
 from tensorhub_plugins.vllm.worker.hidden import walk
-from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given, Held, Plan, Shapes, held_whole, layer_of, view, view_in
+from tensorhub_plugins.vllm.worker.plan import (
+    NONSENSE,
+    Box,
+    Given,
+    Held,
+    Piece,
+    Plan,
+    Region,
+    Shapes,
+    held_whole,
+    layer_of,
+    place_in,
+    view,
+)
 from tensorhub_plugins.vllm.worker.votes import ALONE, Steps
 
 logger = get_logger(__name__)
@@ -48,6 +62,8 @@ WORTH_IT = 0.95  # of the checkpoint's bytes: to fetch regions, rather than all,
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # target and source of a copy
+_Lies = tuple[Region, tuple[int, ...]]  # what is there, and the strides of its tensor
+_Place = tuple[str, Box, int, Box | None]  # target, where in it, which of what is there, where in that; None: all of it
 
 
 class NotEnough(Exception):
@@ -72,6 +88,7 @@ class Conversion:
         self._copies_are_right = False  # of all layers
         self._plan: Plan | None = None  # proved to be all that is needed
         self._process: frozenset[str] = frozenset()  # then: the layers that are reloaded, the others are copied
+        self._places: Places | None = None  # what is copied by the plan
         self.hidden: tuple[str, ...] = ()
 
     def install(self, checkpoint: Mapping[str, torch.Tensor] | Given) -> Literal["copy", "reload"]:
@@ -216,12 +233,9 @@ class Conversion:
         if plan is None:
             targets = self._targets()
             return lambda name, held: [(targets[name], held[0].tensor)] if name in targets else []
-        live, pieces, shapes = weights.by_name(self._model), plan.by_source(without=self._process), plan.shapes
-
-        def of(name: str, held: Sequence[Held]) -> Pairs:
-            return [(view(live[p.target], p.written), view_in(held, shapes[name][1], p.taken)) for p in pieces(name)]
-
-        return of
+        if self._places is None or not self._places.are_of(plan, self._process):
+            self._places = Places(plan, self._process)
+        return partial(self._places.pairs, weights.by_name(self._model))
 
     def _targets(self) -> dict[str, torch.Tensor]:
         """Without a plan: where the tensors of a checkpoint would go; {} if copies are out of the question."""
@@ -248,6 +262,37 @@ class Conversion:
             elif not weights.is_refreshed(name):
                 hidden[name] = repr(value)  # NaN is equal to itself there
         return _State({name: weights.digest(tensor) for name, tensor in live.items()}, hidden)
+
+
+class Places:
+    """Where the pieces of a plan lie in what has come, and in the parameters: numbers, which stay what they are from one
+    version to the next. To find them takes many times as long as to make the views, and the engine stands still."""
+
+    def __init__(self, plan: Plan, process: frozenset[str]) -> None:
+        self._plan, self._process = plan, process
+        self._pieces = plan.by_source(without=process)
+        self._known: dict[str, tuple[list[_Lies], list[_Place]]] = {}  # by tensor: as it came the last time
+
+    def are_of(self, plan: Plan, process: frozenset[str]) -> bool:
+        """Whether they are what this plan copies, but for these layers."""
+        return self._plan is plan and self._process == process
+
+    def pairs(self, live: Mapping[str, torch.Tensor], name: str, held: Sequence[Held]) -> Pairs:
+        """What is copied of this tensor of the checkpoint."""
+        lies = [(region, tensor.stride()) for region, tensor in held]
+        known = self._known.get(name)
+        if known is None or known[0] != lies:
+            known = self._known[name] = lies, [self._place(piece, held) for piece in self._pieces(name)]
+        return [
+            (view(live[target], written), held[index].tensor if taken is None else view(held[index].tensor, taken))
+            for target, written, index, taken in known[1]
+        ]
+
+    def _place(self, piece: Piece, held: Sequence[Held]) -> _Place:
+        index, taken = place_in(held, self._plan.shapes[piece.source][1], piece.taken)
+        tensor = held[index].tensor
+        is_all = taken == (0, tuple(tensor.shape), tensor.stride())
+        return piece.target, piece.written, index, None if is_all else taken
 
 
 def worth_it(plan: Plan | None) -> Plan | None:

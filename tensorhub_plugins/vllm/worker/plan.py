@@ -14,7 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -94,9 +95,11 @@ class Plan:
     needed: Mapping[str, tuple[Region, ...]]
     process: frozenset[str]
 
-    def wanted(self) -> list[TensorSpec]:
+    @cached_property
+    def wanted(self) -> TensorTable:
         """What is to be fetched: tensors, and where they lie in what is published."""
-        return [spec for name, regions in self.needed.items() for spec in specs_of(name, *self.shapes[name], regions)]
+        specs = (specs_of(name, *self.shapes[name], regions) for name, regions in self.needed.items())
+        return TensorTable.of(chain.from_iterable(specs))
 
     def for_trial(self) -> Plan:
         """The same, with all of what is no floating-point number: noise cannot take its place."""
@@ -109,9 +112,9 @@ class Plan:
 
     @property
     def needed_bytes(self) -> int:
-        return sum(spec.size_bytes for spec in self.wanted())
+        return self.wanted.size_bytes
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
         return sum(dtype.itemsize * shape.numel() for dtype, shape in self.shapes.values())
 
@@ -335,12 +338,18 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 
 def view_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> torch.Tensor:
     """This view of a contiguous tensor of this shape, which lies within one of the regions that are there of it."""
+    index, place = place_in(held, whole, box)
+    return view(held[index].tensor, place)
+
+
+def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int, Box]:
+    """Which one of these regions such a view lies within, and where in its tensor."""
     if held[0].region.shape == tuple(whole):
-        return view(held[0].tensor, box)
+        return 0, box
     around = _around(box, tuple(whole))
-    for region, tensor in held:
+    for index, (region, tensor) in enumerate(held):
         if region.covers(around):
-            return _within(box, tuple(whole), region, tensor)
+            return index, _within(box, tuple(whole), region, tensor.stride())
     raise ValueError(f"box {box} of a tensor {whole} is not within {[each.region for each in held]}")
 
 
@@ -350,17 +359,17 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-def _within(box: Box, whole: tuple[int, ...], region: Region, tensor: torch.Tensor) -> torch.Tensor:
+def _within(box: Box, whole: tuple[int, ...], region: Region, mine: tuple[int, ...]) -> Box:
+    """Where a view of the whole lies in the tensor of a region, which has these strides."""
     offset, shape, strides = box
     steps = contiguous_strides(whole)
-    mine = tensor.stride()
     at = [offset // step % size for step, size in zip(steps, whole, strict=True)]
     start = sum((here - begin) * step for here, begin, step in zip(at, region.start, mine, strict=True))
     moved = []
     for count, stride in zip(shape, strides, strict=True):
         axis = next((k for k, step in enumerate(steps) if whole[k] > 1 and stride >= step and stride % step == 0), 0)
         moved.append(stride // steps[axis] * mine[axis] if count > 1 else 0)
-    return tensor.as_strided(shape, moved, tensor.storage_offset() + start)
+    return start, shape, tuple(moved)
 
 
 @cache

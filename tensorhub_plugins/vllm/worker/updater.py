@@ -332,7 +332,7 @@ class Updater:
         if needed is None:
             return self._get_first(version, deadline) if self._plans_ahead else None
         try:
-            staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=needed.wanted())
+            staged = self._get(version, self._layouts, deadline, serve=self._relays, wanted=needed.wanted)
         except UsageError as error:
             logger.info("%s: version %d is read whole: %s", self._name, version, error)
             return None
@@ -354,7 +354,7 @@ class Updater:
         found.release()
         try:
             needed = worth_it(self._plan_ahead(plan.given_by(found).shapes, deadline))
-            wanted = None if needed is None else needed.for_trial().wanted()
+            wanted = None if needed is None else needed.for_trial().wanted
             staged = self._get(version, (CHECKPOINT,), deadline, serve=self._relays, wanted=wanted)
         except BaseException:
             if found.converts is not None:
