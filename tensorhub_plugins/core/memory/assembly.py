@@ -6,8 +6,10 @@ within the whole tensors. So it is verified, and served on to others, as the ver
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,11 +43,13 @@ def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
     UsageError for a tensor that they do not have, or have with another dtype or shape."""
     check_cover_of(table, blocks)
     whole = {name: tensor for block in blocks for name, tensor in block.tensors(table.of_tensor).items()}
-    columns = {spec.name: rows for spec in table if (rows := _rows(spec, whole[spec.tensor])) is not None}
+    columns = _columns_of(table)
+    flats = {name: flat_bytes(whole[name]) for name in {spec.tensor for spec in table if spec.name in columns}}
+    addresses = {name: flat.data_ptr() for name, flat in flats.items()}
     runs = [
-        Run(start, spec.size_bytes, columns[spec.name].data_ptr(), None, columns[spec.name])
+        Run(start, spec.size_bytes, addresses[spec.tensor] + column.start, None, column.of(flats[spec.tensor]))
         for spec, start in zip(table, table.offsets, strict=True)
-        if spec.name in columns
+        if (column := columns.get(spec.name)) is not None
     ]
     placed = sorted(
         (move.source, move.target, move.size_bytes, index)
@@ -59,7 +63,7 @@ def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
             runs.append(Run(start, len(piece), int(address), piece))
             start += len(piece)
     runs.sort(key=lambda run: run.start)
-    return Slab("view", table, Runs(runs), tensors={spec.name: _cut(spec, whole[spec.tensor]) for spec in table})
+    return Slab("view", table, Runs(runs), tensors=_Cuts(table, whole))
 
 
 def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
@@ -84,22 +88,65 @@ def check_size(specs: Iterable[TensorSpec]) -> None:
         raise UsageError(f"parts of tensors that would have {size_bytes} bytes: the limit is {SHARD_SIZE_BYTES_MAX}")
 
 
-def _rows(spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor | None:
-    """uint8[rows, bytes of a row] of a part that lies in many short pieces, equally far from each other, in the whole
-    tensor; None for any other."""
+class _Column(NamedTuple):
+    """Where a part lies that is many short pieces of its whole tensor, equally far from each other, in bytes."""
+
+    start: int
+    rows: int
+    length: int
+    distance: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """uint8[rows, bytes of a row]. whole: uint8[all of its bytes]."""
+        return whole.as_strided(self[1:3], (self.distance, 1), whole.storage_offset() + self.start)
+
+
+def _columns_of(table: TensorTable) -> dict[str, _Column]:
+    """Those of a table, by name."""
+    found = _columns.get(table)
+    if found is None:
+        found = _columns[table] = {spec.name: column for spec in table if (column := _column(spec)) is not None}
+    return found
+
+
+_columns: WeakKeyDictionary[TensorTable, dict[str, _Column]] = WeakKeyDictionary()
+
+
+def _column(spec: TensorSpec) -> _Column | None:
     part = spec.part
     if part is None or part.is_run or not spec.size_bytes:
         return None
-    depth = len(spec.shape) - 1  # the dimensions after it are there in full
-    while depth > 0 and spec.shape[depth] == part.global_shape[depth]:
+    whole, depth = part.global_shape, len(spec.shape) - 1  # the dimensions after it are there in full
+    while depth > 0 and spec.shape[depth] == whole[depth]:
         depth -= 1
-    count: int = prod(spec.shape[:depth])
-    length = spec.size_bytes // count
-    if count == 1 or length > ROW_SIZE_BYTES_MAX or spec.shape[1:depth] != part.global_shape[1:depth]:
+    rows: int = prod(spec.shape[:depth])
+    length = spec.size_bytes // rows
+    if rows == 1 or length > ROW_SIZE_BYTES_MAX or spec.shape[1:depth] != whole[1:depth]:
         return None
-    flat, cut = flat_bytes(whole), _cut(spec, whole)
-    distance = cut.stride(depth - 1) * whole.element_size()
-    return flat.as_strided((count, length), (distance, 1), flat.storage_offset() + cut.data_ptr() - whole.data_ptr())
+    element = spec.size_bytes // prod(spec.shape)
+    steps = [element * prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    start = sum(at * step for at, step in zip(part.start, steps, strict=True))
+    return _Column(start, rows, length, steps[depth - 1])
+
+
+class _Cuts(Mapping[str, torch.Tensor]):
+    """The tensors of a view, each made when it is asked for: of a million of them hardly any is."""
+
+    def __init__(self, table: TensorTable, whole: Mapping[str, torch.Tensor]) -> None:
+        self._table, self._whole = table, whole
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        spec = self._table.specs[self._table.positions[name]]
+        return _cut(spec, self._whole[spec.tensor])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table.positions
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.positions)
+
+    def __len__(self) -> int:
+        return len(self._table.positions)
 
 
 def _cut(spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor:

@@ -47,18 +47,17 @@ def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] =
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
     """
-    if without:
-        return _plan_by_tensor(source, target, without)
-    if source == target:
+    if source == target and not without:
         return [Move(0, 0, source.size_bytes)] if source.size_bytes else []
     of_target = _plans.setdefault(target, WeakKeyDictionary())
     found = of_target.get(source)
-    if found is None:
-        found = of_target[source] = _plan_by_tensor(source, target, without)
-    return found
+    if found is None or (found[0] is not without and set(found[0]) != set(without)):
+        found = of_target[source] = without, _plan_by_tensor(source, target, without)
+    return found[1]
 
 
-_plans: WeakKeyDictionary[TensorTable, WeakKeyDictionary[TensorTable, list[Move]]] = WeakKeyDictionary()
+_Planned: TypeAlias = "tuple[Collection[str], list[Move]]"  # without what, and what of the rest
+_plans: WeakKeyDictionary[TensorTable, WeakKeyDictionary[TensorTable, _Planned]] = WeakKeyDictionary()
 
 
 def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collection[str]) -> list[Move]:

@@ -70,7 +70,7 @@ class Slab:
         specs: TensorTable,
         runs: Runs,
         *,
-        tensors: dict[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         fd: int = -1,
         pinned: Pinned | None = None,
         borrowed: Borrowed | None = None,

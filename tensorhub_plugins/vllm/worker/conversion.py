@@ -265,8 +265,8 @@ class Conversion:
 
 
 class Places:
-    """Where the pieces of a plan lie in what has come, and in the parameters: numbers, which stay what they are from one
-    version to the next. To find them takes many times as long as to make the views, and the engine stands still."""
+    """Where the pieces of a plan lie in what has come, and in the parameters: numbers, which stay what they are from
+    one version to the next. To find them takes many times as long as to make the views, and the engine stands still."""
 
     def __init__(self, plan: Plan, process: frozenset[str]) -> None:
         self._plan, self._process = plan, process
