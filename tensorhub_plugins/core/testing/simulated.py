@@ -248,7 +248,8 @@ class Simulation:
     def stream_of(self, device: int, name: str | None) -> _Stream:
         """None: the calling thread's own."""
         name = getattr(self._mine, "stream", DEFAULT) if name is None else name
-        return self._streams.setdefault((device, name), _Stream(f"{device}/{name}", device))
+        with self._lock:
+            return self._streams.setdefault((device, name), _Stream(f"{device}/{name}", device))
 
     def copy(self, device: int, source: torch.Tensor, target: torch.Tensor, stream: str | None) -> None:
         """Queue one copy."""

@@ -102,14 +102,15 @@ class SharedSimulation(Simulation):
 
     def _allocate(self, sizes: Iterable[int]) -> list[int]:
         """One allocation; where in the file each part of it lies."""
-        begin, places = self._end, []
-        for size in sizes:
-            places.append(self._end)
-            self._end += -(-size // 512) * 512
-        self._end = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        if places:
-            self._allocated[begin] = self._end - begin
-        return places
+        with self._lock:
+            begin, places = self._end, []
+            for size in sizes:
+                places.append(self._end)
+                self._end += -(-size // 512) * 512
+            self._end = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            if places:
+                self._allocated[begin] = self._end - begin
+            return places
 
     def _offset(self, address: int) -> int:
         offset = address - self._base.data_ptr()
