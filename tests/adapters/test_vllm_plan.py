@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import TensorTable
+from tensorhub_plugins.vllm.worker import conversion
+from tensorhub_plugins.vllm.worker.conversion import Places
 from tensorhub_plugins.vllm.worker.plan import (
     NONSENSE,
     REGIONS_MAX,
@@ -169,3 +171,47 @@ def test_a_later_version_of_the_same_tables_does_not_decode_them_again() -> None
     assert shapes(other) == shapes(first, other) == of_eight and is_decoded == [True, True, True]  # the control
     is_decoded.clear()
     assert shapes(like_it) == of_four and is_decoded == [True]
+
+
+def test_where_pieces_lie_is_known_from_the_last_version_only_while_it_is_so() -> None:
+    """Whatever comes: whole, its region alone, as a view of something larger, or from another place in memory."""
+    pieces, needed = [], {}
+    for number, (cut, region) in enumerate(VIEWS.values()):
+        name, target = f"w{number}", f"layer.{number}.weight"
+        wanted = cut(numbers())
+        written = (0, tuple(wanted.shape), tuple(torch.empty(wanted.shape).stride()))
+        pieces.append(Piece(name, box(wanted), target, written))
+        needed[name] = (region,)
+    shapes = {name: (torch.float32, torch.Size(WHOLE)) for name in needed}
+    places = Places(Plan(shapes, tuple(pieces), needed, frozenset()), frozenset())
+    forms: list[Any] = [
+        lambda region, whole: [Held(region, region.of(whole).clone())],
+        lambda region, whole: [Held(region, region.of(whole))],
+        lambda region, whole: [Held(Region((0, 0, 0), WHOLE), whole)],
+        lambda region, whole: [Held(Region((0, 0, 0), WHOLE), torch.stack([whole, whole])[1])],
+        lambda region, whole: [Held(region, region.of(whole).clone())],
+    ]
+    for version, form in enumerate(forms * 2):
+        for piece, (cut, region) in zip(pieces, VIEWS.values(), strict=True):
+            whole = numbers() + 1000 * version
+            live = {piece.target: torch.zeros(piece.written[1])}
+            for target, source in places.pairs(live, piece.source, form(region, whole)):
+                target.copy_(source)
+            assert torch.equal(live[piece.target], cut(whole)), (version, piece.source)
+
+
+def test_where_pieces_lie_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Any] = []
+    original = conversion.place_in
+    monkeypatch.setattr(conversion, "place_in", lambda *args: looked.append(args) or original(*args))
+    cut, region = VIEWS["columns"]
+    wanted = cut(numbers())
+    piece = Piece("w", box(wanted), "layer.weight", (0, tuple(wanted.shape), tuple(torch.empty(wanted.shape).stride())))
+    plan = Plan({"w": (torch.float32, torch.Size(WHOLE))}, (piece,), {"w": (region,)}, frozenset())
+    places = Places(plan, frozenset())
+    for _ in range(3):
+        places.pairs({"layer.weight": torch.zeros(wanted.shape)}, "w", [Held(region, region.of(numbers()).clone())])
+    assert len(looked) == 1
+    places.pairs({"layer.weight": torch.zeros(wanted.shape)}, "w", [Held(Region((0, 0, 0), WHOLE), numbers())])
+    assert len(looked) == 2  # the control: it came otherwise
+    assert places.are_of(plan, frozenset()) and not places.are_of(plan, frozenset({"layer"}))
