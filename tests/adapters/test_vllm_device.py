@@ -86,7 +86,7 @@ def test_the_device_is_the_engines_from_the_load_to_the_end_of_the_warm_up(
         "join": nothing,
         "_read": lambda *_: True,
     }
-    stands_in |= dict.fromkeys(["extend", "_check_made", "_start_from_disk", "process_weights_after_loading"], nothing)
+    stands_in |= dict.fromkeys(["extend", "_start_from_disk", "process_weights_after_loading"], nothing)
     for name, call in stands_in.items():
         monkeypatch.setattr(load_format, name, call)
     loader: Any = load_format.TensorHubModelLoader

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
-from tensorhub_plugins.vllm.config import WorkerConfig
+from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
 from tensorhub_plugins.vllm.engine import core_follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
@@ -36,7 +36,7 @@ class Core:
 
     def __init__(self, updater: Updater) -> None:
         self.updater = updater
-        self.idle, self._available, self.asked = True, True, 0
+        self.idle, self._available, self.asked, self.version = True, True, 0, 0
         self.log: list[Any] = []
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -66,6 +66,12 @@ class Core:
 
         self._tasks.put(run)
         return await asyncio.wrap_future(done)
+
+    async def is_available(self) -> bool:
+        return bool(await self.ask(lambda: self.available))
+
+    async def is_idle(self) -> bool:
+        return bool(await self.ask(lambda: self.idle))
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         name = method.removeprefix("tensorhub_")
@@ -104,7 +110,8 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         config = WorkerConfig.parse({"hub": hub.address, "run": "r", "model": "m", "replica": "engine"})
         updater = Updater(config, Toy(), SimpleNamespace(), ShardPosition(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
-        follower = CoreFollower(core, config, when=when, **{"patience_s": TIMEOUT_S, **options})
+        how: Any = {"follow": when, "follow_patience_s": options.get("patience_s", TIMEOUT_S)}
+        follower = CoreFollower(cast(Any, core), config, StartConfig(**how))
         follower.start()
         ends.extend([follower.close, follower._thread.join, core.close, updater.close])
         return core
@@ -126,10 +133,10 @@ def _fill(model: Toy, named: Any) -> None:
 def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link broke between the first weights and its first question: it passed for one that hears the hub."""
     config = WorkerConfig.parse({"hub": "tcp://127.0.0.1:9", "run": "r", "model": "m", "replica": "engine"})
-    core: Any = SimpleNamespace(spans=SimpleNamespace(version=3))
+    core: Any = SimpleNamespace(version=3)
     now = time.monotonic()
     monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
-    follower = CoreFollower(core, config, when="now", patience_s=1.0)
+    follower = CoreFollower(core, config, StartConfig(follow="now", follow_patience_s=1.0))
     assert follower.status()["hub_silent_s"] == 0.0
     now += 60.0
     assert follower.status()["hub_silent_s"] == 60.0
