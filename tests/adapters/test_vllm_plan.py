@@ -190,6 +190,7 @@ def test_where_pieces_lie_is_known_from_the_last_version_only_while_it_is_so() -
         lambda region, whole: [Held(Region((0, 0, 0), WHOLE), whole)],
         lambda region, whole: [Held(Region((0, 0, 0), WHOLE), torch.stack([whole, whole])[1])],
         lambda region, whole: [Held(region, region.of(whole).clone())],
+        lambda region, whole: [Held(Region((0, 0, 0), WHOLE), whole.permute(2, 1, 0).contiguous().permute(2, 1, 0))],
     ]
     for version, form in enumerate(forms * 2):
         for piece, (cut, region) in zip(pieces, VIEWS.values(), strict=True):

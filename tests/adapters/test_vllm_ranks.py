@@ -127,6 +127,26 @@ def test_what_goes_wrong_on_a_rank_is_said_and_the_next_question_is_answered(ran
     assert len(asyncio.run(engine.rpc("good"))) == 2 * RANKS
 
 
+@pytest.mark.parametrize("text", ["\udcff", "x" * 1_000_000, "größer"])
+def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence(
+    text: str, cores: list[FakeCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = first(cores)
+
+    async def fails(method: str, *args: Any) -> list[Any]:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(cores[1], "rpc", fails)
+    with pytest.raises(TensorHubError, match="rank 1: RuntimeError") as raised:
+        asyncio.run(engine.rpc("bad"))
+    assert len(str(raised.value)) < 5000
+    monkeypatch.setattr(cores[1], "rpc", lambda method, *args: [object()])
+    with pytest.raises(TensorHubError, match="rank 1: TypeError"):
+        asyncio.run(engine.rpc("bad"))
+    monkeypatch.undo()
+    assert len(asyncio.run(engine.rpc("good"))) == 2 * RANKS
+
+
 def test_nothing_is_left_in_the_store(cores: list[FakeCore]) -> None:
     engine, store = first(cores), cores[0].dp_store
     before = store.num_keys()

@@ -401,8 +401,9 @@ class Serving:
         before = self._parts
         if before.get(shard) != table:
             return None
-        wholes = {spec.tensor: whole_of(spec) for each in before.values() for spec in each if spec.part is not None}
-        return TensorTable.of(wholes.values())
+        # One part of each will do: hundreds of shards have a million.
+        parts = {spec.tensor: spec for each in before.values() for spec in each if spec.part is not None}
+        return TensorTable.of(map(whole_of, parts.values()))
 
     def close(self) -> None:
         """Nothing more is promised: what waits for an offer hears so. Idempotent."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.engine.spans import Spans, Start
 
+INSTALL = "tensorhub_install"
 LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
 
 
@@ -52,6 +53,35 @@ class Core:
             original(request_type, request)
 
         core._handle_client_request = handle_client_request
+        self._held = False  # by our update, from pause to resume
+        self._deferred: list[tuple[Callable[[], Any], Future[Any]]] = []  # what other clients have asked meanwhile
+        self._pause, self._resume = core.pause_scheduler, core.resume_scheduler
+        core.pause_scheduler = self._unless_held(self._pause)
+        core.resume_scheduler = self._unless_held(self._resume)
+
+    def _unless_held(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What another client asks while our update has stopped the engine waits for its end: nothing runs on weights
+        that are half changed, and data parallel ranks, of which each waits for the others in what it hears first, hear
+        all in one order."""
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._held:
+                return original(*args, **kwargs)
+            done: Future[Any] = Future()
+            self._deferred.append((partial(original, *args, **kwargs), done))
+            return done
+
+        return call
+
+    def _let_go(self) -> None:
+        """Call in the loop."""
+        self._held, deferred, self._deferred = False, self._deferred, []
+        for call, done in deferred:
+            if call.func is self._pause and self._core.is_scheduler_paused():  # type: ignore[attr-defined]
+                done.set_result(None)  # it is: by a pause of ours that has failed on another rank
+            else:
+                _follow_up(call, done)
 
     @property
     def version(self) -> int:
@@ -66,23 +96,20 @@ class Core:
         """Run this in the loop and return what it returns; of a future, when it is done."""
         done: Future[Any] = Future()
 
-        def run() -> None:
-            try:
-                result = action()
-            except Exception as error:
-                done.set_exception(error)
-                return
-            if isinstance(result, Future):
-                result.add_done_callback(lambda ended: done.set_result(None))
-            else:
-                done.set_result(result)
-
-        self._core.input_queue.put_nowait((self._wake_up, run))
+        self._core.input_queue.put_nowait((self._wake_up, partial(_follow_up, action, done)))
         return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_TIMEOUT_S)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """What the workers of this core answer, in their order."""
-        return list(await self.ask(lambda: self._core.model_executor.collective_rpc(method, args=args)))
+
+        def call() -> list[Any]:
+            self._held |= method == INSTALL  # also of what has stayed paused since one that failed
+            answers = list(self._core.model_executor.collective_rpc(method, args=args))
+            if method == INSTALL and any(answer["broken"] for answer in answers):
+                self._let_go()  # it stays paused until the next one; whoever asks for more hears why
+            return answers
+
+        return list(await self.ask(call))
 
     async def is_available(self) -> bool:
         """It is not paused and does not sleep."""
@@ -98,13 +125,24 @@ class Core:
         def pause() -> Any:
             if not self._available:
                 raise UsageError("another client has paused this engine, or put it to sleep")
-            return self._core.pause_scheduler("keep", False)
+            self._held = True
+            return self._pause("keep", False)
 
         await self.ask(pause)
         await self.ask(lambda: forget(self._core))
 
     async def resume(self) -> None:
-        await self.ask(self._core.resume_scheduler)
+        def resume() -> None:
+            try:
+                self._resume()
+            finally:
+                self._let_go()
+
+        await self.ask(resume)
+
+    async def let_go(self) -> None:
+        """Of a pause that has failed on another rank."""
+        await self.ask(self._let_go)
 
     def running(self) -> dict[str, int]:
         requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
@@ -139,3 +177,24 @@ class Core:
     @property
     def _idle(self) -> bool:
         return not (self._core.scheduler.has_unfinished_requests() or self._core.batch_queue)
+
+
+def _follow_up(action: Callable[[], Any], done: Future[Any]) -> None:
+    """What comes of it; of a future, when it is done."""
+
+    def ended(future: Future[Any]) -> None:
+        error = future.exception()
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    try:
+        result = action()
+    except Exception as error:
+        done.set_exception(error)
+        return
+    if isinstance(result, Future):
+        result.add_done_callback(ended)
+    else:
+        done.set_result(result)

@@ -30,8 +30,9 @@ from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core, status
 
 logger = get_logger(__name__)
 
-QUESTIONS = frozenset({"is_available", "is_idle", "rpc", "pause", "resume", "running", "switch", "settle"})
+QUESTIONS = frozenset({"is_available", "is_idle", "rpc", "pause", "let_go", "resume", "running", "switch", "settle"})
 LOOK_S = 3600.0  # for a question; torch logs each wait that ends in vain
+ERROR_LENGTH_MAX = 4000
 ANSWER_TIMEOUT_S = LOOP_TIMEOUT_S + 30.0  # the rank itself says what it has waited for in vain
 
 
@@ -70,7 +71,11 @@ class FirstRank:
         # A rank that is asked alone would wait for the others.
         if not await self.is_available():
             raise UsageError("another client has paused this engine, or put it to sleep")
-        await self._all("pause")
+        try:
+            await self._all("pause")
+        except Exception:  # another client was quicker on one of them
+            await self._all("let_go")
+            raise
 
     async def resume(self) -> None:
         await self._all("resume")
@@ -151,18 +156,20 @@ class OtherRank:
                     logger.error("data parallel rank %d: the first one cannot be heard: %s", self._rank, error)
                 return
             answer = self._answer(*msgspec.json.decode(self._store.get(f"ask/{number}")))
-            self._store.set(f"answer/{number}/{self._rank}", msgspec.json.encode(answer).decode())
+            self._store.set(f"answer/{number}/{self._rank}", answer)
             number += 1
 
-    def _answer(self, question: str, args: list[Any]) -> tuple[str, Any]:
+    def _answer(self, question: str, args: list[Any]) -> str:
         """Why not, or ""; and what is answered."""
         try:
             if question not in QUESTIONS:
                 raise UsageError(f"unknown question {question!r}")
             answer = getattr(self._core, question)(*args)
-            return "", asyncio.run(_of(answer)) if inspect.isawaitable(answer) else answer
+            answer = asyncio.run(_of(answer)) if inspect.isawaitable(answer) else answer
+            return msgspec.json.encode(("", answer)).decode()
         except Exception as error:
-            return f"{type(error).__name__}: {error}", None
+            text = ascii(f"{type(error).__name__}: {error}")[1:-1]  # whatever is in it
+            return msgspec.json.encode((text[:ERROR_LENGTH_MAX], None)).decode()
 
 
 async def _of(answer: Any) -> Any:

@@ -47,6 +47,7 @@ from tensorhub_plugins.vllm.worker.plan import (
     Region,
     Shapes,
     held_whole,
+    in_order,
     layer_of,
     place_in,
     view,
@@ -283,9 +284,10 @@ class Places:
         known = self._known.get(name)
         if known is None or known[0] != lies:
             known = self._known[name] = lies, [self._place(piece, held) for piece in self._pieces(name)]
+        whole = self._plan.shapes[name][1]
         return [
-            (view(live[target], written), held[index].tensor if taken is None else view(held[index].tensor, taken))
-            for target, written, index, taken in known[1]
+            (view(live[target], written), held[i].tensor if taken is None else view(in_order(held[i], whole), taken))
+            for target, written, i, taken in known[1]
         ]
 
     def _place(self, piece: Piece, held: Sequence[Held]) -> _Place:

@@ -339,7 +339,12 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 def view_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> torch.Tensor:
     """This view of a contiguous tensor of this shape, which lies within one of the regions that are there of it."""
     index, place = place_in(held, whole, box)
-    return view(held[index].tensor, place)
+    return view(in_order(held[index], whole), place)
+
+
+def in_order(held: Held, whole: Sequence[int]) -> torch.Tensor:
+    """With its elements in the order of the whole: copied where all of it has come in another, transposed for one."""
+    return held.tensor.contiguous() if held.region.shape == tuple(whole) else held.tensor
 
 
 def place_in(held: Sequence[Held], whole: Sequence[int], box: Box) -> tuple[int, Box]:

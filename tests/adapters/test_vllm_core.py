@@ -1,0 +1,151 @@
+"""What another client asks of an engine's core while our update has stopped it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.engine.core import Core
+
+TIMEOUT_S = 10.0
+
+
+class EngineCore:
+    """As vLLM's, as far as pauses go: whatever is asked of it is done in its loop, one after the other."""
+
+    def __init__(self) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.scheduler = SimpleNamespace(requests={})
+        self.model_executor: Any = SimpleNamespace(is_sleeping=False, collective_rpc=self._rpc)
+        self.log: list[str] = []
+        self.paused, self.broken, self.resumes = False, False, True
+        self.loop = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while (item := self.input_queue.get()) is not None:
+            self._handle_client_request(*item)
+
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        raise AssertionError("nobody else asks")
+
+    def _rpc(self, method: str, args: Any = ()) -> list[Any]:
+        self.log.append(method)
+        return [{"installed": not self.broken, "broken": self.broken or None}]
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        self.log.append(f"pause {mode}")
+        self.paused = True
+
+    def resume_scheduler(self) -> None:
+        self.log.append("resume")
+        if not self.resumes:
+            raise UsageError("broken")
+        self.paused = False
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+    def reset_prefix_cache(self, **options: Any) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineCore]:
+    made = EngineCore()
+    made.core = Core(made)  # type: ignore[attr-defined]
+    made.loop.start()
+    yield made
+    made.input_queue.put(None)
+    made.loop.join()
+
+
+def ours(engine: Any, *calls: str) -> None:
+    for call in calls:
+        what = engine.core.rpc("tensorhub_install", 1) if call == "install" else getattr(engine.core, call)()
+        asyncio.run(asyncio.wait_for(what, TIMEOUT_S))
+
+
+def theirs(engine: Any, call: Callable[[], Any]) -> Future[Any]:
+    """What another client's call comes to; vLLM waits for a future that it gets, and so does this."""
+    answer: Future[Any] = Future()
+
+    async def run() -> None:
+        answer.set_result(await engine.core.ask(lambda: _boxed(call)))
+
+    def _boxed(call: Callable[[], Any]) -> Any:
+        return [call()]
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+    (found,) = answer.result()
+    if isinstance(found, Future):
+        return found
+    done: Future[Any] = Future()
+    done.set_result(found)
+    return done
+
+
+def test_a_resume_of_another_client_waits_for_the_end_of_our_update(engine: Any) -> None:
+    """It came between the pause and the install: the engine computed on, with requests that the install forgot."""
+    ours(engine, "pause")
+    asked = theirs(engine, engine.resume_scheduler)
+    assert not asked.done() and engine.paused
+    ours(engine, "install", "resume")
+    assert asked.result(TIMEOUT_S) is None
+    assert engine.log == ["pause keep", "tensorhub_install", "resume", "resume"]
+
+
+def test_a_pause_of_another_client_begins_when_our_update_has_ended(engine: Any) -> None:
+    ours(engine, "pause", "install")
+    asked = theirs(engine, lambda: engine.pause_scheduler("wait"))
+    assert not asked.done()
+    ours(engine, "resume")
+    asked.result(TIMEOUT_S)
+    assert engine.log == ["pause keep", "tensorhub_install", "resume", "pause wait"] and engine.paused
+    with pytest.raises(UsageError, match="another client has paused"):
+        ours(engine, "pause")
+
+
+def test_without_an_update_other_clients_are_served_at_once(engine: Any) -> None:
+    assert theirs(engine, lambda: engine.pause_scheduler("abort")).done()
+    assert theirs(engine, engine.resume_scheduler).done()
+    ours(engine, "pause", "install", "resume")
+    assert theirs(engine, lambda: engine.pause_scheduler("abort")).done()
+    assert engine.log[:2] == ["pause abort", "resume"] and engine.log[-1] == "pause abort"
+
+
+def test_while_the_weights_are_broken_others_hear_why(engine: Any) -> None:
+    """An install has failed half way, and the engine stays paused until one succeeds: nobody waits for that."""
+    ours(engine, "pause")
+    engine.broken, engine.resumes = True, False
+    early = theirs(engine, engine.resume_scheduler)
+    ours(engine, "install")
+    with pytest.raises(UsageError, match="broken"):
+        early.result(TIMEOUT_S)
+    with pytest.raises(UsageError, match="broken"):
+        theirs(engine, engine.resume_scheduler)
+    engine.broken, engine.resumes = False, True
+    ours(engine, "install")  # the next version: it is ours again until it runs
+    late = theirs(engine, engine.resume_scheduler)
+    assert not late.done() and engine.paused
+    ours(engine, "resume")
+    assert late.result(TIMEOUT_S) is None and not engine.paused
+
+
+def test_a_pause_that_failed_on_another_rank_lets_go_of_this_one(engine: Any) -> None:
+    """There another client was quicker: this rank is paused for it, too, and waits for its resume."""
+    ours(engine, "pause")
+    asked = theirs(engine, lambda: engine.pause_scheduler("keep"))
+    ours(engine, "let_go")
+    assert asked.result(TIMEOUT_S) is None and engine.log == ["pause keep"]
+    assert theirs(engine, engine.resume_scheduler).done() and not engine.paused
