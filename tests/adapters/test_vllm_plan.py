@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import TensorTable
-from tensorhub_plugins.vllm.worker import conversion
 from tensorhub_plugins.vllm.worker.conversion import Places
 from tensorhub_plugins.vllm.worker.plan import (
     NONSENSE,
@@ -199,20 +198,3 @@ def test_where_pieces_lie_is_known_from_the_last_version_only_while_it_is_so() -
             for target, source in places.pairs(live, piece.source, form(region, whole)):
                 target.copy_(source)
             assert torch.equal(live[piece.target], cut(whole)), (version, piece.source)
-
-
-def test_where_pieces_lie_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[Any] = []
-    original = conversion.place_in
-    monkeypatch.setattr(conversion, "place_in", lambda *args: looked.append(args) or original(*args))
-    cut, region = VIEWS["columns"]
-    wanted = cut(numbers())
-    piece = Piece("w", box(wanted), "layer.weight", (0, tuple(wanted.shape), tuple(torch.empty(wanted.shape).stride())))
-    plan = Plan({"w": (torch.float32, torch.Size(WHOLE))}, (piece,), {"w": (region,)}, frozenset())
-    places = Places(plan, frozenset())
-    for _ in range(3):
-        places.pairs({"layer.weight": torch.zeros(wanted.shape)}, "w", [Held(region, region.of(numbers()).clone())])
-    assert len(looked) == 1
-    places.pairs({"layer.weight": torch.zeros(wanted.shape)}, "w", [Held(Region((0, 0, 0), WHOLE), numbers())])
-    assert len(looked) == 2  # the control: it came otherwise
-    assert places.are_of(plan, frozenset()) and not places.are_of(plan, frozenset({"layer"}))
