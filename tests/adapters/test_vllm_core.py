@@ -142,6 +142,18 @@ def test_while_the_weights_are_broken_others_hear_why(engine: Any) -> None:
     assert late.result(TIMEOUT_S) is None and not engine.paused
 
 
+def test_nobody_waits_for_an_install_that_never_answered(engine: Any) -> None:
+    def gone(method: str, args: Any = ()) -> list[Any]:
+        raise RuntimeError("the workers are gone")
+
+    ours(engine, "pause")
+    engine.model_executor.collective_rpc = gone
+    early = theirs(engine, engine.resume_scheduler)
+    with pytest.raises(RuntimeError, match="gone"):
+        ours(engine, "install")
+    assert early.result(TIMEOUT_S) is None and theirs(engine, engine.resume_scheduler).done()
+
+
 def test_a_pause_that_failed_on_another_rank_lets_go_of_this_one(engine: Any) -> None:
     """There another client was quicker: this rank is paused for it, too, and waits for its resume."""
     ours(engine, "pause")

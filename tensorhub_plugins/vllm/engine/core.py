@@ -54,7 +54,7 @@ class Core:
 
         core._handle_client_request = handle_client_request
         self._held = False  # by our update, from pause to resume
-        self._deferred: list[tuple[Callable[[], Any], Future[Any]]] = []  # what other clients have asked meanwhile
+        self._deferred: list[tuple[partial[Any], Future[Any]]] = []  # what other clients have asked meanwhile
         self._pause, self._resume = core.pause_scheduler, core.resume_scheduler
         core.pause_scheduler = self._unless_held(self._pause)
         core.resume_scheduler = self._unless_held(self._resume)
@@ -78,7 +78,7 @@ class Core:
         """Call in the loop."""
         self._held, deferred, self._deferred = False, self._deferred, []
         for call, done in deferred:
-            if call.func is self._pause and self._core.is_scheduler_paused():  # type: ignore[attr-defined]
+            if call.func is self._pause and self._core.is_scheduler_paused():
                 done.set_result(None)  # it is: by a pause of ours that has failed on another rank
             else:
                 _follow_up(call, done)
@@ -104,7 +104,12 @@ class Core:
 
         def call() -> list[Any]:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
-            answers = list(self._core.model_executor.collective_rpc(method, args=args))
+            try:
+                answers = list(self._core.model_executor.collective_rpc(method, args=args))
+            except Exception:
+                if method == INSTALL:
+                    self._let_go()
+                raise
             if method == INSTALL and any(answer["broken"] for answer in answers):
                 self._let_go()  # it stays paused until the next one; whoever asks for more hears why
             return answers
