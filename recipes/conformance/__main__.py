@@ -30,7 +30,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     What was not made is counted only.
     """
     rows = [{family["architecture"]: family for family in run["families"]} for run in runs]
-    titles = [f"vLLM {run['vllm']}" for run in runs]
+    titles = [f"vLLM {run['vllm']}, TP {run.get('engine', {}).get('tensor_parallel_size', 1)}" for run in runs]
     lines = _head("result", titles)
     for result in ORDER:
         counts = [sum(family["result"] == result for family in run.values()) for run in rows]

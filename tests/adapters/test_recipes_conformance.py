@@ -22,11 +22,12 @@ def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixtu
         family("D", "REFUSED", "a bias"),
         family("E", "not made"),
     ]
-    for name, rows in (("0.1", one), ("0.2", two)):
-        (tmp_path / name).write_text(json.dumps({"vllm": name, "families": rows}))
+    for name, rows, tp in (("0.1", one, 1), ("0.2", two, 2)):
+        engine = {"tensor_parallel_size": tp}
+        (tmp_path / name).write_text(json.dumps({"vllm": name, "engine": engine, "families": rows}))
     assert main([str(tmp_path / "0.1"), str(tmp_path / "0.2")]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "| result | vLLM 0.1 | vLLM 0.2 |",
+        "| result | vLLM 0.1, TP 1 | vLLM 0.2, TP 2 |",
         "| --- | --- | --- |",
         "| WRONG | 1 | 0 |",
         "| REFUSED | 0 | 1 |",
@@ -34,13 +35,13 @@ def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixtu
         "| not run | 1 | 0 |",
         "| not made | 0 | 1 |",
         "",
-        "| architecture | vLLM 0.1 | vLLM 0.2 |",
+        "| architecture | vLLM 0.1, TP 1 | vLLM 0.2, TP 2 |",
         "| --- | --- | --- |",
         "| C | WRONG: x differs |  |",
         "| D |  | REFUSED: a bias |",
         "| A | ok, 10 s | ok, 10 s; malformed versions: 1 x it was installed |",
         "",
-        "| not run | vLLM 0.1 | vLLM 0.2 |",
+        "| not run | vLLM 0.1, TP 1 | vLLM 0.2, TP 2 |",
         "| --- | --- | --- |",
         "| B | no \\| kernel |  |",
     ]

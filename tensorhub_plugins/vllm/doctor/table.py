@@ -53,7 +53,8 @@ def run(only: Sequence[str], options: Mapping[str, Any], *, report: Path | None 
         if row.result == "ok" and row.refusals != "all":
             print(f"{'':8} malformed versions: {row.refusals}", flush=True)
         if report is not None:
-            report.write_text(json.dumps({**_versions(), "families": [asdict(row) for row in rows]}, indent=1))
+            families = [asdict(row) for row in rows]
+            report.write_text(json.dumps({**_versions(), "engine": dict(options), "families": families}, indent=1))
     counts = {result: sum(row.result == result for row in rows) for result in RESULTS}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     return int(counts["WRONG"] > 0 or any(row.result == "ok" and row.refusals != "all" for row in rows))
