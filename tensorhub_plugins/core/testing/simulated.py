@@ -317,12 +317,14 @@ class Simulation:
         """uint8 over addresses that nobody may touch: the device's while the tensor, or a view of it, lives."""
         size_bytes = true.numel()
         mapped = mmap.mmap(-1, max(size_bytes, 1))
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        held = (ctypes.c_uint8 * len(mapped)).from_buffer(mapped)
+        memory = torch.frombuffer(held, dtype=torch.uint8)
         start = memory.data_ptr()
         assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start), ctypes.c_size_t(len(mapped)), 0)
         region = _Region(device, name, start, start + size_bytes, true, stream.name)
         self._add(region)
-        weakref.finalize(mapped, self._remove, region).atexit = False
+        # It keeps the mapping: until the region is removed, no other memory comes to lie at these addresses.
+        weakref.finalize(held, self._remove, region, mapped).atexit = False
         return memory[:size_bytes]
 
     def _add(self, region: _Region) -> None:
@@ -331,7 +333,7 @@ class Simulation:
             self._starts.insert(at, region.start)
             self._regions.insert(at, region)
 
-    def _remove(self, region: _Region) -> None:
+    def _remove(self, region: _Region, _mapped: mmap.mmap) -> None:
         with self._lock:
             at = next(at for at, each in enumerate(self._regions) if each is region)
             del self._starts[at], self._regions[at]
