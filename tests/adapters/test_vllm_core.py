@@ -161,3 +161,36 @@ def test_a_pause_that_failed_on_another_rank_lets_go_of_this_one(engine: Any) ->
     ours(engine, "let_go")
     assert asked.result(TIMEOUT_S) is None and engine.log == ["pause keep"]
     assert theirs(engine, engine.resume_scheduler).done() and not engine.paused
+
+
+def test_a_pause_that_fails_leaves_the_engine_running(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed paused, and held: nobody else could resume it, and the follower waited for somebody to do so."""
+
+    def fail(**options: Any) -> None:
+        raise RuntimeError("the connector is gone")
+
+    monkeypatch.setattr(engine, "reset_prefix_cache", fail)
+    with pytest.raises(RuntimeError, match="connector"):
+        ours(engine, "pause")
+    assert theirs(engine, lambda: engine.pause_scheduler("keep")).done()
+    assert engine.log == ["pause keep", "resume", "pause keep"]
+
+
+def test_what_nobody_waits_for_any_more_is_not_done(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of another client took longer: the pause came when nobody would resume, and its answer ended the loop."""
+    monkeypatch.setattr("tensorhub_plugins.vllm.engine.core.LOOP_TIMEOUT_S", 0.01)
+    begun, end = threading.Event(), threading.Event()
+
+    def take_long() -> None:
+        begun.set()
+        end.wait(TIMEOUT_S)
+
+    long = engine.core._queue(take_long)
+    assert begun.wait(TIMEOUT_S)
+    with pytest.raises(TimeoutError):
+        ours(engine, "pause")
+    end.set()
+    long.result(TIMEOUT_S)
+    monkeypatch.undo()
+    assert theirs(engine, lambda: "served").result(TIMEOUT_S) == "served"
+    assert engine.log == [] and not engine.paused

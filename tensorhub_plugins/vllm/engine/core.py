@@ -36,10 +36,11 @@ def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, 
 
 
 class Core:
-    def __init__(self, core: Any) -> None:
+    def __init__(self, core: Any, *, alone: bool = True) -> None:
+        """alone: no other core takes part in its pauses (ranks.py)."""
         from vllm.v1.engine import EngineCoreRequestType
 
-        self._core, self._wake_up = core, EngineCoreRequestType.WAKEUP
+        self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
         self.spans = Spans()  # used in the loop only
         original = core._handle_client_request
 
@@ -93,11 +94,14 @@ class Core:
         return self.spans.of(request)
 
     async def ask(self, action: Callable[[], Any]) -> Any:
-        """Run this in the loop and return what it returns; of a future, when it is done."""
-        done: Future[Any] = Future()
+        """Run this in the loop and return what it returns; of a future, when it is done. After LOOP_TIMEOUT_S it is not
+        run any more."""
+        return await asyncio.wait_for(asyncio.wrap_future(self._queue(action)), LOOP_TIMEOUT_S)
 
+    def _queue(self, action: Callable[[], Any]) -> Future[Any]:
+        done: Future[Any] = Future()
         self._core.input_queue.put_nowait((self._wake_up, partial(_follow_up, action, done)))
-        return await asyncio.wait_for(asyncio.wrap_future(done), LOOP_TIMEOUT_S)
+        return done
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """What the workers of this core answer, in their order."""
@@ -125,7 +129,7 @@ class Core:
         return bool(await self.ask(lambda: self._idle))
 
     async def pause(self) -> None:
-        """Keep all requests and forget all caches; returns when nothing runs any more."""
+        """Keep all requests and forget all caches; returns when nothing runs any more. What fails leaves it running."""
 
         def pause() -> Any:
             if not self._available:
@@ -133,17 +137,27 @@ class Core:
             self._held = True
             return self._pause("keep", False)
 
-        await self.ask(pause)
-        await self.ask(lambda: forget(self._core))
+        def undo() -> None:
+            if self._held:
+                self._go_on()
+
+        try:
+            await self.ask(pause)
+            await self.ask(lambda: forget(self._core))
+        except BaseException:
+            if self._alone:
+                self._queue(undo)
+            raise
 
     async def resume(self) -> None:
-        def resume() -> None:
-            try:
-                self._resume()
-            finally:
-                self._let_go()
+        await self.ask(self._go_on)
 
-        await self.ask(resume)
+    def _go_on(self) -> None:
+        """Call in the loop."""
+        try:
+            self._resume()
+        finally:
+            self._let_go()
 
     async def let_go(self) -> None:
         """Of a pause that has failed on another rank."""
@@ -186,6 +200,9 @@ class Core:
 
 def _follow_up(action: Callable[[], Any], done: Future[Any]) -> None:
     """What comes of it; of a future, when it is done."""
+
+    if not done.set_running_or_notify_cancel():  # who asked has given up
+        return
 
     def ended(future: Future[Any]) -> None:
         error = future.exception()

@@ -129,9 +129,10 @@ def _follow(core: Any, vllm_config: Any) -> None:
             'this engine runs in the process of its caller and steps only when told to, so it cannot "follow": '
             "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_start_fetch and tensorhub_install"
         )
-    parallel, whole = vllm_config.parallel_config, Core(core)
+    alone = not shares_experts(vllm_config)
+    parallel, whole = vllm_config.parallel_config, Core(core, alone=alone)
     here: CoreFollower | OtherRank
-    if not shares_experts(vllm_config):
+    if alone:
         here = CoreFollower(whole, joining, start)
     elif parallel.data_parallel_rank == 0:
         here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, start)
