@@ -23,6 +23,7 @@ socket or by us, ends the process, and Python's faulthandler says where. Found a
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import random
 import threading
@@ -366,7 +367,7 @@ class Simulation:
         return _Access(start, start + _span(tensor), writes, where)
 
     def _check_registration(self, start: int, stop: int, *, writes: bool) -> None:
-        for first, size_bytes in self.registered.items():
+        for first, size_bytes in list(self.registered.items()):  # at once: another thread may pin some
             if first in self.read_only and writes and first < stop and start < first + size_bytes:
                 self.faults.append(f"a copy to [{start:#x}, {stop:#x}) writes to memory that was registered to be read")
                 raise RuntimeError("CUDA error: invalid argument")
@@ -447,7 +448,7 @@ class Simulated:
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         self._simulation, self._index = simulation, index
-        self._streams = 0
+        self._streams = itertools.count(1)
 
     def current(self) -> AbstractContextManager[object]:
         return self._simulation.choosing(self._index)
@@ -458,8 +459,7 @@ class Simulated:
 
     def make_stream(self) -> str:
         self._simulation.called("make_stream")
-        self._streams += 1
-        return f"copies {self._streams}"
+        return f"copies {next(self._streams)}"
 
     def scratch(self, size_bytes: int, stream: str | None) -> torch.Tensor:
         self._simulation.called("scratch")
