@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ pytest.importorskip("transformers")
 from safetensors import safe_open
 
 from tensorhub_plugins.core.cli import main
-from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.vllm.doctor import check_sync
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
+from tensorhub_plugins.vllm.doctor import check_sync, engines
 from tensorhub_plugins.vllm.doctor import table as doctor_table
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
 from tensorhub_plugins.vllm.doctor.families import FAMILIES, family
@@ -144,3 +145,35 @@ def test_what_became_of_malformed_versions_is_counted() -> None:
     assert doctor_table._refusals([*half_way, finding("refuses c", check_sync.INSTALLED)]) == (
         f"2 x {check_sync.HALF_WAY}, such as: refuses 0; 1 x {check_sync.INSTALLED}, such as: refuses c"
     )
+
+
+class Workers:
+    """Of an engine whose workers are other processes: of an error that one raises only its text arrives, as vLLM's."""
+
+    def __init__(self, count: int) -> None:
+        self.workers = [check_sync.Patient() for _ in range(count)]
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        try:
+            return [getattr(worker, method)(*args) for worker in self.workers]
+        except Exception as error:
+            raise RuntimeError(f"Worker failed with error '{error}'") from None
+
+
+@pytest.mark.parametrize(
+    ("error", "arrives"), [(UsageError("experts with a bias"), TensorHubError), (ValueError("shape"), RuntimeError)]
+)
+def test_what_a_worker_in_another_process_refuses_is_a_refusal(
+    error: Exception, arrives: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as a failure, and the family as WRONG. The control: any other error is one."""
+
+    def connect(self: Any, config: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(check_sync.Patient, "tensorhub_connect", connect)
+    monkeypatch.setattr(check_sync.Patient, "tensorhub_poll", lambda self: "polled")
+    engine = Workers(2)
+    assert engines._rpc(engine, "tensorhub_poll", ()) == ["polled", "polled"]
+    with pytest.raises(arrives, match=str(error)):
+        engines._rpc(engine, "tensorhub_connect", ({},))

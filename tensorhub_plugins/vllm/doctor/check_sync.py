@@ -62,6 +62,13 @@ Weights = dict[str, torch.Tensor]
 
 
 class Patient(TensorHubWorkerExtension):
+    def tensorhub_try(self, method: str, args: tuple[Any, ...]) -> tuple[Any, str]:
+        """What it returns, or how it refuses: of a worker's error in another process vLLM keeps the text alone."""
+        try:
+            return getattr(self, method)(*args), ""
+        except TensorHubError as error:
+            return None, str(error)
+
     def tensorhub_everything(self) -> dict[str, str]:
         """Digest of every tensor and value of every float on the model, by name."""
         return {name: _told(value) for name, value in walk(self.model_runner.get_model())}

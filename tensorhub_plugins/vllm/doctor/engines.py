@@ -228,8 +228,12 @@ def _reply(pipe: Any, action: Callable[[], Any]) -> None:
     sys.stdout.flush()
 
 
-def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> Any:
-    return engine.collective_rpc(method, args=args)
+def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
+    workers = engine.collective_rpc("tensorhub_try", args=(method, args))
+    refused = [refusal for _, refusal in workers if refusal]
+    if refused:
+        raise TensorHubError(refused[0])
+    return [answer for answer, _ in workers]
 
 
 def _update(engine: Any, version: int) -> list[Any]:
@@ -242,7 +246,7 @@ def _update(engine: Any, version: int) -> list[Any]:
     if any(worker["state"] != "ready" for worker in polled):
         return [{**worker, "installed": False} for worker in polled]
     try:
-        engine.collective_rpc("tensorhub_prepare_install", args=(CALL_TIMEOUT_S,))
+        _rpc(engine, "tensorhub_prepare_install", (CALL_TIMEOUT_S,))
     except TensorHubError as error:
         return [
             {**worker, "installed": False, "error": str(error)} for worker in engine.collective_rpc("tensorhub_poll")
