@@ -238,24 +238,23 @@ def _rpc(engine: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
 
 def _update(engine: Any, version: int) -> list[Any]:
     """Update as followers do: fetch beside the engine, make sure, and only then pause and install."""
-    engine.collective_rpc("tensorhub_start_fetch", args=(version, CALL_TIMEOUT_S))
-    polled = engine.collective_rpc("tensorhub_poll")
+    ask = partial(_rpc, engine)
+    ask("tensorhub_start_fetch", (version, CALL_TIMEOUT_S))
+    polled = ask("tensorhub_poll", ())
     while any(worker["state"] == "fetching" for worker in polled):
         time.sleep(POLL_INTERVAL_S)
-        polled = engine.collective_rpc("tensorhub_poll")
+        polled = ask("tensorhub_poll", ())
     if any(worker["state"] != "ready" for worker in polled):
         return [{**worker, "installed": False} for worker in polled]
     try:
-        _rpc(engine, "tensorhub_prepare_install", (CALL_TIMEOUT_S,))
+        ask("tensorhub_prepare_install", (CALL_TIMEOUT_S,))
     except TensorHubError as error:
-        return [
-            {**worker, "installed": False, "error": str(error)} for worker in engine.collective_rpc("tensorhub_poll")
-        ]
+        return [{**worker, "installed": False, "error": str(error)} for worker in ask("tensorhub_poll", ())]
     core = engine.llm_engine.engine_core.engine_core
     core.pause_scheduler("keep", False)
     core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     core.reset_encoder_cache()
-    results = list(engine.collective_rpc("tensorhub_install", args=(version, CALL_TIMEOUT_S)))
+    results = ask("tensorhub_install", (version, CALL_TIMEOUT_S))
     if not any(worker["broken"] for worker in results):
         core.resume_scheduler()
     return results
