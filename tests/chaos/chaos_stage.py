@@ -105,6 +105,7 @@ class Chaos:
         self._actors = {who: Actor(who) for who in HOMES}
         self._hosts: dict[str, network.Host] = {}
         self._rng = random.Random(seed)  # of the trainer's loop
+        self._scene = threading.RLock()  # who is there, and in what state: two threads start, stop and kill
         self._ghosts: list[Actor] = []  # stopped ranks of former lives of the trainer
         self._haunting: list[threading.Thread] = []
         self._lives = count(1)  # of the trainer: each life publishes other bytes
@@ -149,37 +150,37 @@ class Chaos:
     def _start(self, *names: str) -> None:
         life = next(self._lives)
         begun = []
-        for who in names:
-            actor = self._actors[who]
-            actor.life, (actor.pipe, theirs) = life, _processes.Pipe()
-            actor.is_left = False
-            kind = KINDS[re.split("[-/]", who)[0]]
-            arguments = (theirs, kind, self._post(who, life))
-            actor.process = _processes.Process(target=serve, args=arguments, daemon=True)
-            actor.process.start()
-            theirs.close()
-            begun.append(actor)
-        for actor in begun:
-            with contextlib.suppress(EOFError):  # killed again already: whoever asks it next finds out
-                self._answer(actor)
+        with self._scene:
+            for who in names:
+                actor = self._actors[who]
+                actor.life, (actor.pipe, theirs) = life, _processes.Pipe()
+                actor.is_left, actor.frozen_at = False, None
+                kind = KINDS[re.split("[-/]", who)[0]]
+                arguments = (theirs, kind, self._post(who, life))
+                actor.process = _processes.Process(target=serve, args=arguments, daemon=True)
+                actor.process.start()
+                theirs.close()
+                begun.append((actor, actor.pipe))
+        for actor, pipe in begun:
+            with actor.lock, contextlib.suppress(EOFError):  # killed again already: whoever asks it next finds out
+                self._answer(actor, pipe)
 
     def _ask(self, who: str, method: str, *arguments: Any) -> Any:
         """None from one that is dead, or dies of it."""
         actor = self._actors[who]
         with actor.lock:
+            pipe = actor.pipe
+            assert pipe is not None
             try:
-                assert actor.pipe is not None
-                actor.pipe.send((method, arguments))
-                return self._answer(actor)
+                pipe.send((method, arguments))
+                return self._answer(actor, pipe)
             except (EOFError, OSError):
                 return None
 
-    def _answer(self, actor: Actor) -> Any:
-        pipe = actor.pipe
-        assert pipe is not None
+    def _answer(self, actor: Actor, pipe: Connection) -> Any:
         deadline = time.monotonic() + ANSWER_S
         while not pipe.poll(0.2):
-            if actor.is_left:
+            if actor.is_left or actor.pipe is not pipe:  # what comes now answers others
                 raise EOFError
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{actor.who} does not answer")
@@ -223,9 +224,14 @@ class Chaos:
         return answers
 
     def _wake_ghosts(self) -> None:
-        """A later life has published: those of the former ones go on now, as if they were the trainer."""
-        while self._ghosts:
-            thread = threading.Thread(target=self._haunt, args=(self._ghosts.pop(),), daemon=True)
+        """Let the ranks of former lives go on as if they were the trainer, now that a later life has published.
+
+        A rank that was stopped while the other one still worked on the same version may not: its own life is the one
+        that has published, and what the rank publishes then is no zombie's."""
+        former = [ghost for ghost in self._ghosts if ghost.life != self._actors[ghost.who].life]
+        for ghost in former:
+            self._ghosts.remove(ghost)
+            thread = threading.Thread(target=self._haunt, args=(ghost,), daemon=True)
             self._haunting.append(thread)
             thread.start()
 
@@ -292,38 +298,40 @@ class Chaos:
     def _leave(self, who: str) -> None:
         """It stops, and the trainer's loop starts both ranks again, under the same names."""
         actor = self._actors[who]
-        self._freeze(who)
-        if actor.frozen_at is not None:
-            self._ghosts.append(replace(actor, lock=threading.Lock()))
-            actor.is_left, actor.frozen_at = True, None
+        with self._scene:
+            self._freeze(who)
+            if actor.frozen_at is not None:
+                self._ghosts.append(replace(actor, lock=threading.Lock()))
+                actor.is_left, actor.frozen_at = True, None
 
     def _kill(self, who: str) -> None:
         actor = self._actors[who]
-        if actor.is_left:
-            return
-        if actor.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):  # the trainer's loop has just done it
+        with self._scene:
+            if actor.is_left:
+                return
+            if actor.process.is_alive():
                 os.kill(actor.process.pid, signal.SIGKILL)
-            self.evidence.killed[who, actor.life] = time.monotonic()
-        actor.process.join()
-        if actor.frozen_at is not None:
-            self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
-        actor.frozen_at = None
+                self.evidence.killed[who, actor.life] = time.monotonic()
+            actor.process.join()
+            if actor.frozen_at is not None:
+                self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
+            actor.frozen_at = None
 
     def _freeze(self, who: str) -> None:
         actor = self._actors[who]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(actor.process.pid, signal.SIGSTOP)
-            actor.frozen_at = time.monotonic()
+        with self._scene:
+            if not actor.is_left and actor.process.is_alive():
+                os.kill(actor.process.pid, signal.SIGSTOP)
+                actor.frozen_at = actor.frozen_at or time.monotonic()
 
     def _thaw(self, who: str) -> None:
         actor = self._actors[who]
-        if actor.frozen_at is None or not actor.process.is_alive():
-            return
-        with contextlib.suppress(ProcessLookupError):
+        with self._scene:
+            if actor.frozen_at is None or not actor.process.is_alive():
+                return
             os.kill(actor.process.pid, signal.SIGCONT)
-        self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
-        actor.frozen_at = None
+            self.evidence.stopped.setdefault((who, actor.life), []).append((actor.frozen_at, time.monotonic()))
+            actor.frozen_at = None
 
     def _ports(self) -> list[tuple[str, int]]:
         """Where anything listens, in any of the namespaces."""

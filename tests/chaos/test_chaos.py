@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +124,43 @@ def test_a_stopped_process_is_not_late() -> None:
     assert violations(stopped, truth)
     stopped.stopped["rollout-0", 4] = [(2.0, 5.0)]
     assert violations(stopped, truth) == []
+
+
+# --- the stage ---
+
+
+def test_only_a_later_life_of_the_trainer_wakes_the_ranks_that_were_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may be stopped when it has published its part, before the other has. The version is whole then, by the
+    same life: were the rank woken now, it would publish the next steps, and then once more when the stage asks it."""
+    chaos, woken = Chaos(1, 30.0, tmp_path), []
+    monkeypatch.setattr(chaos, "_haunt", lambda ghost: woken.append(ghost.life))
+    rank = chaos._actors["trainer/0"]
+    rank.life = 3
+    chaos._ghosts = [replace(rank, frozen_at=1.0)]
+    chaos._wake_ghosts()
+    assert woken == [] and len(chaos._ghosts) == 1
+    rank.life = 4
+    chaos._wake_ghosts()
+    for thread in chaos._haunting:
+        thread.join()
+    assert woken == [3] and chaos._ghosts == []
+
+
+def test_a_question_to_a_former_life_takes_no_answer_of_the_next(tmp_path: Path) -> None:
+    chaos = Chaos(1, 30.0, tmp_path)
+    rank = chaos._actors["trainer/0"]
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    (rank.pipe, former), (ours, later) = pipes
+    with ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(chaos._ask, "trainer/0", "publish", 17)
+        assert former.recv() == ("publish", (17,))
+        rank.pipe = ours
+        later.send(18)
+        assert answer.result() is None and ours.recv() == 18
+    for pipe in (former, ours, later):
+        pipe.close()
 
 
 # --- the run ---
