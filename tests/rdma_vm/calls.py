@@ -92,7 +92,7 @@ def replicate(version: int, serve: bool) -> dict[str, Any]:
     return {"transports": report.transports, "sources": report.sources, "losses": report.losses}
 
 
-def replicate_fails(version: int, timeout_s: float) -> tuple[str, str, float]:
+def replicate_fails(version: int) -> tuple[str, str, float]:
     began = time.monotonic()
     try:
         replicate(version, False)
