@@ -67,3 +67,15 @@ def test_a_draft_that_keeps_its_weights_is_said_to(
             torch.nn.Module(), config(speculative_config=speculative, kv_transfer_config=SimpleNamespace())
         )
     assert ("keeps the weights it was started with" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_a_draft_that_nobody_reads_is_refused(method: str) -> None:
+    unread, read = SimpleNamespace(load_format="dummy"), SimpleNamespace(load_format="auto")
+    speculative = SimpleNamespace(method=method)
+    with pytest.raises(UsageError, match="would draft with random ones"):
+        extension._check_supported(torch.nn.Module(), config(speculative_config=speculative, load_config=unread))
+    speculative.draft_load_config = read  # the controls: it has a load format of its own, or no weights
+    extension._check_supported(torch.nn.Module(), config(speculative_config=speculative, load_config=unread))
+    ngram = SimpleNamespace(method="ngram")
+    extension._check_supported(torch.nn.Module(), config(speculative_config=ngram, load_config=unread))

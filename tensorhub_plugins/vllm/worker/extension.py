@@ -46,7 +46,7 @@ import torch
 
 from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memory, gate, keys_from_environment
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.worker import cpu, fingerprint, online, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -58,8 +58,6 @@ TIMEOUT_S = 60.0
 
 # What else changes the weights; no peer may be reading them then.
 EXTERNAL_CHANGES = ("reload_weights", "start_weight_update")
-
-DRAFTS_WITHOUT_WEIGHTS = ("ngram", "suffix")  # of vLLM's methods of speculative decoding
 
 
 class TensorHubWorkerExtension:
@@ -345,7 +343,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
         )
     online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
-    _warn_of_drafts(vllm_config)
+    _check_drafts(vllm_config)
 
 
 def _check_ranks(vllm_config: Any) -> None:
@@ -360,10 +358,12 @@ def _check_ranks(vllm_config: Any) -> None:
         raise UsageError("elastic expert parallelism moves experts between workers at run time: leave it off")
 
 
-def _warn_of_drafts(vllm_config: Any) -> None:
+def _check_drafts(vllm_config: Any) -> None:
     speculative = getattr(vllm_config, "speculative_config", None)
     method = getattr(speculative, "method", None)
-    if method and not method.startswith(DRAFTS_WITHOUT_WEIGHTS):
+    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    drafts.check(method, load_config.load_format, remedy="leave --speculative-config out, or read the weights")
+    if drafts.has_weights(method):
         logger.warning(
             "speculative decoding (%s): the draft keeps the weights it was started with. Answers stay those of the new "
             "version, but fewer drafts are accepted as it moves on",
