@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tensorhub_plugins.core.client.parts import Held, Turns, held_run, held_split
     from tensorhub_plugins.core.client.publisher import Publisher
     from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
-    from tensorhub_plugins.core.device import copy_all, on_host, synchronize
+    from tensorhub_plugins.core.device import copy_all, on_host, settle_host, synchronize
     from tensorhub_plugins.core.drivers import release_cached_memory
     from tensorhub_plugins.core.memory.adoption import forget_live_memory
     from tensorhub_plugins.core.memory.slab import Slab
@@ -88,7 +88,7 @@ _WITH_TORCH = {
     **dict.fromkeys(("Fetched", "PublishReport", "ReplicateReport", "UnpublishReport"), "client.reports"),
     "Slab": "memory.slab",
     "forget_live_memory": "memory.adoption",
-    **dict.fromkeys(("copy_all", "on_host", "synchronize"), "device"),
+    **dict.fromkeys(("copy_all", "on_host", "settle_host", "synchronize"), "device"),
     "release_cached_memory": "drivers",
     "gate": "capturing",
     "Publisher": "client.publisher",
@@ -162,6 +162,7 @@ __all__ = [
     "release_cached_memory",
     "same_bytes",
     "segment_size_for",
+    "settle_host",
     "slices_of",
     "spec_of",
     "start_server",

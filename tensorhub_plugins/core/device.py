@@ -4,6 +4,8 @@ Order
     Bytes are copied on streams of their own, one down (to the host) and one up for each device, made at first use. Work
     of others is waited for where it is named: `after` an event of `mark` (this thread's stream), or `synchronize` (all
     that is queued on the device, by whomever). A copy has arrived when the call returns, or when `pieces` yields it.
+    Host memory may be written by a copy of others that is only queued (`tensor.to("cpu", non_blocking=True)`, as of an
+    offload). Nothing tells which: `settle_host` waits for every device that this process uses.
 Threads
     A new thread's current device is 0, and the first call would make a context there. Each call takes its own device.
 Graphs
@@ -18,7 +20,7 @@ import contextlib
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -219,6 +221,9 @@ class Platform(Protocol):
     def here(self, *, begins: bool = False) -> Device | None:
         """The calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
 
+    def in_use(self) -> Sequence[Device]:
+        """All devices that this process uses already."""
+
 
 class _Torch:
     """torch's own."""
@@ -234,6 +239,11 @@ class _Torch:
     def here(self, *, begins: bool = False) -> Device | None:
         device = drivers.cuda_in_use(begins=begins)
         return None if device is None else self._known.get(device) or self._make(device)
+
+    def in_use(self) -> Sequence[Device]:
+        used = drivers.devices_in_use()
+        known = [device for device in list(self._known) if any(device.type == each.type for each in used)]
+        return [self._known.get(device) or self._make(device) for device in dict.fromkeys([*used, *known])]
 
     def _make(self, device: torch.device) -> Device:
         with self._lock:
@@ -268,13 +278,30 @@ def using(platform: Platform) -> Iterator[None]:
 # --- tensors, wherever they lie ---
 
 
-def settled(named: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[tuple[Key, torch.Tensor]]:
+def settle_host(tensors: Iterable[torch.Tensor]) -> None:
+    """Where some of these are host memory, wait for all that is queued on the devices in use: a copy from one may still
+    write it. Nothing is waited for, and no device is begun to be used, where none is."""
+    if any(of(tensor) is None for tensor in tensors):
+        for device in _platforms[-1].in_use():
+            device.synchronize()
+
+
+def settled(
+    named: Iterable[tuple[Key, torch.Tensor]], *, host_only: bool = False
+) -> Iterator[tuple[Key, torch.Tensor]]:
     """These, when all that was queued on their devices before the first of them is done, on whatever stream: an
-    optimizer or an offload that still runs would be copied half way."""
+    optimizer or an offload that still runs would be copied half way. Host memory likewise, whichever device writes it:
+    once for a collection, whose tensors are all there, and else for each, which may just have been offloaded.
+
+    host_only: what lies on a device is waited for otherwise."""
     waited: set[Device] = set()
+    is_settled = False
     for name, tensor in named:
         device = of(tensor) if isinstance(tensor, torch.Tensor) else None  # who asks for it will refuse what is none
-        if device is not None and device not in waited:
+        if device is None and not is_settled:
+            settle_host([tensor])
+            is_settled = isinstance(named, Collection)
+        elif device is not None and device not in waited and not host_only:
             device.synchronize()
             waited.add(device)
         yield name, tensor
@@ -326,6 +353,8 @@ def on_host(flat: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all that is queued on the devices of these tensors."""
+    """Wait for all that is queued on the devices of these tensors; of host memory, on all that are in use."""
+    tensors = list(tensors)
     for device in {device for tensor in tensors if (device := of(tensor)) is not None}:
         device.synchronize()
+    settle_host(tensors)

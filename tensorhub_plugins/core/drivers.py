@@ -276,6 +276,20 @@ def cuda_in_use(*, begins: bool = False) -> torch.device | None:
     return torch.device("cuda", _cuda.current_device())
 
 
+def devices_in_use() -> list[torch.device]:
+    """Return the devices that this process has begun to use, of CUDA or of another accelerator; begin to use none."""
+    if _cuda.is_initialized():  # not in a forked child
+        count = range(_cuda.device_count())
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # of the builds that have CUDA or ROCm
+        used = [_cuda.current_device()] if has_context is None else [index for index in count if has_context(index)]
+        return [torch.device("cuda", index) for index in used]
+    other = torch.accelerator.current_accelerator()
+    if other is None or other.type == "cuda":
+        return []
+    is_initialized = getattr(torch.get_device_module(other), "is_initialized", lambda: True)
+    return [torch.device(other.type, torch.accelerator.current_device_index())] if is_initialized() else []
+
+
 def release_cached_memory() -> None:
     """Give what torch keeps of freed device memory back; nothing where no device is used."""
     if _cuda.is_initialized():

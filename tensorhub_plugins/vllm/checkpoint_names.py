@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import UsageError, settle_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,6 +94,7 @@ def convert(model: torch.nn.Module, tensors: Tensors) -> dict[str, torch.Tensor]
     from transformers.core_model_loading import revert_weight_conversion
 
     inner = pretrained(model)
+    settle_host(tensors.values())  # some become others, and are read
     try:
         with _NoCopies():
             return dict(revert_weight_conversion(inner, dict(tensors)))

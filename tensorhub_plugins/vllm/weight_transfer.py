@@ -42,7 +42,7 @@ from vllm.distributed.weight_transfer.base import (
     materialize_full_tensor,
 )
 
-from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec
+from tensorhub_plugins.core import LATEST, Client, TensorHubError, UsageError, contiguous_spec, settle_host
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
@@ -228,6 +228,7 @@ class CheckpointSource(WeightSource):
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = self._model.state_dict()
+        settle_host(own.values())
         for step in self._steps:
             whole = {name: materialize_full_tensor(own[name]) for name in step.sources}
             converted = checkpoint_names.convert(self._model, whole)

@@ -490,6 +490,18 @@ def test_the_driver_is_asked_by_a_thread_that_has_a_context(cuda, monkeypatch):
         made.allocation(8192)
 
 
+def test_the_devices_in_use_are_those_with_a_context(cuda, monkeypatch):
+    """To wait for another one would make it a context; and none is made where CUDA is not used."""
+    monkeypatch.setattr(cuda, "device_count", lambda: 4, raising=False)
+    assert drivers.devices_in_use() == [torch.device("cuda", 0)]  # a build that does not tell: this thread's
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in (1, 3), raising=False)
+    assert drivers.devices_in_use() == [torch.device("cuda", 1), torch.device("cuda", 3)]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    cuda.initialized = False
+    assert drivers.devices_in_use() == []
+    device.settle_host([torch.zeros(1)])
+
+
 def test_nothing_is_pinned_where_no_device_is_used(cuda):
     """A17: neither in a forked child, which cannot, nor in a process that never meant to."""
     cuda.initialized = False

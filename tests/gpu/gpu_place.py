@@ -66,6 +66,17 @@ class Gpu:
             torch.cuda._sleep(int(ms * CYCLES_A_MS))
             flat_bytes(tensor).fill_(value)
 
+    def offload_late(self, size_bytes: int, value: int, ms: float = 50.0) -> torch.Tensor:
+        """Pinned host memory that a queued copy will fill with this byte, as a framework offloads; returns at once."""
+        host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+        made = torch.zeros(size_bytes, dtype=torch.uint8, device=self.torch_device)
+        torch.cuda.synchronize()
+        self.fill_late(made, value, "offload", ms)
+        with self.on("offload"):
+            host.copy_(made, non_blocking=True)
+            made.record_stream(torch.cuda.current_stream())
+        return host
+
     def read_late(self, tensor: torch.Tensor, stream: str = "forward", ms: float = 50.0) -> Callable[[], bytes]:
         """Queue work and then a read; what it has read can be asked for later."""
         found = torch.empty_like(flat_bytes(tensor))
@@ -130,6 +141,11 @@ class StandIn:
 
     def fill_late(self, tensor: torch.Tensor, value: int, stream: str = "optimizer", ms: float = 0.0) -> None:
         self.simulation.kernel(tensor, value, stream)
+
+    def offload_late(self, size_bytes: int, value: int, ms: float = 0.0) -> torch.Tensor:
+        host = torch.zeros(size_bytes, dtype=torch.uint8)
+        self.simulation.offload(host, value)
+        return host
 
     def read_late(self, tensor: torch.Tensor, stream: str = "forward", ms: float = 0.0) -> Callable[[], bytes]:
         found = self.simulation.reading_kernel(tensor, stream)

@@ -40,6 +40,27 @@ def test_without_the_wait_half_a_step_is_published(place, clients, monkeypatch):
             place.check()
 
 
+@pytest.mark.parametrize("copy", [True, False])
+def test_host_memory_that_is_published_was_written(place, clients, copy):
+    """Of weights that were offloaded with non_blocking=True a moment ago."""
+    trainer, rollout = clients("trainer"), clients("rollout")
+    weights = {"w": place.offload_late(place.size(GIB, 10_000), 7)}
+    trainer.publish(1, weights, copy=copy)
+    assert set(place.content(rollout.fetch(1).tensors()["w"])) == {7}
+
+
+def test_without_the_wait_memory_is_published_that_was_not_written(place, clients, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(Device, "synchronize", lambda self: None)
+    if not place.is_gpu:
+        place.simulation.random.random = lambda: 1.0  # nothing runs that nobody waits for
+    weights = {"w": place.offload_late(place.size(GIB, 10_000), 7, ms=500)}
+    clients("trainer").publish(1, weights)
+    assert set(place.content(clients("rollout").fetch(1).tensors()["w"])) != {7}
+    monkeypatch.undo()
+    place.device.synchronize()
+
+
 def test_what_was_queued_before_an_install_reads_the_old_weights(place, clients):
     trainer, rollout = clients("trainer"), clients("rollout")
     size_bytes = place.size(GIB, 10_000)

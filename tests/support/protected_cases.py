@@ -306,6 +306,24 @@ def test_a_publish_waits_for_what_the_device_still_writes(stage, way, waits):
 
 
 @needs_ours
+@pytest.mark.parametrize("way", ["copy", "in place", "publisher"])
+def test_a_publish_waits_for_host_memory_that_the_device_still_writes(stage, way, waits):
+    """The same, of a queued copy into memory of the host."""
+    trainer = stage.client("trainer")
+    weights = {"w": torch.zeros(100, dtype=torch.uint8)}
+    torch.ops.protected_device.later(weights["w"], 7)
+    if way == "publisher":
+        publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10)
+        publisher.publish(1, weights.items())
+    else:
+        trainer.publish(1, weights, copy=way == "copy")
+    assert set(stage.client("rollout").fetch(1).tensors()["w"].tolist()) == {7 if waits else 0}
+    if way == "publisher":
+        publisher.close()
+    torch.accelerator.synchronize(DEVICE)  # what is left of the control
+
+
+@needs_ours
 def test_what_is_queued_on_live_tensors_does_not_come_after_the_new_bytes(stage, waits):
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     trainer.publish(1, {"w": torch.ones(100, dtype=torch.uint8)})

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 import torch
 
+from tensorhub_plugins.core.device import settle_host
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.tensors import contiguous_spec
@@ -73,6 +74,8 @@ class Turns:
         """A whole tensor that every rank has, which one of them publishes, in this dtype (None: its own)."""
         whole = contiguous_spec(name, dtype or tensor.dtype, tensor.shape)
         mine = self.is_mine(self.rank, self.ranks, whole.size_bytes)
+        if mine and dtype not in (None, tensor.dtype):
+            settle_host([tensor])  # to cast it is to read it
         return Held(whole, tensor.detach().to(dtype or tensor.dtype) if mine else None)
 
 
@@ -114,10 +117,14 @@ def held_split(held: Held, pieces: Sequence[Piece]) -> Iterator[Held]:
 
 def _flat(held: Held) -> tuple[int, torch.Tensor | None]:
     """The first element, and all that follow, in one dimension."""
-    if held.tensor is None or held.part is None:
-        return 0, None if held.tensor is None else held.tensor.reshape(-1)
-    if held.part.is_run:
+    if held.tensor is None:
+        return 0, None
+    if held.part is not None and held.part.is_run:
         return held.part.start[0], held.tensor
+    if not held.tensor.is_contiguous():
+        settle_host([held.tensor])  # it will be copied
+    if held.part is None:
+        return 0, held.tensor.reshape(-1)
     if held.tensor.shape[1:] != held.part.global_shape[1:]:
         raise UsageError(f"tensor {held.whole.name!r} is cut along more than its first dimension")
     return held.part.start[0] * prod(held.part.global_shape[1:]), held.tensor.reshape(-1)

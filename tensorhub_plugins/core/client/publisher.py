@@ -312,7 +312,7 @@ class Publisher:
         parts = {name: part for name, (_, part) in here.items() if part is not None}
         slab, pieces = self._allocate(with_parts(specs, parts))
         with self._queueing(slab) as downloads:
-            for name, tensor in self._settled((name, tensor) for name, (tensor, _) in here.items()):
+            for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
                 _write(slab, pieces[name], tensor.detach(), downloads, stays=not self.in_background)
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
@@ -328,8 +328,9 @@ class Publisher:
             raise
 
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Written, on whatever stream; in the background on this thread's, which the copies follow."""
-        return weights if self.in_background else settled(weights)
+        """Written, on whatever stream; in the background on this thread's, which the copies follow, and host memory,
+        which is read at once, by whatever was queued."""
+        return settled(weights, host_only=self.in_background)
 
     def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""

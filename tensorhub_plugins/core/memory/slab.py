@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -82,6 +83,7 @@ class Slab:
         self._runs = runs
         self._tensors = tensors
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
+        self._has_views = kind == "adopted"  # whoever has them may have queued copies to them
         self._device: devices.Device | None = None  # None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
         self._fd = fd
@@ -155,12 +157,18 @@ class Slab:
 
         names: only those of them that it has; None: all."""
         self._check_open()
+        self._has_views = True
         if names is None:
             return dict(self._tensors)
         return {name: self._tensors[name] for name in names if name in self._tensors}
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides."""
+        """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides. What is queued
+        is waited for: also a copy from a device that still writes it, where it is host memory."""
+        devices.settle_host([tensor])
+        self._write(name, tensor)
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
         spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # in which both a model's inference tensors and others can be written
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
@@ -170,9 +178,9 @@ class Slab:
         self.mark_written([name])
 
     def write_later(self, name: str, tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False) -> None:
-        """`write`, cast to the dtype here. A device's tensor has come when `downloads` have: see there."""
+        """`write`, cast to the dtype here, of what is `settled`. A device's tensor has come when `downloads` have."""
         if devices.of(tensor) is None:
-            self.write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor)
+            self._write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor)
             return
         _, target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
@@ -194,6 +202,7 @@ class Slab:
 
     def expect_writes(self) -> None:
         """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
+        self._has_views = False
         with self._lock:
             self._known = None
             self._unwritten = dict.fromkeys(self._tensors)
@@ -289,8 +298,9 @@ class Slab:
     ) -> Manifest:
         """Names, sizes and the digest of every segment, from the bytes as they are now.
 
-        segment_size_bytes, threads: None picks by size. algorithm: of digests.py, also for none. On an accelerator this
-        first waits for the work queued on the device, so that it is the finished bytes that are described.
+        segment_size_bytes, threads: None picks by size. algorithm: of digests.py, also for none. Where an accelerator
+        is used this first waits for the work queued on it, so that it is the finished bytes that are described; for
+        host memory, too, unless `write` alone has filled it.
         """
         self._check_open()
         if segment_size_bytes is None:
@@ -299,6 +309,8 @@ class Slab:
             raise UsageError(f"segment_size_bytes must be positive, not {segment_size_bytes}")
         if self._device is not None:
             self._device.synchronize()
+        elif self._has_views:
+            devices.settle_host(islice(self._tensors.values(), 1))
         if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
         joined = self._known_as(segment_size_bytes, algorithm) or self._digests(segment_size_bytes, algorithm, threads)

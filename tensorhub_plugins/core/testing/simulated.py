@@ -17,6 +17,7 @@ socket or by us, ends the process, and Python's faulthandler says where. Found a
 * calls to the device by another thread than the one that captures, or with another device than the call is for (each
   device that a thread has touched is in `contexts`);
 * a copy that touches a registration and memory beside it, which CUDA refuses.
+Host memory that a queued copy still writes (`offload`) holds POISON as well, and `is_coming` until somebody waits.
 `fail` makes calls fail. As in torch, no stream waits for the default one.
 """
 
@@ -120,6 +121,7 @@ class Simulation:
         self._recent: list[_Operation] = []  # what the host has not waited for
         self._capturing: int | None = None
         self._using: AbstractContextManager[None] | None = None
+        self._offloaded: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __enter__(self) -> Simulation:
         self._using = devices.using(self)
@@ -138,6 +140,9 @@ class Simulation:
 
     def here(self, *, begins: bool = False) -> devices.Device | None:
         return self.devices[self.current]
+
+    def in_use(self) -> Sequence[devices.Device]:
+        return self.devices
 
     # --- for tests ---
 
@@ -178,6 +183,21 @@ class Simulation:
         """Queue a kernel that sets each byte to a value."""
         fill = self._filling(tensor, value)
         self._queue(f"kernel sets {value}", device, stream, [], [tensor], fill)
+
+    def offload(self, host: torch.Tensor, value: int, *, device: int = 0) -> None:
+        """Queue a kernel, and behind it a copy of what it makes into this (pinned) host memory, as a framework does
+        that offloads weights with non_blocking=True: POISON is there until somebody waits for the device."""
+        made = self.put(torch.zeros(flat_bytes(host).numel(), dtype=torch.uint8), "offloaded", device=device)
+        self.kernel(made, value, "offload", device=device)
+        self.copy(device, made, flat_bytes(host), "offload")
+        self._offloaded.append((made, host))  # neither goes while the copy is queued
+
+    def is_coming(self, host: torch.Tensor) -> bool:
+        """Whether something is queued that writes this host memory, and that nobody has waited for."""
+        mine = self._access(host, False)
+        with self._lock:
+            accesses = [access for each in self._recent for access in each.accesses]
+        return any(access.writes and _overlap(access, mine) for access in accesses)
 
     def reading_kernel(self, tensor: torch.Tensor, stream: str = "compute", *, device: int = 0) -> list[bytes]:
         """Queue a kernel that reads a tensor. The list gets what it has read, when it has run."""

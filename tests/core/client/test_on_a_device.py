@@ -8,12 +8,12 @@ import pytest
 import torch
 from client_stage import until
 
-from tensorhub_plugins.core import CorruptBytes, Held, UsageError, same_bytes, spec_of
+from tensorhub_plugins.core import CorruptBytes, Held, Turns, UsageError, same_bytes, spec_of
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.device import Device, copy_all
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.testing import sample_tensors
-from tensorhub_plugins.core.testing.simulated import Simulation
+from tensorhub_plugins.core.testing.simulated import POISON, Simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -90,6 +90,119 @@ def test_a_rank_waits_for_what_still_writes(stage, device, in_parts, waits):
     if waits:
         assert_equal(device, stage.client("rollout").fetch(1).tensors(), weights)
     publisher.close()
+
+
+# --- host memory that a device still writes ---
+
+
+def by_write(trainer, coming):
+    slab = trainer.allocate(spec_of(name, tensor) for name, tensor in coming())
+    for name, tensor in coming():
+        slab.write(name, tensor)
+    trainer.publish(1, slab)
+
+
+def by_views(device, trainer):
+    """Into a slab of the client's own, which is pinned."""
+    slab = trainer.allocate(spec_of(name, torch.zeros(3000, dtype=torch.uint8)) for name in "ab")
+    for tensor in slab.tensors().values():
+        device.offload(tensor, 7)
+    slab.mark_written()
+    trainer.publish(1, slab)
+
+
+def by_a_rank(trainer, weights, *, in_background=False, in_parts=False):
+    publisher = Publisher(
+        trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10, in_background=in_background
+    )
+    if in_parts:
+        publisher.publish_parts(1, (Held(spec_of(name, tensor), tensor) for name, tensor in weights))
+    else:
+        publisher.publish(1, weights)
+    publisher.settle()
+    publisher._retired.put(None)  # not closed: the version stays
+    publisher._retiring.join()
+
+
+def cast(trainer, coming):
+    """As FSDP1's buffers are; bytes of 7 as int16."""
+    held = (Turns(0, 1).one_of_all(name, tensor.view(torch.int16), torch.int32) for name, tensor in coming())
+    publisher = Publisher(trainer, rank=0, ranks=1, worker="trainer/0", keep=1, timeout_s=10)
+    publisher.publish_parts(1, held)
+    publisher._retired.put(None)
+    publisher._retiring.join()
+
+
+ENTRANCES = {
+    "copy": lambda device, trainer, coming: trainer.publish(1, dict(coming())),
+    "in place": lambda device, trainer, coming: trainer.publish(1, dict(coming()), copy=False),
+    "in place, no digests": lambda device, trainer, coming: trainer.publish(1, dict(coming()), copy=False),
+    "write": lambda device, trainer, coming: by_write(trainer, coming),
+    "views": lambda device, trainer, coming: by_views(device, trainer),
+    "rank": lambda device, trainer, coming: by_a_rank(trainer, list(coming())),
+    "rank, one by one": lambda device, trainer, coming: by_a_rank(trainer, coming()),
+    "rank, background": lambda device, trainer, coming: by_a_rank(trainer, coming(), in_background=True),
+    "parts": lambda device, trainer, coming: by_a_rank(trainer, coming(), in_parts=True),
+    "parts, background": lambda device, trainer, coming: by_a_rank(
+        trainer, coming(), in_parts=True, in_background=True
+    ),
+    "parts, cast": lambda device, trainer, coming: cast(trainer, coming),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_publish_waits_for_host_memory_that_a_device_still_writes(stage, device, entrance, waits):
+    """As that of parameters which verl has just offloaded. Without the wait whatever was there before is published,
+    with the digests of that."""
+    options = {"verify": False} if "no digests" in entrance else {}
+    trainer, rollout = stage.client("trainer", **options), stage.client("rollout", **options)
+    kept = {}
+
+    def coming():
+        for name in "ab":
+            if name not in kept:
+                kept[name] = torch.zeros(3000, dtype=torch.uint8)
+                device.offload(kept[name], 7)
+            yield name, kept[name]
+
+    device.random.random = lambda: 1.0  # nothing runs that nobody waits for
+    ENTRANCES[entrance](device, trainer, coming)
+    assert not waits or not any(map(device.is_coming, kept.values()))
+    found = rollout.fetch(1).tensors()
+    expected = {name: {7 if waits else POISON} for name in "ab"}
+    if entrance == "parts, cast":
+        expected = {name: {value for each in values for value in (0x0101 * each,)} for name, values in expected.items()}
+    assert {name: set(tensor.tolist()) for name, tensor in found.items()} == expected
+
+
+def test_the_devices_are_waited_for_once_for_tensors_that_are_all_there(stage, device):
+    """There may be 150,000 of them, in host memory beside others on the device."""
+    trainer, before = stage.client("trainer"), device.calls["synchronize"]
+    trainer.publish(1, {**{str(k): torch.ones(1) for k in range(1000)}, "there": device.put(torch.ones(1))})
+    assert device.calls["synchronize"] - before <= 3
+
+
+def test_host_memory_is_waited_for_on_every_device(stage):
+    """The thread that publishes may have chosen another one than that which writes."""
+    with Simulation(0, count=2) as simulation:
+        simulation.random.random = lambda: 1.0
+        weight = torch.zeros(3000, dtype=torch.uint8)
+        simulation.offload(weight, 7, device=1)
+        assert simulation.is_coming(weight)
+        stage.client("trainer").publish(1, {"w": weight})
+        assert not simulation.is_coming(weight)
+
+
+def test_host_memory_that_is_read_into_is_waited_for(stage, device, waits):
+    """Without it what was offloaded before comes after the new bytes, and over them."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, {"w": torch.ones(3000, dtype=torch.uint8)})
+    live = torch.zeros(3000, dtype=torch.uint8)
+    device.random.random = lambda: 1.0
+    device.offload(live, 7)
+    rollout.replicate({"w": live}, 1)
+    device.devices[0]._driver.synchronize()
+    assert set(live.tolist()) == {1 if waits else 7}
 
 
 @pytest.mark.parametrize("device", SEEDS, indirect=True)
