@@ -24,6 +24,7 @@ from verl.utils import device
 from tensorhub_plugins.core import (
     CHECKPOINT,
     Client,
+    Fetched,
     Publisher,
     TensorHubError,
     UsageError,
@@ -49,7 +50,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self.is_trainer, self.is_master = is_master is not None, bool(is_master)
         self._client: Client | None = None
         self._publisher: Publisher | None = None
-        self._received = 0  # the version this rollout worker serves
+        self._received: Fetched | None = None  # the version that this rollout worker serves
         if self.is_trainer and self.options.parts:
             parts.watch()
         if self.options.hub is not None and self.is_trainer:
@@ -94,7 +95,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         """All ranks, before verl moves any weights. What a former life of this run has published is over, from the
         weights of this step on: they come next."""
         publisher.begin(version_of_step(step) - 1)
-        if self.is_master and publisher.attempt:
+        if self.is_master and publisher.attempt and ray.is_initialized():
             with contextlib.suppress(ValueError):  # no replicas that pull
                 ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)
 
@@ -125,19 +126,20 @@ class TensorHubCheckpointEngine(CheckpointEngine):
     def _receive(self, step: int) -> dict[str, torch.Tensor]:
         """All rollouts come at once: those that have a part serve it on to the others while the rest arrives.
 
-        By its number: what is pinned does not matter here, and a version that was withdrawn is an error.
+        By its number: what is pinned does not matter here, and a version that was withdrawn is an error. One that this
+        worker has is given again: verl's fully_async asks for its last one once more when the training ends.
         """
         client, timeout_s = self._client, self.options.timeout_s
         assert client is not None, "init_process_group comes before receive_weights"
         version = self._wait(client, step)  # the trainer is still gathering
-        if version == self._received:
-            raise UsageError("verl asked for the weights of the same step twice", version=version)
+        if self._received is not None and version == self._received.version:
+            return self._received.tensors()
         started = time.monotonic()
         fetched = client.fetch(version, (CHECKPOINT,), timeout_s=timeout_s, serve=True)
         run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
-        if self._received:
-            client.unpublish(self._received, CHECKPOINT, timeout_s=timeout_s)
-        self._received = version
+        if self._received is not None:
+            client.unpublish(self._received.version, CHECKPOINT, timeout_s=timeout_s)
+        self._received = fetched
         return fetched.tensors()
 
     def _wait(self, client: Client, step: int) -> int:
