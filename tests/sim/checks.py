@@ -20,6 +20,7 @@ knowing exactly what is true. In both, these are checked whenever they could bre
                 name is reading
     circle      nobody waits for bytes that depend on his own
     late        every operation ends by its deadline
+    raised      what was given up, and has raised, is not carried out later, and what it published is not here again
     twice       no segment that has arrived intact is read again
     stuck       in the calm, everybody finishes
     ghost       in the calm, the hub's holdings, leases and waiters are the workers' own
@@ -185,6 +186,7 @@ def check_reply(world: World, effect: hub_machine.Send) -> None:
     if reader is not None and isinstance(effect.message, m.Granted) and effect.message.generation:
         reader.lent = max(reader.lent, effect.message.version)
     if not repeated:
+        check_not_carried_out_later(world, effect.session, effect.message)
         _check_directed(world, effect.session, effect.message)
     if not isinstance(effect.message, m.Unpublished) or effect.message.must_retain:
         return
@@ -213,7 +215,7 @@ def check_reply(world: World, effect: hub_machine.Send) -> None:
 def _check_lease(world: World, link: Link, what: str) -> None:
     """The hub must know of this read, unless it could not: it was down, or its word or the reader's was lost."""
     hub = world.hub
-    if hub is None or hub.registry.recovering(world.now) or world.now >= link.lease_deadline:
+    if hub is None or hub.registry.recovering(world.hub_now) or world.now >= link.lease_deadline:
         return
     reader = hub.registry.workers.get(link.reader.session)
     if reader is None or link.source.session not in hub.registry.workers:
@@ -229,6 +231,32 @@ def _check_lease(world: World, link: Link, what: str) -> None:
     lease = reader.leases.get(link.request)
     if lease is None or lease.sources.get(link.key.shard) != link.source.session:
         raise Violation("lease", world, f"{what} while {link.reader.name} reads without a lease")
+
+
+def check_not_carried_out_later(world: World, session: bytes, reply: m.HubMessage) -> None:
+    """The hub answers that it has done something now: nobody was told before that it had failed."""
+    if not isinstance(reply, m.Done | m.Begun | m.Granted | m.Unpublished) or getattr(reply, "must_retain", False):
+        return
+    asked = world.asked.get((session, reply.request_id))
+    is_released = isinstance(asked, m.Acquire) and isinstance(reply, m.Done)  # so that it does not begin again
+    if reply.request_id in world.raised.get(session, ()) and not is_released:
+        raise Violation("raised", world, f"{asked} was given up: {reply}")
+
+
+def held_by(world: World, event: hub_machine.Event) -> set[ShardKey]:
+    """What the worker that speaks holds, as the hub knows it."""
+    if world.hub is None or not isinstance(event, hub_machine.Received):
+        return set()
+    known = world.hub.registry.workers.get(event.session)
+    return set() if known is None else set(known.holdings)
+
+
+def check_not_held_later(world: World, event: hub_machine.Event, before: set[ShardKey]) -> None:
+    """By whatever message: a Hello announces shards, too."""
+    if isinstance(event, hub_machine.Received) and event.session in world.raised:
+        given_up = set(world.raised[event.session].values()) - {None}
+        for key in (held_by(world, event) - before) & given_up:
+            raise Violation("raised", world, f"the publish of {key} was given up, and it is here: {event.message}")
 
 
 def check_read(world: World, link: Link) -> None:

@@ -58,6 +58,7 @@ def test_the_rules_hold_under_faults_and_everybody_finishes() -> None:
         "gave_up_DeadlineExceeded", "gave_up_VersionGone", "may_release", "tired", "further_idle", "further_urgent",
         "waited_for_offer", "pinned", "unpinned", "withdrawn", "told_to_stop", "went_back", "haunted", "resumed_lower",
         "zombie_refused", "superseded_copies", "rivals", "not_begun", "held_for_others",
+        "hub_freezes", "publish_expired",
     }  # fmt: skip
     rare = {name for name in happened if total[name] < SEEDS / 50}
     assert not rare, f"the runs do not exercise {rare}"
@@ -141,6 +142,7 @@ def test_one_copy_crosses_a_long_way_and_the_others_follow_it(monkeypatch: pytes
         ("withdrawn forgotten", broken_hubs.lends_what_is_withdrawn),
         ("superseded", broken_hubs.shows_what_is_superseded),
         ("zombie", broken_hubs.hears_zombies),
+        ("raised", broken_hubs.hears_what_was_given_up),
         ("numbers", broken_hubs.numbers_every_attempt_alike),
         ("domains", broken_hubs.asks_nobody_for_a_copy),
         ("domains", broken_hubs.counts_spot_nodes),

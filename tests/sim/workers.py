@@ -246,7 +246,11 @@ class Worker:
             then(reply)
 
         self.waiting[request] = answered
-        self.feed(s.Ask(make(request), deadline))
+        message = make(request)
+        if isinstance(message, m.Publish):  # again
+            given_up = self.world.raised.get(self.session, {})
+            given_up.update({number: None for number, key in given_up.items() if key == message.holding.key})
+        self.feed(s.Ask(message, deadline))
         return request
 
     def feed(self, event: s.Event) -> None:
@@ -256,7 +260,9 @@ class Worker:
                     self.world.to_hub(self, message)
                 case s.Answered(request, reply):
                     self._answer(request, reply)
-                case s.Expired(request):
+                case s.Expired(request, _, was_sent):
+                    self.world.counts["expired_unsent"] += not was_sent
+                    self._gives_up(request)
                     self._answer(request, None)
                 case s.SourceGone(session):
                     for transfer in list(self.transfers):
@@ -275,6 +281,12 @@ class Worker:
                 case _:
                     self.world.counts[type(effect).__name__] += 1
         self._arm()
+
+    def _gives_up(self, request: int) -> None:
+        asked = self.world.asked.get((self.session, request))
+        key = asked.holding.key if isinstance(asked, m.Publish) else None
+        # What arrives here is here, whatever became of the word that all of it has.
+        self.world.raised.setdefault(self.session, {})[request] = None if key in self.machine.holdings else key
 
     def _answer(self, request: int, reply: m.Reply | None) -> None:
         then = self.waiting.pop(request, None)
@@ -356,7 +368,7 @@ class Worker:
                 offer.reuse()
             then(reply)
 
-        self.carry_out(effects, self.world.now + 30.0, answered)
+        self.carry_out(effects, self.world.now + self.world.rng.choice([2.0, 30.0]), answered)
 
     def unpublish(self, ticket: Ticket) -> Program:
         """Afterwards the owner of the memory uses it again, whatever the hub says, or if it says nothing."""

@@ -14,14 +14,17 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from checks import (
     Violation,
     check_domains,
     check_no_ghosts,
+    check_not_held_later,
     check_nothing_forgotten,
     check_reply,
+    held_by,
     missing_domains,
     some_bytes,
 )
@@ -56,6 +59,7 @@ class Faults:
     freeze_every_s: float = 0.0
     tire_every_s: float = 0.0  # a worker that answers, but serves slowly
     cut_every_s: float = 0.0  # a worker's line to the hub
+    hub_freeze_every_s: float = 0.0  # what is said to it lies in buffers meanwhile
 
     @classmethod
     def random(cls, rng: random.Random) -> Faults:
@@ -69,6 +73,7 @@ class Faults:
             freeze_every_s=rng.choice([0.0, 12.0, 30.0]),
             tire_every_s=rng.choice([0.0, 6.0, 20.0]),
             cut_every_s=rng.choice([0.0, 12.0, 30.0]),
+            hub_freeze_every_s=rng.choice([0.0, 12.0, 25.0]),
         )
 
 
@@ -96,6 +101,10 @@ class World:
         self._order = 0
         self.hub: hub_machine.Hub | None = None
         self.lives = 0
+        self.hub_frozen_until = 0.0
+        self.hub_lead = 0.0  # of this life's clock on everybody else's
+        self.raised: dict[bytes, dict[int, ShardKey | None]] = {}  # session -> requests that were given up, and what
+        # they would have published
         self.workers: dict[bytes, Worker] = {}
         self.links: dict[Link, None] = {}
         self.dead: dict[bytes, float] = {}  # session -> when it died
@@ -154,12 +163,14 @@ class World:
         for group in self.groups:
             self.at(self.rng.uniform(0, 1), group.start)
         self._every(lambda: self.faults.hub_crash_every_s, self._crash_hub)
+        self._every(lambda: self.faults.hub_freeze_every_s, self._freeze_hub)
         self._every(lambda: self.faults.worker_crash_every_s, self._crash_worker)
         self._every(lambda: self.faults.freeze_every_s, self._freeze)
         self._every(lambda: self.faults.cut_every_s, self._cut)
         self._every(lambda: self.faults.tire_every_s, self._tire)
         self.run_until(FAULTS_S)
         self.calm, self.faults = True, Faults()
+        self.hub_frozen_until = 0.0
         for worker in list(self.workers.values()):
             worker.cut_until = worker.tired_until = 0.0
             if worker.haunts is not None:
@@ -191,7 +202,8 @@ class World:
         self.lives += 1
         self.met, self.returned, self.told_to_retain = set(), {}, False
         born = self.now if self.lives > 1 else self.now - HUB_ALONE_S
-        self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born)
+        self.hub_lead = self.rng.uniform(-1000.0, 1000.0)
+        self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
         self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
 
@@ -200,6 +212,15 @@ class World:
             self.hub = None
             self.counts["hub_crashes"] += 1
             self.at(self.rng.choice([0.1, 1.0, 8.0]), self.start_hub)
+
+    @property
+    def hub_now(self) -> float:
+        """The time on the hub's clock."""
+        return self.now + self.hub_lead
+
+    def _freeze_hub(self) -> None:
+        self.counts["hub_freezes"] += 1
+        self.hub_frozen_until = self.now + self.rng.choice([0.5, 4.0, 12.0])
 
     def _crash_worker(self) -> None:
         group = self.rng.choice(self.groups)
@@ -241,16 +262,18 @@ class World:
         frame, sent = m.encode(message), self.now
         if isinstance(message, m.Unpublish):
             self.unpublishing[worker.session, message.request_id] = message.keys
-        if isinstance(message, m.Wait | m.Target | m.Pin | m.Withdraw | m.Publish | m.Unpublish | m.Retain | m.Hello):
+        if isinstance(message, m.Wait | m.Target | m.Hello | m.Dated):
             self.asked[worker.session, message.request_id] = message
         if self.now >= worker.cut_until:
             for delay in self._deliveries():
                 self.at(delay, lambda: self._hub_receives(worker, frame, sent))
 
     def _hub_receives(self, worker: Worker, frame: bytes, sent: float) -> None:
-        if self.hub is not None and self.now >= worker.cut_until:
+        if self.hub is not None and self.now < self.hub_frozen_until:
+            self.at(self.hub_frozen_until - self.now, partial(self._hub_receives, worker, frame, sent))
+        elif self.hub is not None and self.now >= worker.cut_until:
             message = m.decode_from_client(frame)
-            believed = isinstance(message, m.Hello) and self.hub.believes(message)
+            believed = isinstance(message, m.Hello) and self.hub.believes(message, self.hub_now)
             if believed or isinstance(message, m.Heartbeat):
                 self.last_word[worker.session] = max(sent, self.last_word.get(worker.session, 0.0))
             if isinstance(message, m.Hello) and believed:
@@ -268,19 +291,25 @@ class World:
             self._feed_hub(hub_machine.Received(worker.session, m.decode_from_client(frame)))
 
     def _tick_hub(self, life: int) -> None:
-        if self.hub is not None and life == self.lives:
-            self._feed_hub(hub_machine.Tick())
-            self.at(self.hub.next_deadline(self.now) - self.now, lambda: self._tick_hub(life))
+        if self.hub is None or life != self.lives:
+            return
+        if self.now < self.hub_frozen_until:  # what was said meanwhile it hears first, as the server does
+            self.at(self.hub_frozen_until - self.now + 0.001, lambda: self._tick_hub(life))
+            return
+        self._feed_hub(hub_machine.Tick())
+        self.at(self.hub.next_deadline(self.hub_now) - self.hub_now, lambda: self._tick_hub(life))
 
     def _feed_hub(self, event: hub_machine.Event) -> None:
         assert self.hub is not None
         self.visible_before = self._visible()
-        effects = self.hub.handle(event, self.now)
+        held_before = held_by(self, event)
+        effects = self.hub.handle(event, self.hub_now)
         if self.log is not None:
             self._log(event, effects)
         if not isinstance(event, hub_machine.Tick) or effects:
             validate(self.hub.registry)
         self.trace.update(f"{self.now:.6f} {len(effects)}".encode())
+        check_not_held_later(self, event, held_before)
         for effect in effects:
             if isinstance(effect, hub_machine.Send):
                 check_reply(self, effect)

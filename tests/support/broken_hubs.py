@@ -19,7 +19,7 @@ from tensorhub_plugins.core.hub.hub import Hub
 from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History
+from tensorhub_plugins.core.hub.state import History, Pending
 from tensorhub_plugins.core.protocol import messages as m
 
 Broken = Callable[[], AbstractContextManager[object]]
@@ -28,6 +28,12 @@ Broken = Callable[[], AbstractContextManager[object]]
 def answers(owner: object, name: str, answer: object) -> AbstractContextManager[object]:
     """It always says the same."""
     return mock.patch.object(owner, name, lambda *_, **__: answer)
+
+
+@contextmanager
+def hears_what_was_given_up() -> Iterator[None]:
+    with answers(m.Until, "is_over", False), answers(Pending, "is_overdue", False):
+        yield
 
 
 def forgets_leases() -> AbstractContextManager[object]:

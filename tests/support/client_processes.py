@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,7 +178,16 @@ class Process:
         self._process.join()
 
     def freeze(self) -> None:
+        """SIGSTOP; returns when no thread of it runs any more."""
         self._signal(signal.SIGSTOP)
+        deadline = time.monotonic() + ANSWER_S
+        while not self._is_stopped():
+            assert time.monotonic() < deadline, "the process does not stop"
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)

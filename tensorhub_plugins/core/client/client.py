@@ -96,7 +96,7 @@ class Client:
 
     Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
     HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and UsageError, for
-    arguments that can never work or when the client is closed.
+    arguments that can never work or when the client is closed. What has raised is not carried out later.
     """
 
     def __init__(
@@ -172,7 +172,8 @@ class Client:
         several shards of a checkpoint only the tensors still here are compared: others may have gone to another shard.
 
         timeout_s: for the hub's answer; copying and digesting come before it. Raise UsageError for what can never be
-        published, VersionGone for a withdrawn version, HubUnreachable without an answer: then nothing was published.
+        published, VersionGone for a withdrawn version, HubUnreachable without an answer: then nothing is published
+        later; it says whether the hub may have heard of it, in which case it is taken back.
         """
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         timeout_s = bounded(timeout_s)

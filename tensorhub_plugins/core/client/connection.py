@@ -255,8 +255,9 @@ class HubLink:
                 self._closing = True
                 asked = list(self._futures.values())
                 self._futures.clear()
-            for future, _ in asked:
-                future.set_exception(UsageError("the client was closed while it waited for the hub"))
+            for future, request in asked:
+                still = ", which may carry it out until its deadline" if type(request) in FIND_OUT else ""
+                future.set_exception(UsageError(f"the client was closed while it waited for the hub{still}"))
             self._free()
 
     def _note(self, message: messages.HubMessage) -> None:
@@ -308,8 +309,8 @@ class HubLink:
                     self._outbox.append(messages.encode(message))
                 case session.Answered(request, reply):
                     self._resolve(request, reply)
-                case session.Expired(request, hub_silent):
-                    self._expire(request, hub_silent=hub_silent)
+                case session.Expired():
+                    self._expire(effect)
                 case session.SourceGone(gone):
                     self._on_source_gone(gone)
                 case session.MayRelease():
@@ -346,11 +347,12 @@ class HubLink:
             self._refused = why
             log.error("%s: the hub refuses this worker: %s", self._name, why)
 
-    def _expire(self, request: int, *, hub_silent: bool) -> None:
-        asked = self._futures.pop(request, None)
+    def _expire(self, expired: session.Expired) -> None:
+        asked = self._futures.pop(expired.request_id, None)
         if asked is not None:
-            why = "the hub does not answer" if hub_silent else "the hub did not decide in time"
+            why = "the hub does not answer" if expired.hub_silent else "the hub did not decide in time"
             why = self._handshakes.shut_out or self._refused or why
+            why += outcome_text(asked[1], was_sent=expired.was_sent)
             asked[0].set_exception(HubUnreachable(why, peer=self.address, **_described(asked[1])))
 
     def _flush(self) -> None:
@@ -385,6 +387,25 @@ PHASES = {
     messages.Target: "wait",
     messages.AskVersions: "versions",
 }
+
+
+# Where the answer to a request is missing: how to find out whether it was carried out.
+FIND_OUT: dict[type, str] = {
+    messages.Publish: "if so it is taken back, and readers may have it: publish the same bytes, or a higher number",
+    messages.Pin: "Client.pinned and `tensorhub status` say which version is pinned once the hub is heard",
+    messages.Withdraw: "`tensorhub status` says which versions are withdrawn once the hub is heard",
+    messages.Begin: "begin again: what this attempt may have ended is over, and the next one is above it",
+    messages.Retain: "retain again: the last one counts",
+}
+
+
+def outcome_text(request: session.Request, *, was_sent: bool) -> str:
+    """What may be so after a request that changes something was given up; empty for others."""
+    if type(request) not in FIND_OUT:
+        return ""
+    if not was_sent:
+        return "; nothing was changed, as it was not even sent"
+    return f"; it may have been carried out before, and will not be from now on: {FIND_OUT[type(request)]}"
 
 
 def _described(request: session.Request) -> dict[str, Any]:

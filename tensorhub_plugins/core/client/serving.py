@@ -98,7 +98,7 @@ class Serving:
     def publish(
         self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline, *, lends: bool = False
     ) -> None:
-        """Offer a whole shard; returns when the hub knows of it. On an error nothing was published. lends: nobody but
+        """Offer a whole shard; returns when the hub knows of it. On an error nothing is published. lends: nobody but
         the pool writes to its memory when it is offered no more."""
         was_read = slab in self._fetched
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)

@@ -8,6 +8,13 @@ What a deadline that passes without the hub's answer means
     Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
     Unpublish: the copy is retained, as if the hub had said so, because it may be the last one (rule 4); MayRelease
     follows when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
+
+What has expired has no effect later
+    Every request that changes something says until when it is meant, on the hub's clock, and the hub drops what it
+    finds after that, or what was said to a hub before it: a request may lie in a buffer while the hub is stopped or the
+    link is cut. What was dropped too soon is asked for again at the next heartbeat. We know the hub's clock from its
+    last word, which takes time to get here, so that we think it earlier than it is, never later. Of what is unanswered
+    a Hello brings nothing into effect but the shards of Publishes, and it says until when it may.
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is awa
 REDIAL_S = 20.0  # without a word: the connection may be dead without knowing it, or lead to where the hub was
 REDIAL_SEVERAL_S = 5.0  # the same where the hub may be at several addresses
 ANSWER_MARGIN_S = 0.4  # beyond a request's own deadline, for the hub's answer that it has passed: it says more
+DRIFT_MAX = 1e-3  # of two clocks, per second: NTP slews each by half of that at most
 
 Request: TypeAlias = m.Request
 
@@ -82,10 +90,12 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """No answer by the deadline. hub_silent: because no hub answers at all."""
+    """No answer by the deadline. hub_silent: because no hub answers at all. was_sent: so that it may have been carried
+    out, and the answer was lost; it will not be any more."""
 
     request_id: int
     hub_silent: bool
+    was_sent: bool = False
 
 
 class SourceGone(msgspec.Struct, frozen=True):
@@ -142,6 +152,7 @@ class _Asked:
     deadline: float
     asked_at: float
     announced: bool = False  # Publish: the hub was told of this shard before
+    was_sent: bool = False
 
 
 @dataclass
@@ -169,8 +180,8 @@ class Session:
     offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
-    retain: m.Retain | None = None  # the last that was asked for
-    retain_serial: int = 0  # of the last that was answered
+    retain: m.Retain | None = None  # the last that was answered
+    retain_serial: int = 0  # of it
     seen: int = 0  # the newest version the hub has told us of
     resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
     generation: int = 0
@@ -183,6 +194,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self._welcomed = False
+        self._clock: tuple[bytes, float] | None = None  # a hub's life, and its clock's lead on ours, at least
         self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
         self._retry_retained = False
         self.heard_at = self._dialed_at = self.now
@@ -240,14 +252,13 @@ class Session:
             for overtaken in self._publishing(message):
                 del self.asked[overtaken]
                 self._effects.append(Answered(overtaken, self._overtaken(overtaken, message.keys)))
-        elif isinstance(message, m.Retain):
-            self.retain = message
         self.asked[message.request_id] = _Asked(message, deadline, now, announced)
         self._send_asked(message.request_id, now)
 
     def _send_asked(self, request_id: int, now: float) -> None:
         """Unless no hub listens, or it has to hear of something else first."""
         if self._welcomed and not self._publishing(self.asked[request_id].message):
+            self.asked[request_id].was_sent = True
             self._send(self._dated(request_id, now))
 
     def _publishing(self, message: Request) -> list[int]:
@@ -269,12 +280,29 @@ class Session:
         return m.Refused(request_id, "Superseded", "a newer attempt of the trainer has begun: end this process")
 
     def _dated(self, request_id: int, now: float) -> Request:
-        """The request with the seconds that are left of its deadline."""
+        """The request with the seconds that are left of its deadline, and until when it is meant."""
         asked = self.asked[request_id]
-        if isinstance(asked.message, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin):
-            left_s = bounded(remaining_s(asked.deadline, now))
-            return msgspec.structs.replace(asked.message, timeout_s=left_s)
-        return asked.message
+        dated = asked.message
+        if isinstance(dated, m.Dated):
+            dated = msgspec.structs.replace(dated, until=self._until(asked.deadline, now))
+        if isinstance(dated, m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin):
+            dated = msgspec.structs.replace(dated, timeout_s=bounded(remaining_s(asked.deadline, now)))
+        return dated
+
+    def _until(self, deadline: float, now: float) -> m.Until | None:
+        """When a request is given up, or somewhat before, on the hub's clock; None: never, or a hub that has not said
+        what its clock says, as it is older than that."""
+        if self._clock is None or deadline == float("inf"):
+            return None
+        hub, lead = self._clock
+        given_up = deadline + ANSWER_MARGIN_S
+        return m.Until(hub, given_up + lead - DRIFT_MAX * remaining_s(given_up, now))
+
+    def _hear_clock(self, hub: bytes, clock: float, now: float) -> None:
+        """This hub's clock said so, at most now. The last word counts: one that took long only makes us think it
+        earlier, and a hub whose machine stood still has not the clock that it had."""
+        if clock:
+            self._clock = hub, clock - now
 
     def _end_lease(self, ended: EndLease) -> None:
         request_id, shard = ended.request_id, ended.shard
@@ -293,7 +321,8 @@ class Session:
         match message:
             case m.Welcome():
                 self._welcome(message, now)
-            case m.Unknown(hub):
+            case m.Unknown(hub, clock):
+                self._hear_clock(hub, clock, now)
                 if self._welcomed or hub != self.addressed:
                     self._hello_to(hub, now)
             case m.Alive():
@@ -325,6 +354,7 @@ class Session:
             self._away = False
             self._effects.append(HubBack(restarted))
         self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, welcome.heartbeat_s
+        self._hear_clock(hub, welcome.clock, now)
         self._next_heartbeat = min(self._next_heartbeat, now + welcome.heartbeat_s)
         for request_id in list(self.asked):
             self._send_asked(request_id, now)
@@ -333,6 +363,8 @@ class Session:
     def _hub_lives(self, alive: m.Alive, now: float) -> None:
         """The answer to a heartbeat: what the hub has not heard."""
         directive = alive.directive
+        if self._welcomed and alive.hub == self.hub:
+            self._hear_clock(alive.hub, alive.clock, now)
         if alive.doubted is not None:
             self._effects.append(Doubted(*alive.doubted))
         if self._away:
@@ -396,8 +428,8 @@ class Session:
                 self._direct(m.Directive(attempts=(attempt,)))
             case m.Wait() | m.Target(), m.Visible(_, version):
                 self._has_seen(version)
-            case m.Retain(), m.Done(_, serial):
-                self.retain_serial = max(self.retain_serial, serial)
+            case m.Retain() as retain, m.Done(_, serial) if serial >= self.retain_serial:
+                self.retain, self.retain_serial = retain, serial
             case _:
                 pass
         self._effects.append(Answered(reply.request_id, reply))
@@ -452,7 +484,7 @@ class Session:
                         pass
                 self._send_unblocked(asked.message, now)
                 is_silent = self.heard_at <= asked.asked_at or now - self.heard_at > HUB_QUIET_S
-                self._effects.append(Expired(request_id, is_silent))
+                self._effects.append(Expired(request_id, is_silent, asked.was_sent))
         for request_id in [r for r, lease in self.leases.items() if lease.deadline + ANSWER_MARGIN_S <= now]:
             del self.leases[request_id]
         if not self._away and now - self.heard_at > HUB_SILENT_S:
@@ -493,6 +525,9 @@ class Session:
     def _hello(self, now: float) -> None:
         self._next_hello = now + HELLO_EVERY_S
         self._settle_unpublishes()
+        announced = [asked for asked in self.asked.values() if self._is_announced_by_hello(asked)]
+        for asked in announced:
+            asked.was_sent = True
         self._send(
             msgspec.structs.replace(
                 self.identity,
@@ -522,8 +557,14 @@ class Session:
                 hub=self.addressed,
                 mark=self.mark,
                 welcomed=self.hub or b"",
+                until=self._until(min((asked.deadline for asked in announced), default=float("inf")), now),
             )
         )
+
+    def _is_announced_by_hello(self, asked: _Asked) -> bool:
+        """Whether this is a Publish that has no effect yet, and that a Hello would bring into effect."""
+        message = asked.message
+        return isinstance(message, m.Publish) and not asked.announced and message.holding.key in self.holdings
 
     def _settle_unpublishes(self) -> None:
         """A Hello says all that is held, so it gives up what is not here; what has been offered again meanwhile stays.

@@ -36,7 +36,7 @@ class Beginning:
             return m.Refused(begin.request_id, "Superseded", text)
         if self._registry.recovering(now):
             return self._not_in_time(pending, now, "the hub has just been started and does not know yet who lives")
-        members = _members(history, pending)
+        members = _members(history, pending, now)
         if pending.id in history.begun_by or _may_join(history, pending):
             worker.mark = history.directive.mark
             return m.Begun(begin.request_id, history.directive.attempts[-1], self._registry.session)
@@ -117,8 +117,8 @@ def over(worker: Worker) -> str | None:
     )
 
 
-def _members(history: History, pending: Pending) -> dict[int, Pending]:
-    """By shard: who begins the same as this one."""
+def _members(history: History, pending: Pending, now: float) -> dict[int, Pending]:
+    """By shard: who begins the same as this one, and has not given up."""
     asked, hello = pending.message, pending.worker.hello
     assert isinstance(asked, m.Begin)
     return {
@@ -128,6 +128,7 @@ def _members(history: History, pending: Pending) -> dict[int, Pending]:
         and (other.message.step, other.message.word) == (asked.step, asked.word)
         and (other.worker.hello.replica, other.worker.hello.shard_count) == (hello.replica, hello.shard_count)
         and not other.worker.is_replaced
+        and not other.is_overdue(now)
     }
 
 

@@ -13,10 +13,12 @@ The rules it keeps (numbers as in the design)
        not, over any number of steps, read from that reader.
     4  The last copy of a retained version is not given up: its worker must retain it, and later hears when it may
        release it. Where copies in several failure domains are wanted, a worker is asked to make one (domains.py).
-    5  Every pending request has a deadline and ends in a reply.
+    5  Every pending request has a deadline and ends in a reply, if anybody waits for it.
     6  In the first `HubLimits.grace_s` after its start the hub says nothing that depends on having heard all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
        A Hello that was said to a hub before this one is not believed: its worker is asked to say it again.
+    7  What was given up is not carried out any more: whoever asks says until when it is meant (`messages.Until`), and a
+       hub that was stopped, or was cut off, finds later what has lain in a buffer meanwhile.
 
 Who converts
     Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
@@ -153,6 +155,11 @@ class Hub:
         waiters = self.registry.waiters
         if not waiters.is_waiting(pending):
             return True
+        if pending.is_overdue(now):  # as in `_request`: not for good
+            waiters.remove(pending)
+            if isinstance(pending.message, m.Unpublish):
+                self._publishing.retain(pending.worker, pending.message)
+            return True
         match pending.message:
             case m.Unpublish():
                 reply = self._publishing.try_unpublish(pending, pending.message, now)
@@ -248,7 +255,7 @@ class Hub:
                 pass
         if worker is None:
             if not isinstance(message, m.Bye):
-                self._outbox.send(session, m.Unknown(self.session))
+                self._outbox.send(session, m.Unknown(self.session, now))
             return
         worker.last_heard, worker.suspect = now, False
         match message:
@@ -279,6 +286,9 @@ class Hub:
             return
         if request_id in worker.pending:
             return
+        if isinstance(message, m.Dated) and message.until is not None and message.until.is_over(self.session, now):
+            self._outbox.log(f"{worker.name}: a {type(message).__name__} was heard after it was given up: dropped")
+            return  # not for good: who has not given up, and thinks our clock earlier than it is, asks again
         if len(worker.pending) >= PENDING_PER_SESSION_MAX:
             text = f"more than {PENDING_PER_SESSION_MAX} requests pending"
             self._outbox.refuse(worker, request_id, "UsageError", text)
@@ -316,16 +326,18 @@ class Hub:
 
     # --- sessions ---
 
-    def believes(self, hello: m.Hello) -> bool:
-        """Whether this was said to us, and so is not older than our life: what it says was true in our time.
+    def believes(self, hello: m.Hello, now: float) -> bool:
+        """Whether this was said to us, and so is not older than our life: what it says was true in our time. Not: what
+        was published in it, and given up meanwhile.
 
-        The first Hello of a worker that is all of its replica is believed at once: if it comes late, it says nothing
-        that could be wrong by then.
+        The first Hello of a worker that is all of its replica, and takes nobody's place, is believed at once: if it
+        comes late, it says nothing that could be wrong by then.
         """
         if hello.hub == b"":
             says = (*hello.holdings, *hello.leases, *hello.claims, *hello.pending)
-            return hello.shard_count == 1 and not says
-        return hello.hub in (None, self.session)
+            return hello.shard_count == 1 and not says and not self.registry.has_replica(hello)
+        is_over = hello.until is not None and hello.until.is_over(self.session, now)
+        return hello.hub in (None, self.session) and not is_over
 
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, role: Role, now: float) -> None:
         if role == "reader":
@@ -341,8 +353,8 @@ class Hub:
             known.last_heard, known.suspect = now, False
             if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
                 return
-        if not self.believes(hello):
-            self._outbox.send(session, m.Unknown(self.session))
+        if not self.believes(hello, now):
+            self._outbox.send(session, m.Unknown(self.session, now))
             return
         history = self.registry.history(hello)
         self._following.direct(history, self._following.announced(history, hello.directive, now), welcomed=session)
@@ -441,11 +453,11 @@ class Hub:
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
         """Make up for what was lost on the way, in either direction."""
         if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
-            self._outbox.send(worker.session, m.Unknown(self.session))
+            self._outbox.send(worker.session, m.Unknown(self.session, now))
             return
         last_request_id = heartbeat.last_request_id
         if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat, now):
-            self._outbox.send(worker.session, m.Unknown(self.session))  # its Hello will say
+            self._outbox.send(worker.session, m.Unknown(self.session, now))  # its Hello will say
         worker.last_request_id = max(worker.last_request_id, last_request_id)
         unseen, asked = [], set(heartbeat.pending)
         for request_id in heartbeat.pending:
@@ -463,7 +475,8 @@ class Hub:
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
-        self._outbox.send(worker.session, m.Alive(tuple(unseen), None if knows else history.directive, clock=now))
+        directive = None if knows else history.directive
+        self._outbox.send(worker.session, m.Alive(tuple(unseen), directive, clock=now, hub=self.session))
         if not self.registry.recovering(now):
             spare = self._publishing.spare_copies(worker)
             if spare:

@@ -214,7 +214,7 @@ class Publishing:
             if recovering and now < pending.deadline:
                 return None
             if recovering and any(h.complete for h in holdings) or self._must_stay(worker.history, holdings):
-                return self._retain(worker, unpublish, holdings)
+                return self.retain(worker, unpublish)
             if leases and now < pending.deadline:
                 return None
         cut_off = tuple(sorted({lease.reader.name for lease in leases}))
@@ -223,8 +223,9 @@ class Publishing:
         _remember_withdrawn(worker, unpublish)
         return m.Unpublished(unpublish.request_id, cut_off)
 
-    def _retain(self, worker: Worker, unpublish: m.Unpublish, holdings: list[Holding]) -> m.Unpublished:
-        for h in holdings:
+    def retain(self, worker: Worker, unpublish: m.Unpublish) -> m.Unpublished:
+        """The worker keeps what it wanted to give up."""
+        for h in self._given_up(worker, unpublish):
             h.unpublishing, h.must_retain = None, True
             self._registry.refresh_candidate(worker, h.key)
         return m.Unpublished(unpublish.request_id, must_retain=True)

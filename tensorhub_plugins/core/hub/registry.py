@@ -196,6 +196,11 @@ class Registry:
         self.waiters.mark_all_ready(history.beginning.values())  # it may have been the trainer before
         self.waiters.mark_dirty(history)
 
+    def has_replica(self, hello: m.Hello) -> bool:
+        """Whether a worker of this replica is known."""
+        history = self.histories.get((hello.run, hello.model))
+        return history is not None and hello.replica in history.replicas
+
     # --- holdings ---
 
     def add_holding(self, holding: Holding, version: Version) -> None:

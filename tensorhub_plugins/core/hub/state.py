@@ -115,6 +115,11 @@ class Pending:
     def __post_init__(self) -> None:
         self.id = self.worker.session, self.message.request_id
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether whoever asked has given it up."""
+        until = getattr(self.message, "until", None)
+        return until is not None and now > until.clock
+
 
 @dataclass(eq=False, slots=True)
 class Worker:

@@ -6,7 +6,9 @@ limits below bound what one message may hold. Nothing is ever unpickled.
 
 Requests carry `request_id`, a number that is unique within the session. A request may be sent again with the same
 number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
-the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ.
+the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ. But seconds that
+are left say nothing of a request that has lain in a buffer: one that changes something also carries the instant until
+which it is meant (`Until`), on the clock of the hub, which a worker knows from what the hub says.
 """
 
 from __future__ import annotations
@@ -105,6 +107,17 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
     expires: float
 
 
+class Until(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An instant on the clock of this life of the hub: whoever has asked gives up then, and no other hub is meant."""
+
+    hub: HubLife
+    clock: float
+
+    def is_over(self, hub: bytes, now: float) -> bool:
+        """Whether this hub, at `now` on its clock, is not to act any more."""
+        return self.hub != hub or now > self.clock
+
+
 class Ticket(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A claim, and the key by which its owner proves it."""
 
@@ -184,9 +197,9 @@ class Hello(_Message, frozen=True):
     one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
     older than this field). process: the worker's, see process.py; "": it does not say. mark: of the attempt that it has
     begun; b"": none. job: what it has in common with its former and next lives only; "": it does not say. welcomed: the
-    hub's life that has let this session in; b"": none yet. retain_newest and what follows: as in the Retain that this
-    worker said last, if it ever did; retain_serial: as it was answered. tls_only: whether other data centres are served
-    over TLS only.
+    hub's life that has let this session in; b"": none yet. retain_newest and what follows: as in the last Retain of
+    this worker that was answered, with retain_serial; None: none was. tls_only: whether other data centres are served
+    over TLS only. until: when the first of these holdings whose Publish is unanswered is given up; None: none is.
     """
 
     run: Name
@@ -216,6 +229,7 @@ class Hello(_Message, frozen=True):
     preemptible: bool = False  # this worker may be taken away at short notice: what only it has is not safe
     retain_serial: Serial = 0
     tls_only: bool = False
+    until: Until | None = None
 
 
 class Heartbeat(_Message, frozen=True):
@@ -249,6 +263,7 @@ class Publish(_Message, frozen=True):
 
     request_id: Count
     holding: Holding
+    until: Until | None = None
 
 
 class Unpublish(_Message, frozen=True):
@@ -261,6 +276,7 @@ class Unpublish(_Message, frozen=True):
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=HOLDINGS_MAX)]
     timeout_s: Seconds
     gone: bool = False
+    until: Until | None = None
 
 
 class Acquire(_Message, frozen=True):
@@ -291,6 +307,7 @@ class Acquire(_Message, frozen=True):
     urgent: bool = False
     for_others: bool = False
     in_part: bool = False
+    until: Until | None = None
 
 
 class Release(_Message, frozen=True):
@@ -343,6 +360,7 @@ class Pin(_Message, frozen=True):
     request_id: Count
     version: Count
     timeout_s: Seconds
+    until: Until | None = None
 
 
 class Withdraw(_Message, frozen=True):
@@ -351,6 +369,7 @@ class Withdraw(_Message, frozen=True):
     request_id: Count
     version: Number
     timeout_s: Seconds
+    until: Until | None = None
 
 
 class Retain(_Message, frozen=True):
@@ -360,6 +379,7 @@ class Retain(_Message, frozen=True):
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
     domains: Domains = 1
     across: Across = "host"
+    until: Until | None = None
 
 
 class Begin(_Message, frozen=True):
@@ -376,6 +396,7 @@ class Begin(_Message, frozen=True):
     word: Annotated[str, msgspec.Meta(max_length=256)] = ""
     gone: Processes = ()
     waits: bool = False
+    until: Until | None = None
 
 
 class AskVersions(_Message, frozen=True):
@@ -394,6 +415,9 @@ class AskStatus(_Message, frozen=True):
 Request: TypeAlias = (
     Publish | Unpublish | Acquire | Abandon | Wait | Target | Pin | Withdraw | Retain | Begin | AskVersions
 )
+# What changes something, and is meant until an instant. What only says what is so (Abandon, an Unpublish of what is
+# gone) is true whenever it comes.
+Dated: TypeAlias = Publish | Unpublish | Acquire | Pin | Withdraw | Retain | Begin
 ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Request
 
 # --- hub to client ---
@@ -407,7 +431,7 @@ class Welcome(_Message, frozen=True):
     session_timeout_s: Seconds
     request_id: Count = 0  # of the Hello that it answers
     directive: Directive = NO_DIRECTIVE
-    clock: float = 0.0  # the hub's, by which leases expire
+    clock: float = 0.0  # the hub's, by which leases expire and requests are over
 
 
 class Unknown(_Message, frozen=True):
@@ -417,6 +441,7 @@ class Unknown(_Message, frozen=True):
     """
 
     hub: HubLife = b""
+    clock: float = 0.0  # as in Welcome; 0: it is not said
 
 
 class Alive(_Message, frozen=True):
@@ -435,6 +460,7 @@ class Alive(_Message, frozen=True):
     clock: float = 0.0  # as in Welcome; 0: it is not said
     idle: Text = ""
     hold: Count = 0
+    hub: HubLife = b""  # whose clock it is
 
 
 class Done(_Message, frozen=True):

@@ -185,7 +185,7 @@ def test_a_question_without_an_answer_ends_a_little_after_its_deadline(heard_s_a
     if heard_s_ago < 1:
         story.hear(m.Alive())
     assert story.machine.next_deadline() <= end
-    assert s.Expired(number, heard_s_ago > 1) in story.tick(end)
+    assert s.Expired(number, heard_s_ago > 1, was_sent=True) in story.tick(end)
     assert story.hear(m.Versions(number, ())) == []  # too late
     assert all(not isinstance(x, s.Expired) for x in story.tick(end + 50))
 
@@ -238,6 +238,50 @@ def test_a_new_hub_is_told_all_there_is():
         welcomed=HUB,
     )
     assert story.hear(story.welcome(hello, OTHER_HUB)) == [s.HubBack(True), m.Wait(waiting, 9, 0, 40.0)]
+
+
+def test_what_changes_something_says_until_when_on_the_hubs_clock():
+    """Which is no later than we think: its word took a second to get here. Afterwards it is not asked for any more."""
+    story = Story(welcome=False)
+    (hello,) = story.tick(0.0)
+    story.now = 1.0
+    story.hear(m.Welcome(HUB, 1.0, 15.0, hello.request_id, clock=500.0))
+    number = story.machine.next_request_id()
+    (sent,) = story.machine.handle(s.Ask(m.Pin(number, 1, 4.0), 5.0), 1.0)
+    gives_up = 5.0 + s.ANSWER_MARGIN_S
+    assert sent.message == m.Pin(number, 1, 4.0, until=m.Until(HUB, pytest.approx(499.0 + gives_up, abs=0.01)))
+    assert sent.message.until.clock <= 499.0 + gives_up
+    story.hear(m.Alive(clock=501.5, hub=HUB))  # half a second sooner
+    (again,) = story.hear(m.Alive((number,), clock=501.5, hub=HUB))
+    assert again.until.clock == pytest.approx(sent.message.until.clock + 1.5, abs=0.01)
+    story.hear(m.Alive(clock=9999.0, hub=OTHER_HUB))  # a former hub's, late
+    (again,) = story.hear(m.Alive((number,)))
+    assert again.until.clock < 600.0
+    assert s.Expired(number, True, was_sent=True) in story.tick(gives_up + 1.0)
+    assert story.hear(m.Alive((number,))) == [s.HubBack(False)]
+
+
+def test_what_says_what_is_so_is_true_whenever_it_comes():
+    story = Story()
+    story.machine._hear_clock(HUB, 500.0, 0.0)
+    story.publish(KEY)
+    for message in (m.Abandon(50, KEY), m.Unpublish(51, (KEY,), 0.0, gone=True)):
+        (sent,) = story.machine.handle(s.Ask(message, 5.0), 0.0)
+        assert getattr(sent.message, "until", None) is None
+
+
+def test_a_hello_brings_nothing_into_effect_that_was_given_up():
+    """A Publish that is unanswered is in it, and until when; a Retain only when it was answered."""
+    story = Story()
+    story.publish(KEY)
+    story.ask(m.Publish, holding(NEXT), deadline=5.0)
+    story.ask(m.Retain, 3, deadline=5.0)
+    (hello,) = story.hear(m.Unknown(OTHER_HUB, 700.0))
+    assert hello.until == m.Until(OTHER_HUB, pytest.approx(705.0 + s.ANSWER_MARGIN_S, abs=0.01))
+    assert [each.key for each in hello.holdings] == [KEY, NEXT] and hello.retain_newest is None
+    story.tick(5.0 + s.ANSWER_MARGIN_S)
+    hello = story.restart_hub(HUB)
+    assert (hello.holdings, hello.until, hello.retain_newest) == ((holding(KEY),), None, None)
 
 
 def test_nothing_is_sent_between_unknown_and_welcome():
@@ -359,7 +403,7 @@ def test_a_publish_that_is_not_answered_in_time_is_taken_back_until_the_hub_has_
     number = story.ask(m.Publish, holding(KEY), deadline=5.0)
     taken_back, *rest = story.tick(5.0 + s.ANSWER_MARGIN_S)
     assert isinstance(taken_back, m.Unpublish) and taken_back.gone and taken_back.keys == (KEY,)
-    assert s.Expired(number, True) in rest
+    assert s.Expired(number, True, was_sent=True) in rest
     assert story.tick(1e6) != [] and taken_back.request_id in story.machine.asked  # it is never given up
     hello = story.restart_hub()
     assert hello.holdings == hello.pending == ()  # which takes it back as well
@@ -449,7 +493,7 @@ def test_an_unpublish_without_an_answer_keeps_the_copy_and_is_tried_again():
     story = Story()
     story.publish(KEY)
     number = story.ask(m.Unpublish, (KEY,), 5.0, deadline=5.0)
-    assert s.Expired(number, True) in story.tick(5.0 + s.ANSWER_MARGIN_S)
+    assert s.Expired(number, True, was_sent=True) in story.tick(5.0 + s.ANSWER_MARGIN_S)
     assert story.machine.holdings == {KEY: holding(KEY)} and story.machine.retained == {KEY}
     hello = story.restart_hub()
     assert hello.holdings == (holding(KEY),)

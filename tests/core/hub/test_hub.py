@@ -331,3 +331,79 @@ def test_a_shard_that_is_given_up_twice_in_one_request_is_given_up(scenario: Sce
     scenario.say("trainer/0", m.Unpublish, keys=(key, key), timeout_s=5.0)
     assert scenario.heard("trainer/0") == ["unpublished"]
     assert [held.version for worker in scenario.hub.registry.workers.values() for held in worker.holdings] == [2]
+
+
+# --- rule 7: what was given up ---
+
+
+def until(scenario: Scenario, seconds: float) -> m.Until:
+    return m.Until(scenario.hub.session, scenario.now + seconds)
+
+
+@pytest.mark.parametrize("hub", [b"H" * 16, b"of before"], ids=["too late", "said to another hub"])
+def test_what_was_given_up_is_dropped_and_not_for_good(scenario: Scenario, hub: bytes) -> None:
+    """Who has not given up, and thinks the hub's clock earlier than it is, is told to ask again."""
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1)
+    scenario.inbox.clear()
+    over = m.Until(hub, scenario.now + (-0.1 if hub == scenario.hub.session else 1e6))
+    held = m.Holding(ShardKey(2, CHECKPOINT), b"2" * 16, 100)
+    messages: dict[type, dict[str, object]] = {
+        m.Publish: {"holding": held},
+        m.Unpublish: {"keys": (ShardKey(1, CHECKPOINT),), "timeout_s": 1.0},
+        m.Acquire: {"version": 1, "at_least": 0, "layouts": (CHECKPOINT,), "timeout_s": 1.0},
+        m.Pin: {"version": 1, "timeout_s": 1.0},
+        m.Withdraw: {"version": 1, "timeout_s": 1.0},
+        m.Retain: {"newest": 5},
+        m.Begin: {"step": 0, "timeout_s": 1.0},
+    }
+    assert set(messages) == set(m.Dated.__args__)
+    before = report(scenario.hub.registry, scenario.now)
+    numbers = [scenario.say("trainer/0", kind, **fields, until=over) for kind, fields in messages.items()]
+    assert scenario.inbox == {} and report(scenario.hub.registry, scenario.now) == before
+    scenario.beat("trainer/0", pending=tuple(numbers))
+    (alive,) = scenario.inbox.pop("trainer/0")
+    assert isinstance(alive, m.Alive) and alive.resend == tuple(numbers)
+    scenario.tell("trainer/0", m.Publish(numbers[0], held, until=until(scenario, 0.1)))
+    assert scenario.inbox.pop("trainer/0") == [m.Done(numbers[0])]
+
+
+def test_what_waits_and_is_given_up_meanwhile_is_not_carried_out(scenario: Scenario) -> None:
+    """The hub was stopped while they waited: shard 0 has given up when shard 1 begins, and so have the others."""
+    scenario = Scenario(recovering=True)
+    for shard in (0, 1):
+        scenario.join(f"trainer/{shard}", 2)
+    scenario.join("other/0", holdings=(m.Holding(ShardKey(1, CHECKPOINT), b"1" * 16, 100, True, "replicated"),))
+    for kind in (m.Pin, m.Withdraw):
+        scenario.say("other/0", kind, version=1, timeout_s=60.0, until=until(scenario, 2.0))
+    scenario.say("other/0", m.Unpublish, keys=(ShardKey(1, CHECKPOINT),), timeout_s=2.0, until=until(scenario, 2.4))
+    scenario.say("trainer/0", m.Begin, step=0, timeout_s=60.0, word="w", waits=True, until=until(scenario, 2.0))
+    scenario.now += LIMITS.grace_s + 1.0  # it wakes, and hears before it looks at its timers
+    scenario.say("trainer/1", m.Begin, step=0, timeout_s=2.0, word="w", waits=True, until=until(scenario, 2.4))
+    scenario.tell("other/0", m.AskVersions(99))
+    scenario._deliver(Tick())
+    history = scenario.hub.registry.histories["run", "actor"]
+    assert history.directive == m.NO_DIRECTIVE and history.visible() == [1]
+    held = scenario.hub.workers[scenario.sessions["other/0"]].holdings[ShardKey(1, CHECKPOINT)]
+    assert held.stays and scenario.heard("trainer/0") == []
+    scenario.wait(3.0)
+    assert scenario.heard("trainer/1") == ["refused DeadlineExceeded"]  # shard 0 is missing
+
+
+def test_a_hello_is_not_believed_after_what_is_published_in_it_was_given_up(scenario: Scenario) -> None:
+    held = m.Holding(ShardKey(1, CHECKPOINT), b"1" * 16, 100)
+    scenario.join("trainer/0", holdings=(held,), hub=scenario.hub.session, until=until(scenario, -0.1))
+    assert scenario.inbox.pop("trainer/0") == [m.Unknown(scenario.hub.session, scenario.now)]
+    scenario.join("trainer/0", holdings=(held,), hub=scenario.hub.session, until=until(scenario, 0.1))
+    assert scenario.hub.registry.histories["run", "actor"].visible() == [1]
+
+
+def test_a_first_hello_that_comes_late_takes_nobodys_place(scenario: Scenario) -> None:
+    """Its client has long raised. Who lives says Hello again, to this hub."""
+    scenario.join("trainer/0", hub=b"")
+    scenario.publish("trainer/0", 1)
+    scenario.sessions["again"] = b"again".ljust(16)
+    late = m.Hello("run", "actor", "trainer", 0, 1, Location(), {"tcp": "trainer/0"}, hub=b"")
+    scenario.tell("again", late)
+    assert scenario.inbox.pop("again") == [m.Unknown(scenario.hub.session, scenario.now)]
+    assert not scenario.hub.workers[scenario.sessions["trainer/0"]].is_replaced
