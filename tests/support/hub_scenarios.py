@@ -7,7 +7,7 @@ from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.outbox import Log
 from tensorhub_plugins.core.hub.report import validate
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
 
 RUNTIME = "runtime:f"
 LIMITS = HubLimits()
@@ -24,6 +24,7 @@ class Scenario:
         self.inbox: dict[str, list[m.HubMessage]] = {}
         self.logged: list[str] = []
         self.warned: list[str] = []  # of them, what people have to mend
+        self.roles: dict[str, Role] = {}  # of workers that are no publishers
 
     def join(self, worker: str, shard_count: int = 1, *, location: Location | None = None, **hello: object) -> None:
         replica, shard = worker.rsplit("/", 1)
@@ -31,15 +32,15 @@ class Scenario:
         greeting = m.Hello(
             "run", "actor", replica, int(shard), shard_count, location or Location(), {"tcp": worker}, **hello
         )
-        self._deliver(Received(session, greeting))
+        self._deliver(Received(session, greeting, self.roles.get(worker, "publisher")))
 
     def say(self, worker: str, message: type, **fields: object) -> int:
         number = self.requests[worker] = self.requests.get(worker, 0) + 1
-        self._deliver(Received(self.sessions[worker], message(request_id=number, **fields)))
+        self.tell(worker, message(request_id=number, **fields))
         return number
 
     def tell(self, worker: str, message: m.ClientMessage) -> None:
-        self._deliver(Received(self.sessions[worker], message))
+        self._deliver(Received(self.sessions[worker], message, self.roles.get(worker, "publisher")))
 
     def wait(self, seconds: float) -> None:
         """Time passes; the workers that are not silent send heartbeats."""

@@ -141,7 +141,7 @@ def _may_join(history: History, pending: Pending) -> bool:
         return False
     if not directive.mark.endswith(check_of(asked.word)) or hello.shard_count == 1:
         return False
-    workers = [w for w in history.replicas[hello.replica].values() if w is not pending.worker and not w.is_replaced]
+    workers = [w for w in history.members(pending.worker) if w is not pending.worker and not w.is_replaced]
     mates = [w for w in workers if w.mark == directive.mark]
     begun = directive.attempts[-1].number
     return bool(mates) and not any(attempt_of(version) == begun for version in _made(history))
@@ -155,8 +155,8 @@ def _made(history: History) -> list[int]:
 
 
 def is_trainer(worker: Worker) -> bool:
-    """Whether it has published, or begun an attempt, or is about to."""
-    holds = any(h.origin == "published" and key.layout == CHECKPOINT for key, h in worker.holdings.items())
+    """Whether it has published, or begun an attempt, or is about to. No reader does, whatever it says."""
+    holds = any(h.is_published and key.layout == CHECKPOINT for key, h in worker.holdings.items())
     return holds or bool(worker.mark) or any(isinstance(p.message, m.Begin) for p in worker.pending.values())
 
 

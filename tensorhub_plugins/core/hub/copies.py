@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from tensorhub_plugins.core.types import ShardKey
 
 Cut: TypeAlias = tuple[str, int]  # layout, shard count
+Group: TypeAlias = tuple[object, ...]  # the workers of a replica, see state.GroupId
 
 
 class Counted(NamedTuple):
@@ -27,15 +28,15 @@ class Copies:
 
     def __init__(self) -> None:
         self._staying: dict[Cut, Counter[int]] = {}  # -> shard -> copies
-        self._of_replica: dict[tuple[Cut, str], Counter[int]] = {}
+        self._of_replica: dict[tuple[Cut, Group], Counter[int]] = {}
 
-    def change(self, key: ShardKey, replica: str, before: Counted, after: Counted) -> None:
+    def change(self, key: ShardKey, replica: Group, before: Counted, after: Counted) -> None:
         """A holding of this shard, by a worker of this replica, counts as something else from now on."""
         cut = key.layout, key.shard_count
         _count(self._of_replica, (cut, replica), key.shard, after.is_whole - before.is_whole)
         _count(self._staying, cut, key.shard, after.stays - before.stays)
 
-    def replica_has_all(self, layout: str, shard_count: int, replica: str) -> bool:
+    def replica_has_all(self, layout: str, shard_count: int, replica: Group) -> bool:
         """Whether this replica by itself has every shard, whole."""
         return len(self._of_replica.get(((layout, shard_count), replica), ())) == shard_count
 

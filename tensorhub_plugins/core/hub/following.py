@@ -147,7 +147,8 @@ class Following:
         for number in [number for number in history.versions if directive.is_over(number) and not old.is_over(number)]:
             version = history.versions[number]
             version.visible = False
-            version.claims.clear()
+            for claim in list(version.claims.values()):
+                self._registry.remove_claim(claim)
             waiters.mark_changed(history, number, room=True)
         if directive.pin != old.pin:
             self._outbox.log(f"{history.name}: pinned version {directive.pin or 'none'}, before {old.pin or 'none'}")

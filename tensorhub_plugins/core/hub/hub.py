@@ -44,19 +44,19 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.hub.beginning import Beginning, changes, over
 from tensorhub_plugins.core.hub.domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
-from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.namesakes import Namesakes
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
-from tensorhub_plugins.core.hub.permissions import as_reader, refusal
+from tensorhub_plugins.core.hub.permissions import believed, refusal
 from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
-from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.registry import Registry, checksum_of
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Waiting, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import Role
+from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
@@ -244,6 +244,7 @@ class Hub:
         worker = self.registry.workers.get(session)
         if self._refuse(session, message, role, worker):
             return
+        message = believed(role, message)
         match message:
             case m.AskStatus(request_id):  # for people, who have no session
                 self._outbox.send(session, m.Status(request_id, report(self.registry, now)))
@@ -340,11 +341,9 @@ class Hub:
         return hello.hub in (None, self.session) and not is_over
 
     def _hello(self, session: bytes, hello: m.Hello, known: Worker | None, role: Role, now: float) -> None:
-        if role == "reader":
-            hello = as_reader(hello)
         problem = self._cannot_be_welcome(hello, known, role)
         if problem is None and known is None:
-            problem = self._namesakes.problem(session, hello, now)
+            problem = self._namesakes.problem(session, hello, role, now)
         if problem is not None:
             if problem:
                 self._outbox.refuse_session(session, problem)
@@ -367,6 +366,8 @@ class Hub:
             if hello.generation >= history.group(worker).generation:  # a hub before us has answered it once more
                 history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         else:
+            for squatter in self._of_other_roles(hello, role):
+                self._forget(squatter, "gives its name to a worker that has the run's secret")
             worker = Worker(session, hello, history, now, role, hello.mark)
             self.registry.add_worker(worker)
             for former in self._namesakes.former_lives(worker):
@@ -396,11 +397,15 @@ class Hub:
             return f"this session is {known.name} of {known.history.name}, and stays that: begin another one"
         if known is None and len(self.registry.workers) >= SESSIONS_MAX:
             return f"{SESSIONS_MAX} workers are known to this hub, and it takes no more: start another one"
-        history = self.registry.histories.get((hello.run, hello.model))
-        namesakes = history.replicas.get(hello.replica, {}) if history is not None else {}
-        if any(each.hello.shard == hello.shard and each.role != role for each in namesakes.values()):
+        if role == "reader" and self._of_other_roles(hello, role):
             return f"{hello.replica}/{hello.shard} is here with another key than a {role}'s: take another name"
         return None
+
+    def _of_other_roles(self, hello: m.Hello, role: Role) -> list[Worker]:
+        """Who has this name with another key."""
+        history = self.registry.histories.get((hello.run, hello.model))
+        namesakes = history.replicas.get(hello.replica, {}) if history is not None else {}
+        return [each for each in namesakes.values() if each.hello.shard == hello.shard and each.role != role]
 
     def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> None:
         """What it holds, reads and has claimed, which a hub before this one may have known of."""
@@ -424,10 +429,18 @@ class Hub:
                     deadline=until,
                 )
                 self.registry.add_lease(lease)
-        for claimed in hello.claims:
-            version = worker.history.version(claimed.version)
-            if claimed not in version.claims:
-                self.registry.add_claim(version, worker, claimed, now)
+        for claimed in hello.claims[:CLAIMS_PER_SESSION_MAX]:
+            if self._may_claim(worker, claimed, now):
+                self.registry.add_claim(worker.history.version(claimed.version), worker, claimed, now)
+
+    def _may_claim(self, worker: Worker, key: ShardKey, now: float) -> bool:
+        """Whether a hub before us can have given it this to convert; we know what we have given."""
+        if not self.registry.recovering(now) or key.layout == CHECKPOINT:
+            return False
+        version, hello = worker.history.versions.get(key.version), worker.hello
+        if version is None:
+            return worker.role != "reader"
+        return key not in version.claims and (key.shard, key.shard_count) == (hello.shard, hello.shard_count)
 
     def _may_read_so(self, worker: Worker, held: m.HeldLease) -> bool:
         """Whether a hub can have granted this beside the others."""
@@ -447,6 +460,11 @@ class Hub:
         for lease in list(worker.leases.values()):
             if lease.request_id not in hello.pending:
                 self.registry.end_lease(lease)
+        for claim in list(worker.claims.values()):
+            if claim.key not in hello.claims and claim.request_id not in hello.pending:
+                self.registry.remove_claim(claim)
+        for key in [key for key in worker.aside if key not in announced]:
+            self.registry.take_from_aside(worker, key)
         for pending in [p for request_id, p in worker.pending.items() if request_id not in hello.pending]:
             self.registry.waiters.remove(pending)  # it has had its answer, from a hub before us
 
@@ -491,8 +509,7 @@ class Hub:
         over = {r for r in heartbeat.leases if r in bounds and bounds[r].until <= now and r not in leases}
         said = {r: n for r, n in heartbeat.leases.items() if r not in over}
         if heartbeat.holdings_checksum and not worker.holdings_checksum:
-            held = ((key, h.complete) for key, h in worker.holdings.items())
-            worker.holdings_checksum = m.holdings_checksum(held)
+            worker.holdings_checksum = checksum_of(worker)
         return leases == said and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
 
     def _release(self, worker: Worker, release: m.Release) -> None:
@@ -541,5 +558,5 @@ def _senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
 
 def _is_same(hello: m.Hello, other: m.Hello) -> bool:
     """Whether both are of one worker, at one place: what the indexes and signed leases count on."""
-    names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints")
+    names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints", "job")
     return all(getattr(hello, name) == getattr(other, name) for name in names)

@@ -9,6 +9,7 @@ from tensorhub_plugins.core.errors import UsageError
 HEARTBEAT_S_MIN = 0.01  # more often, and the hub does nothing else
 DAY_S = 86_400.0
 READERS_MAX = 65_536  # as many as a version has shards
+CLAIMS_PER_SESSION_MAX = 8  # versions that one worker converts at a time: one, and what it has not given up yet
 
 # Each limit: from, to, and what it does, also for the flags of `tensorhub server`.
 LIMITS: dict[str, tuple[float, float, str]] = {

@@ -3,9 +3,11 @@
 With a secret, a worker that starts again takes its former life's name, and nobody else does. `Hello.job` tells them
 apart: what all processes of one job have in common, and those of another one do not.
 
-- Of the same job: let in at once. Its former life is given up, and is refused when it comes back.
-- Without such a word, or of another job (a plain loop that was killed, and started again on this host or another): let
-  in once the name has been silent for SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
+- Of the same job, with the secret: let in at once. Its former life is given up, and is refused when it comes back.
+- Without such a word, of another job (a plain loop that was killed, and started again on this host or another), or with
+  a reader's key, whose owners need not trust each other's word: let in once the name has been silent for
+  SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
+- A reader has no name that a worker with the secret has, and leaves it when one says Hello under it (hub.py).
 - Trainers are not given up here, as others may need what they hold: which one counts is decided when they begin
   (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more.
 """
@@ -16,6 +18,7 @@ from tensorhub_plugins.core.hub.beginning import is_trainer
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.types import Role
 
 SILENT_HEARTBEATS = 5  # as many as a client waits for before it says that the hub is away
 WAITING_MAX = 1024  # sessions that wait for a name; the oldest begins to wait anew
@@ -29,16 +32,16 @@ class Namesakes:
         self._is_on = is_on
         self._waiting: dict[bytes, float] = {}  # session -> when it said Hello first
 
-    def problem(self, session: bytes, hello: m.Hello, now: float) -> str | None:
+    def problem(self, session: bytes, hello: m.Hello, role: Role, now: float) -> str | None:
         """Why this new session is not let in; "": it has to wait; None: it is let in."""
-        others = self._others(session, hello)
+        others = [other for other in self._others(session, hello) if other.role == role]
         if not others or (hello.mark and all(map(is_trainer, others))):
             self._waiting.pop(session, None)
             return None
         name = f"{hello.replica}/{hello.shard}"
         if hello.welcomed == self._registry.session:  # it was here before
             return _taken(name)
-        if hello.job and all(other.hello.job == hello.job for other in others):
+        if hello.job and role != "reader" and all(other.hello.job == hello.job for other in others):
             return None
         since, beat_s = self._waiting.setdefault(session, now), self._registry.limits.heartbeat_s
         while len(self._waiting) > WAITING_MAX:
@@ -46,7 +49,8 @@ class Namesakes:
         if any(other.last_heard > since + beat_s for other in others):
             return (
                 f"{name} is here already, and lives in another process: take another replica name, or end that one. "
-                "What belongs to one job, and may take its place, says so: TENSORHUB_JOB, or Client(job=...)"
+                "What belongs to one job, has the run's secret, and may take its place, says so: TENSORHUB_JOB, or "
+                "Client(job=...)"
             )
         return "" if any(now - other.last_heard <= SILENT_HEARTBEATS * beat_s for other in others) else None
 

@@ -1,61 +1,127 @@
-"""What each role may ask of the hub. PURE.
+"""What each role may say to the hub, and what follows from it: one table. PURE.
 
-A publisher may all. A reader may read, and pass on what it has read or converted: it cannot make a version, take one
-away from others, or speak for operators. An observer may look (`tensorhub status`).
+A publisher decides for all. A reader speaks of itself: it reads, and passes on what publishers have published, or what
+it has made of that. It makes no version, takes none away from others, is no trainer, has a say in its own replica only
+(`state.Worker.group`), and does not speak for operators. An observer looks (`tensorhub status`).
+
+`believed` is the door: what passes it is what the rest of the hub hears. `standing` says what a reader's word for a
+shard is worth, in every state of the hub.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
 import msgspec
+from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.state import Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
-OF_READERS = (
-    m.Hello,
-    m.Heartbeat,
-    m.Bye,
-    m.AskStatus,
-    m.AskVersions,
-    m.Wait,
-    m.Target,
-    m.Acquire,
-    m.Release,
-    m.Abandon,
-    m.Publish,  # see `cannot_be_passed_on`
-    m.Unpublish,  # of what it holds itself
-)
+# all: it counts as it is said. own: only what it says of its own worker counts, see `_own`. never: it is refused.
+Right: TypeAlias = Literal["all", "own", "never"]
+
+OF_READERS: Mapping[type[m.ClientMessage], Right] = {
+    m.Hello: "own",
+    m.Heartbeat: "own",
+    m.Bye: "own",
+    m.Release: "own",
+    m.Acquire: "own",
+    m.Abandon: "own",
+    m.Wait: "own",
+    m.Target: "own",
+    m.Publish: "own",
+    m.Unpublish: "own",
+    m.AskVersions: "all",
+    m.AskStatus: "all",
+    m.Pin: "never",
+    m.Withdraw: "never",
+    m.Retain: "never",
+    m.Begin: "never",
+}
+
+
+def right(role: Role, kind: type[m.ClientMessage]) -> Right:
+    """The table: what the messages of this kind are worth that this role sends."""
+    match role:
+        case "publisher":
+            return "all"
+        case "reader":
+            return OF_READERS[kind]
+        case "observer":
+            return "all" if kind is m.AskStatus else "never"
+        case _:
+            assert_never(role)
+
+
+# What only publishers and operators decide, and what stands in its place when a reader says it.
+DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
+    "retain_newest": None,
+    "retain_domains": 1,
+    "retain_across": "host",
+    "retain_serial": 0,
+    "directive": m.NO_DIRECTIVE,
+    "mark": b"",
+}
 
 
 def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str | None:
     """Why this message is not carried out; None: it is. worker: whose session it names."""
     what = type(message).__name__
-    if role == "observer" and not isinstance(message, m.AskStatus):
+    if right(role, type(message)) == "never":
+        if role == "reader":
+            return f"{what} was sent with a reader's key, which may not change what others read: use the run's secret"
         return (
             f"{what} was sent with an observer's key, which may ask for the status only: use a reader's or the secret"
         )
-    if role == "reader" and not isinstance(message, OF_READERS):
-        return f"{what} was sent with a reader's key, which may not change what others read: use the run's secret"
     if worker is not None and worker.role != role:
         return f"{what} was sent with a {role}'s key in the name of a {worker.role}"
     return None
 
 
-def as_reader(hello: m.Hello) -> m.Hello:
-    """Without what only publishers and operators decide."""
-    return msgspec.structs.replace(hello, retain_newest=None, directive=m.NO_DIRECTIVE, mark=b"")
+def believed(role: Role, message: m.ClientMessage) -> m.ClientMessage:
+    """What of this message, which is not refused, counts."""
+    return _own(message) if right(role, type(message)) == "own" else message
 
 
-def cannot_be_passed_on(key: ShardKey, version: Version | None, *, recovering: bool) -> str | None:
-    """Why a reader cannot hold this shard; None: it can. recovering: the hub was started a moment ago, and who has
-    published the version may still have to say so."""
-    is_known = version is not None and version.was_visible
-    if is_known and key.layout == CHECKPOINT:
-        assert version is not None
-        is_known = (key.layout, key.shard_count, key.shard) in version.contents
-    if is_known or recovering:
-        return None
+def _own(message: m.ClientMessage) -> m.ClientMessage:
+    match message:
+        case m.Hello():
+            holdings = tuple(map(_passed_on, message.holdings))
+            return msgspec.structs.replace(message, holdings=holdings, **DECIDED_BY_PUBLISHERS)
+        case m.Publish():
+            return msgspec.structs.replace(message, holding=_passed_on(message.holding))
+        case _:  # says nothing but what its own worker has, reads and wants
+            return message
+
+
+def _passed_on(holding: m.Holding) -> m.Holding:
+    """A reader has no checkpoint but one that it has read; what it converts it has made itself."""
+    is_read = holding.key.layout == CHECKPOINT and holding.origin != "replicated"
+    return msgspec.structs.replace(holding, origin="replicated") if is_read else holding
+
+
+# counts: it holds the shard, and is read from. aside: kept, and without any effect, until a publisher has named the
+# version and its bytes. refused: nobody has published that.
+Standing: TypeAlias = Literal["counts", "aside", "refused"]
+
+
+def standing(role: Role, key: ShardKey, version: Version | None, *, recovering: bool, is_new: bool) -> Standing:
+    """What a worker's word that it holds this shard is worth. version: as publishers have made it known, if they have.
+    recovering: the hub was started a moment ago, and who published may still have to say so. is_new: it has just got
+    the shard (a Publish), and does not only remind of it (a Hello)."""
+    if role != "reader":
+        return "counts"
+    at = key.layout, key.shard_count, key.shard
+    if version is not None and version.was_visible and (key.layout != CHECKPOINT or at in version.contents):
+        return "counts"
+    return "aside" if recovering or not is_new else "refused"
+
+
+def nobody_has_published(key: ShardKey) -> str:
+    """The refusal that goes with `standing`."""
     return (
         f"a reader's key passes on what a publisher has published, and {key} is not that: publish with the run's secret"
     )

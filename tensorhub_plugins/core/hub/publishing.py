@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 
 from tensorhub_plugins.core.hub.domains import needs_its_domain
 from tensorhub_plugins.core.hub.outbox import Outbox
-from tensorhub_plugins.core.hub.permissions import cannot_be_passed_on
+from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
-from tensorhub_plugins.core.hub.state import History, Holding, Lease, Pending, Version, Worker
+from tensorhub_plugins.core.hub.state import Aside, History, Holding, Lease, Pending, Version, Worker
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import (
@@ -94,10 +94,13 @@ class Publishing:
     def hold(self, worker: Worker, announced: m.Holding, now: float, *, as_of: int, offered: int = 0) -> str | None:
         """Record a holding; return what is wrong with it, if anything."""
         key, history = announced.key, worker.history
-        problem = self._cannot_be_held(worker, announced, now, is_new=bool(offered))
+        problem = self._cannot_be_held(worker, announced, now, offered)
+        if problem is not None or self._waits(worker, announced, as_of, offered, now):
+            return problem
+        version = history.version(key.version)
+        problem = _other_bytes(version, announced)
         if problem is not None:
             return problem
-        version = history.versions[key.version]
         mine = worker.holdings.get(key)
         worker.holdings_checksum = 0
         if mine is None:
@@ -118,17 +121,51 @@ class Publishing:
         if mine.complete:
             worker.depth.pop(key, None)
         self._registry.refresh_candidate(worker, key)
-        if version.visible or not mine.complete or history.is_over(key.version):
-            return None
-        if mine.origin == "replicated" or self.replica_is_whole(version, worker, key):
+        if not version.visible and self._shows(version, mine):
             self._show(history, version)
+        if worker.role != "reader" and version.visible:
+            self._take_in(history, version, now)
         return None
 
-    def _cannot_be_held(self, worker: Worker, announced: m.Holding, now: float, *, is_new: bool) -> str | None:
+    def _shows(self, version: Version, mine: Holding) -> bool:
+        """Whether the version is visible from now on. What a reader has converted is no evidence of it."""
+        worker, key = mine.worker, mine.key
+        if not mine.complete or worker.history.is_over(key.version):
+            return False
+        if worker.role == "reader" and key.layout != CHECKPOINT:
+            return False
+        return mine.origin == "replicated" or self.replica_is_whole(version, worker, key)
+
+    def _waits(self, worker: Worker, announced: m.Holding, as_of: int, offered: int, now: float) -> bool:
+        """Whether a publisher has to name this first, or has named other bytes; it is kept aside for so long."""
         key = announced.key
+        if worker.role != "reader" or key in worker.holdings:
+            return False
+        before = self._registry.take_from_aside(worker, key)
+        waits = self._standing(worker, announced, offered, now) == "aside"
+        if not waits and (before is not None or not offered):  # a Publish of other bytes is refused
+            waits = _other_bytes(worker.history.version(key.version), announced) is not None
+        if waits:
+            self._registry.put_aside(worker, key, Aside(announced, as_of, offered))
+        return waits
+
+    def _standing(self, worker: Worker, announced: m.Holding, offered: int, now: float) -> Standing:
+        key, recovering = announced.key, self._registry.recovering(now)
+        known = worker.history.versions.get(key.version)
+        return standing(worker.role, key, known, recovering=recovering, is_new=bool(offered))
+
+    def _take_in(self, history: History, version: Version, now: float) -> None:
+        """A publisher has named this version: what readers have said of it before counts where it is the same."""
+        for worker in list(history.aside.get(version.number, {}).values()):
+            for said in [said for key, said in worker.aside.items() if key.version == version.number]:
+                self.hold(worker, said.holding, now, as_of=said.as_of, offered=said.offered)
+
+    def _cannot_be_held(self, worker: Worker, announced: m.Holding, now: float, offered: int) -> str | None:
+        key, is_new = announced.key, bool(offered)
         if key.version < 1 or key.shard >= key.shard_count:
             return f"no such shard: {key}"
-        if len(worker.holdings) >= m.HOLDINGS_MAX and key not in worker.holdings:
+        is_known, count = key in worker.holdings or key in worker.aside, len(worker.holdings) + len(worker.aside)
+        if count >= m.HOLDINGS_MAX and not is_known:
             return f"more than {m.HOLDINGS_MAX} shards held by one worker"
         recovers = not is_new and (self._registry.recovering(now) or not worker.history.newest_visible)
         if not recovers and (problem := too_far_ahead(worker.history, key.version)) is not None:
@@ -136,24 +173,13 @@ class Publishing:
         begun = worker.history.directive.attempts
         if is_new and announced.origin == "published" and attempt_of(key.version) > (begun[-1].number if begun else 0):
             return f"version {version_text(key.version)}: that attempt was not begun: Client.begin says which is next"
-        if worker.role == "reader":
-            known, recovering = worker.history.versions.get(key.version), self._registry.recovering(now)
-            problem = cannot_be_passed_on(key, known, recovering=recovering)
-            if problem is not None:
-                return problem
-        version = worker.history.version(key.version)
-        said = announced.root, announced.size_bytes
-        root, _ = version.contents.setdefault((key.layout, key.shard_count, key.shard), said)
-        if root != announced.root:
-            return (
-                f"other bytes are already published as {key}: a version is never changed; use a higher version, or "
-                "call Client.begin when a run starts again"
-            )
+        if self._standing(worker, announced, offered, now) == "refused":
+            return nobody_has_published(key)
         return None
 
     def replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
         """Rule 2: whether worker's replica by itself holds every shard."""
-        return version.copies.replica_has_all(key.layout, key.shard_count, worker.hello.replica)
+        return version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
     def _show(self, history: History, version: Version) -> None:
         version.visible = version.was_visible = True
@@ -220,6 +246,9 @@ class Publishing:
         cut_off = tuple(sorted({lease.reader.name for lease in leases}))
         for h in holdings:
             self._registry.remove_holding(h)
+        for key in [key for key in unpublish.keys if key in worker.aside]:
+            if worker.aside[key].offered < unpublish.request_id:
+                self._registry.take_from_aside(worker, key)
         _remember_withdrawn(worker, unpublish)
         return m.Unpublished(unpublish.request_id, cut_off)
 
@@ -263,11 +292,22 @@ class Publishing:
         )
 
 
+def _other_bytes(version: Version, announced: m.Holding) -> str | None:
+    """Why this cannot be that version's shard; None: it is from now on, if nobody has said so before."""
+    key, said = announced.key, (announced.root, announced.size_bytes)
+    if version.contents.setdefault((key.layout, key.shard_count, key.shard), said)[0] == announced.root:
+        return None
+    return (
+        f"other bytes are already published as {key}: a version is never changed; use a higher version, or call "
+        "Client.begin when a run starts again"
+    )
+
+
 def spenders(history: History) -> list[tuple[str, int, int]]:
     """Who holds the most of what it has published: name, bytes and number of versions, the first few."""
     most = sorted(history.workers.values(), key=lambda worker: -worker.published_size_bytes)[:SPENDERS_NAMED_MAX]
     return [
-        (w.name, w.published_size_bytes, len({k.version for k, h in w.holdings.items() if h.origin == "published"}))
+        (w.name, w.published_size_bytes, len({k.version for k, h in w.holdings.items() if h.is_published}))
         for w in most
         if w.published_size_bytes
     ]

@@ -60,10 +60,10 @@ class Reading:
         worker, history = pending.worker, pending.worker.history
         if history.is_visible(pending.version):
             return pending.version
-        replica, shard, shard_count = worker.hello.replica, worker.hello.shard, worker.hello.shard_count
+        shard, shard_count = worker.hello.shard, worker.hello.shard_count
         if worker.is_replaced and shard_count > 1:
             return self._was_replaced(worker, acquire)
-        if len({w.hello.shard for w in history.replicas[replica].values()}) < shard_count:
+        if len({w.hello.shard for w in history.members(worker)}) < shard_count:
             return 0  # the one we do not know may have been answered already, by a hub that was restarted since
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         group = history.group(worker)
@@ -182,7 +182,10 @@ class Reading:
                 return True
         # all its holders may be busy, or on their way: that is still cheaper than to convert again
         return layout != CHECKPOINT and any(
-            h.unpublishing is None and h.worker is not worker and h.worker.session not in exclude
+            h.unpublishing is None
+            and h.worker is not worker
+            and h.worker.session not in exclude
+            and (h.complete or mine in h.worker.reading)
             for h in version.holders(mine).values()
         )
 
@@ -209,7 +212,7 @@ class Reading:
         grants = tuple(self._grant_of(pending, version, found, shard, now) for shard in found.sources)
         claim = _claim_key(version, worker, acquire.layouts[0]) if found.converts else None
         if claim is not None:
-            registry.add_claim(version, worker, claim, now)
+            registry.add_claim(version, worker, claim, now, acquire.request_id)
         lease = Lease(
             reader=worker,
             request_id=acquire.request_id,

@@ -18,9 +18,10 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.candidates import Candidate, Sources
 from tensorhub_plugins.core.hub.copies import Counted
-from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import UplinkBudget
 from tensorhub_plugins.core.hub.state import (
+    Aside,
     Bound,
     Claim,
     GroupResolution,
@@ -55,6 +56,13 @@ def _add(counter: Counter[Key], key: Key, change: int) -> None:
     counter[key] += change
     if not counter[key]:
         del counter[key]
+
+
+def checksum_of(worker: Worker) -> int:
+    """`messages.holdings_checksum` of all that this worker says it holds."""
+    held = {key: h.complete for key, h in worker.holdings.items()}
+    aside = {key: said.holding.complete for key, said in worker.aside.items()}
+    return m.holdings_checksum((held | aside).items())
 
 
 def check_of(word: str) -> bytes:
@@ -154,7 +162,7 @@ class Registry:
                 worker.is_replaced = True  # it was only away
             elif other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
                 other.is_replaced = True
-                history.groups[hello.replica].forget_version()
+                history.group(other).forget_version()
                 for pending in list(other.pending.values()):  # asked by its former life
                     if not isinstance(pending.message, m.Unpublish):  # which is about what it holds still
                         self.waiters.remove(pending)
@@ -163,7 +171,7 @@ class Registry:
         self.workers[session] = worker
         history.workers[session] = worker
         history.replicas.setdefault(hello.replica, {})[session] = worker
-        history.groups.setdefault(hello.replica, GroupResolution())
+        history.groups.setdefault(worker.group, GroupResolution())
         self.schedule_silence(worker)
 
     def remove_worker(self, worker: Worker) -> None:
@@ -176,10 +184,10 @@ class Registry:
         for lease in list(worker.readers.values()):  # announced after a restart for shards it never had
             for shard in [s for s, session in lease.sources.items() if session == worker.session]:
                 self.end_lease_shard(lease, shard)
-        for version in history.versions.values():
-            for key in [key for key, claim in version.claims.items() if claim.worker is worker]:
-                del version.claims[key]
-                self.waiters.mark_changed(history, version.number, room=True)
+        for claim in list(worker.claims.values()):
+            self.remove_claim(claim)
+        for key in list(worker.aside):
+            self.take_from_aside(worker, key)
         del self.workers[worker.session]
         del history.workers[worker.session]
         replica = history.replicas[worker.hello.replica]
@@ -187,10 +195,14 @@ class Registry:
         left = [other for other in replica.values() if other.hello.shard == worker.hello.shard]
         if left and all(other.is_replaced for other in left):
             left[-1].is_replaced = False  # who took its place has gone before it
-            history.groups[worker.hello.replica].forget_version()
+            history.group(left[-1]).forget_version()
+        mates = [other for other in replica.values() if other.group == worker.group]
+        if not mates:
+            del history.groups[worker.group]
+        elif not any(other.hello.shard == worker.hello.shard for other in mates):
+            history.group(worker).forget_shard(worker.hello.shard)
         if not replica:
             del history.replicas[worker.hello.replica]
-            history.groups.pop(worker.hello.replica, None)
         for key in list(worker.depth):
             self.refresh_candidate(worker, key)
         self.waiters.mark_all_ready(history.beginning.values())  # it may have been the trainer before
@@ -219,8 +231,8 @@ class Registry:
         is_whole = held and holding.complete
         counted = Counted(is_whole, is_whole and holding.stays)
         if counted != holding.counted:
-            worker.history.versions[key.version].copies.change(key, worker.hello.replica, holding.counted, counted)
-            if holding.origin == "published":
+            worker.history.versions[key.version].copies.change(key, worker.group, holding.counted, counted)
+            if holding.is_published:
                 more = (counted.is_whole - holding.counted.is_whole) * holding.size_bytes
                 worker.published_size_bytes += more
                 worker.history.published_size_bytes += more
@@ -269,6 +281,26 @@ class Registry:
             if not sources:
                 del version.sources[key]
         self.waiters.mark_changed(history, key.version, room=True)
+
+    # --- what readers say of versions that no publisher has named ---
+
+    def put_aside(self, worker: Worker, key: ShardKey, said: Aside) -> None:
+        """Keep it until one does."""
+        worker.holdings_checksum = 0
+        worker.aside[key] = said
+        worker.history.aside.setdefault(key.version, {})[worker.session] = worker
+
+    def take_from_aside(self, worker: Worker, key: ShardKey) -> Aside | None:
+        """Forget it; None: there is nothing of the kind."""
+        said = worker.aside.pop(key, None)
+        if said is not None:
+            worker.holdings_checksum = 0
+            waiting = worker.history.aside[key.version]
+            if all(other.version != key.version for other in worker.aside):
+                del waiting[worker.session]
+            if not waiting:
+                del worker.history.aside[key.version]
+        return said
 
     # --- leases ---
 
@@ -403,9 +435,14 @@ class Registry:
 
     # --- claims ---
 
-    def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float) -> None:
-        """A worker is to convert this shard."""
-        claim = version.claims[key] = Claim(worker, version, key, now + self.limits.claim_s)
+    def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float, request_id: int = 0) -> None:
+        """A worker is to convert this shard. request_id: the Acquire with which it was given."""
+        claim = Claim(worker, version, key, now + self.limits.claim_s, request_id)
+        if key in version.claims:
+            self.remove_claim(version.claims[key])
+        while len(worker.claims) >= CLAIMS_PER_SESSION_MAX:
+            self.remove_claim(next(iter(worker.claims.values())))
+        version.claims[key] = worker.claims[key] = claim
         self.schedule(claim.deadline, claim)
 
     def end_claim(self, worker: Worker, key: ShardKey, *, converted: bool = False) -> None:
@@ -424,7 +461,7 @@ class Registry:
 
     def remove_claim(self, claim: Claim) -> None:
         """It has done so, or will not."""
-        del claim.version.claims[claim.key]
+        del claim.version.claims[claim.key], claim.worker.claims[claim.key]
         self.waiters.mark_changed(claim.worker.history, claim.version.number, room=True)
 
     # --- versions ---

@@ -8,7 +8,7 @@ import msgspec
 
 from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.hub.publishing import spenders
-from tensorhub_plugins.core.hub.registry import Registry
+from tensorhub_plugins.core.hub.registry import Registry, checksum_of
 from tensorhub_plugins.core.hub.state import History, Holding, Lease, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
@@ -96,7 +96,7 @@ def _lease(registry: Registry, lease: Lease, now: float) -> dict[str, object]:
 
 
 def _published_size_bytes(worker: Worker) -> int:
-    return sum(h.size_bytes for h in worker.holdings.values() if h.complete and h.origin == "published")
+    return sum(h.size_bytes for h in worker.holdings.values() if h.complete and h.is_published)
 
 
 def _validate_copies(version: Version) -> None:
@@ -106,7 +106,7 @@ def _validate_copies(version: Version) -> None:
         for holders in by_shard.values():
             for h in holders.values():
                 assert h.counted == Counted(h.complete, h.complete and h.stays)
-                counted.change(h.key, h.worker.hello.replica, Counted(), h.counted)
+                counted.change(h.key, h.worker.group, Counted(), h.counted)
     assert vars(counted) == vars(version.copies)
 
 
@@ -127,24 +127,32 @@ def _validate_leases(registry: Registry, worker: Worker) -> None:
         assert worker.session in lease.sources.values()
 
 
+def _validate_worker(registry: Registry, session: bytes, worker: Worker) -> None:
+    assert worker.session == session and worker.history.workers[session] is worker
+    for key, h in worker.holdings.items():
+        assert h.worker is worker and h.key == key
+        version = worker.history.versions[key.version]
+        assert version.holders(key)[session] is h
+        assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
+    assert worker.published_size_bytes == _published_size_bytes(worker)
+    assert worker.holdings_checksum in (0, checksum_of(worker))
+    assert not worker.aside or worker.role == "reader"
+    assert worker.aside.keys().isdisjoint(worker.holdings)
+    assert all(worker.history.aside[key.version][session] is worker for key in worker.aside)
+    assert all(claim.version.claims[key] is claim and claim.worker is worker for key, claim in worker.claims.items())
+    _validate_leases(registry, worker)
+    for request, pending in worker.pending.items():
+        assert worker.history.waiting[session, request] is pending
+
+
 def validate(registry: Registry) -> None:
     """Assert what is true between any two calls of handle."""
     for session, worker in registry.workers.items():
-        assert worker.session == session and worker.history.workers[session] is worker
-        for key, h in worker.holdings.items():
-            assert h.worker is worker and h.key == key
-            version = worker.history.versions[key.version]
-            assert version.holders(key)[session] is h
-            assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
-        assert worker.published_size_bytes == _published_size_bytes(worker)
-        assert worker.holdings_checksum in (
-            0,
-            m.holdings_checksum((key, h.complete) for key, h in worker.holdings.items()),
-        )
-        _validate_leases(registry, worker)
-        for request, pending in worker.pending.items():
-            assert worker.history.waiting[session, request] is pending
+        _validate_worker(registry, session, worker)
     for history in registry.histories.values():
+        for number, workers in history.aside.items():
+            assert workers and all(any(key.version == number for key in w.aside) for w in workers.values())
+        assert history.groups.keys() == {worker.group for worker in history.workers.values()}
         assert history.published_size_bytes == sum(w.published_size_bytes for w in history.workers.values())
         assert history.withdrawn == frozenset(history.directive.withdrawn)
         assert not history.is_over(history.directive.pin)
@@ -160,8 +168,8 @@ def validate(registry: Registry) -> None:
                     assert shard < count and holders
                     for session, h in holders.items():
                         assert registry.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
-            for claim in version.claims.values():
-                assert claim.worker.session in registry.workers
+            for key, claim in version.claims.items():
+                assert registry.workers[claim.worker.session].claims[key] is claim
             for sources in version.sources.values():
                 assert all(session in registry.workers for session in sources.sessions())
         for number, queues in history.wait_queues.items():

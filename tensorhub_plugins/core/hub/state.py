@@ -10,7 +10,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from tensorhub_plugins.core.hub.candidates import Sources
 from tensorhub_plugins.core.hub.copies import Copies, Counted
@@ -23,6 +23,7 @@ from tensorhub_plugins.core.types import (
     VersionInfo,
 )
 
+GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: who says otherwise is no member
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # so one is left if all that a directive can name are withdrawn
 
 
@@ -42,6 +43,11 @@ class Holding:
     must_retain: bool = False  # the worker wanted to give it up, and it is the last copy
     is_doubted: bool = False  # a reader got other bytes from it than were published
     counted: Counted = Counted()  # noqa: RUF009  (a tuple) kept by `Registry.count_copy`
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it is a trainer's word, by which versions are made."""
+        return self.origin == "published" and self.worker.role != "reader"
 
     @property
     def stays(self) -> bool:
@@ -93,6 +99,7 @@ class Claim:
     version: Version
     key: ShardKey
     deadline: float
+    request_id: int = 0  # the Acquire with which it was given; 0: a Hello has said so
 
 
 Waiting: TypeAlias = m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin  # may take a while
@@ -119,6 +126,14 @@ class Pending:
         """Whether whoever asked has given it up."""
         until = getattr(self.message, "until", None)
         return until is not None and now > until.clock
+
+
+class Aside(NamedTuple):
+    """What a reader says that it holds, of which no publisher has spoken yet."""
+
+    holding: m.Holding
+    as_of: int
+    offered: int
 
 
 @dataclass(eq=False, slots=True)
@@ -148,11 +163,18 @@ class Worker:
     replies: dict[int, m.Reply] = field(default_factory=dict)
     replies_size_bytes: int = 0  # of them, about
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
+    aside: dict[ShardKey, Aside] = field(default_factory=dict)  # see permissions.py
+    claims: dict[ShardKey, Claim] = field(default_factory=dict)
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
     corrupt_segments: int = 0  # that readers got from it
     room_bytes: int = 0  # for copies that others need, as it said last
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
+    group: GroupId = field(init=False)  # it agrees on "latest" with these, and is a replica with them
+
+    def __post_init__(self) -> None:
+        hello, reader = self.hello, self.role == "reader"
+        self.group = hello.replica, hello.shard_count, self.role, hello.job if reader else ""
 
     @property
     def name(self) -> str:
@@ -218,6 +240,10 @@ class GroupResolution:
         """The group has to agree on "latest" anew."""
         self.version = 0
 
+    def forget_shard(self, shard: int) -> None:
+        """Its worker is gone. What was refused stays refused: it may come back, and ask again."""
+        self.notified_shards.discard(shard)
+
     def refuse(self, shard: int, session: bytes, request_id: int) -> None:
         """This request cannot have what the others took, also when its refusal is lost and it comes again."""
         refused_session, last = self.refused.get(shard, (b"", 0))
@@ -275,10 +301,11 @@ class History:
     versions: dict[int, Version] = field(default_factory=dict)
     workers: dict[bytes, Worker] = field(default_factory=dict)
     converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last's replica
-    groups: dict[str, GroupResolution] = field(default_factory=dict)  # by replica
+    groups: dict[GroupId, GroupResolution] = field(default_factory=dict)
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
     # source -> leases that readers have announced, after a hub's restart, before the source has said Hello
+    aside: dict[int, dict[bytes, Worker]] = field(default_factory=dict)  # version -> who has something of it aside
     # Kept by `waiters.Waiters`:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival
     beginning: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # of them, those that begin an attempt
@@ -299,7 +326,11 @@ class History:
 
     def group(self, worker: Worker) -> GroupResolution:
         """What the replica of this worker has agreed on."""
-        return self.groups[worker.hello.replica]
+        return self.groups[worker.group]
+
+    def members(self, worker: Worker) -> list[Worker]:
+        """The replica of this worker: also itself, and former lives."""
+        return [other for other in self.replicas[worker.hello.replica].values() if other.group == worker.group]
 
     def is_visible(self, number: int) -> bool:
         """Whether readers may have this version."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
-from tensorhub_plugins.core.hub.permissions import as_reader, refusal
+from tensorhub_plugins.core.hub.permissions import believed, refusal
 from tensorhub_plugins.core.hub.registry import check_of
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
@@ -334,7 +334,7 @@ def test_a_readers_key_begins_nothing_and_passes_on_no_attempt() -> None:
     hello = m.Hello(
         "r", "m", "a", 0, 1, Location(), {}, directive=m.Directive(attempts=(Attempt(4, 2, b"m"),)), mark=b"m"
     )
-    passed_on = as_reader(hello)
+    passed_on = believed("reader", hello)
     assert passed_on.directive == m.NO_DIRECTIVE and passed_on.mark == b""
     assert refusal("publisher", m.Begin(1, 0, 1.0), None) is None
     for role in ("reader", "observer"):

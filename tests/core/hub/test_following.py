@@ -290,3 +290,16 @@ def test_no_directive_is_given_that_could_not_be_sent(scenario: Scenario) -> Non
     assert direct(scenario, m.Withdraw, 1) == ["refused UsageError"] and "no more are remembered" in scenario.logged[-1]
     scenario.hub.registry.histories["run", "actor"].direct(m.Directive(m.SERIAL_MAX, 0, ()))
     assert direct(scenario, m.Pin, 1) == ["refused UsageError"] and "another run name" in scenario.logged[-1]
+
+
+def test_a_claim_ends_with_its_version_and_once() -> None:
+    story = Scenario()
+    story.join("trainer/0")
+    story.publish("trainer/0", 1)
+    story.join("rollout/0")
+    story.acquire("rollout/0", 1, (RUNTIME, CHECKPOINT), claim=True)
+    worker = story.hub.registry.workers[story.sessions["rollout/0"]]
+    assert list(worker.claims) == [ShardKey(1, RUNTIME)]
+    story.say("trainer/0", m.Withdraw, version=1, timeout_s=1.0)
+    assert not worker.claims
+    story.tell("rollout/0", m.Bye())

@@ -12,7 +12,7 @@ from tensorhub_plugins.core import Client, HubUnreachable, Keys, UsageError, sta
 from tensorhub_plugins.core.hub.hub import Received
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import Location
+from tensorhub_plugins.core.types import Location, Role
 
 FIRST, SECOND = b"first".ljust(16, b"."), b"second".ljust(16, b".")
 BEAT_S = HubLimits().heartbeat_s
@@ -21,8 +21,9 @@ BEAT_S = HubLimits().heartbeat_s
 class Lives(Scenario):
     """rollout-0/0 is here; another session says Hello under its name."""
 
-    def __init__(self, *, secret: bool = True, **first: Any) -> None:
+    def __init__(self, *, secret: bool = True, role: Role = "reader", **first: Any) -> None:
         super().__init__(secret=secret)
+        self.role = role
         self.hello("first", **first)
         assert self.names() == {FIRST}
 
@@ -33,7 +34,7 @@ class Lives(Scenario):
         fields = {"request_id": self.requests[life], "hub": self.hub.session, **fields}
         said = m.Hello("run", "actor", "rollout-0", 0, 1, Location(), {}, **fields)
         self.inbox.pop(life, None)
-        self._deliver(Received(session, said, "reader"))
+        self._deliver(Received(session, said, self.role))
         answers = self.inbox.pop(life, [])
         return " ".join(getattr(answer, "message", type(answer).__name__) for answer in answers)
 
@@ -42,7 +43,7 @@ class Lives(Scenario):
 
 
 def test_a_worker_of_the_same_job_fences_its_former_life() -> None:
-    story = Lives(job="j")
+    story = Lives(job="j", role="publisher")
     story.join("trainer/0")
     story.publish("trainer/0", 1)
     assert story.hello("second", job="j") == "Welcome"
@@ -53,11 +54,11 @@ def test_a_worker_of_the_same_job_fences_its_former_life() -> None:
         "first", job="j", welcomed=story.hub.session
     )
     assert FIRST not in story.names()
-    story._deliver(Received(SECOND, m.Bye(), "reader"))
+    story._deliver(Received(SECOND, m.Bye(), "publisher"))
     assert story.hello("first", job="j", welcomed=story.hub.session) == "Welcome"  # the name is free
 
 
-@pytest.mark.parametrize("jobs", [("j", "k"), ("j", ""), ("", "k"), ("", "")])
+@pytest.mark.parametrize("jobs", [("j", "j"), ("j", "k"), ("j", ""), ("", "k"), ("", "")])
 def test_who_cannot_show_that_it_is_the_same_worker_is_refused_while_that_one_lives(jobs: tuple[str, str]) -> None:
     story = Lives(job=jobs[0])
     assert story.hello("second", job=jobs[1]) == ""  # it may be a restart: the name may fall silent
@@ -66,7 +67,7 @@ def test_who_cannot_show_that_it_is_the_same_worker_is_refused_while_that_one_li
     assert story.names() == {FIRST}
 
 
-@pytest.mark.parametrize("jobs", [("j", "k"), ("", "")])
+@pytest.mark.parametrize("jobs", [("j", "j"), ("j", "k"), ("", "")])
 def test_a_restart_without_a_word_is_let_in_when_the_name_is_silent(jobs: tuple[str, str]) -> None:
     story = Lives(job=jobs[0])
     story.silent = ("first",)  # kill -9
