@@ -281,7 +281,7 @@ def using(platform: Platform) -> Iterator[None]:
 def settle_host(tensors: Iterable[torch.Tensor]) -> None:
     """Where some of these are host memory, wait for all that is queued on the devices in use: a copy from one may still
     write it. Nothing is waited for, and no device is begun to be used, where none is."""
-    if any(of(tensor) is None for tensor in tensors):
+    if any(isinstance(tensor, torch.Tensor) and of(tensor) is None for tensor in tensors):
         for device in _platforms[-1].in_use():
             device.synchronize()
 

@@ -36,6 +36,7 @@ from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.pool import SlabPool
@@ -183,11 +184,12 @@ class Client:
         slab = self._slab_of(tensors, version, parts, copy=copy)
         copied = time.monotonic()
         try:
-            manifest, changed = self._describe(key, slab, parts, strict=strict)
-            digested = time.monotonic()
-            # A trainer does not lend: who installs late would keep it from using its memory again.
-            lends = layout != CHECKPOINT and slab is not tensors
-            self._serving.publish(key, manifest, slab, Deadline.after(timeout_s), lends=lends)
+            with claimed(slab, f"{self._worker} publishes, as version {version},"):
+                manifest, changed = self._describe(key, slab, parts, strict=strict)
+                digested = time.monotonic()
+                # A trainer does not lend: who installs late would keep it from using its memory again.
+                lends = layout != CHECKPOINT and slab is not tensors
+                self._serving.publish(key, manifest, slab, Deadline.after(timeout_s), lends=lends)
         except BaseException:
             if slab is not tensors:
                 self._serving.pool.discard(slab)
@@ -251,9 +253,8 @@ class Client:
         Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, CorruptBytes when no source is left that has
         sent the published bytes, or UsageError naming the tensor that does not fit, or two that are the same memory
         here (tied weights) and were published with different bytes. Further names of the same memory take host memory
-        while they are read.
+        while they are read. Memory that another call of this process reads into, or that is published, is a UsageError.
         """
-        self._serving.check_free(tensors)
         destinations = Destinations(self._serving, serve=serve, into=LiveMemory(tensors, parts, repairs=repair))
         return ReplicateReport.of(self._transfer(destinations, version, (layout,), timeout_s, claim=False))
 
@@ -287,7 +288,6 @@ class Client:
         arguments.check_layouts(layouts)
         live, only = None, None if wanted is None else TensorTable.of(wanted)
         if into is not None:
-            self._serving.check_free(into)
             live = LiveMemory(into, repairs=repair)
         destinations = Destinations(
             self._serving, serve=serve, into=live, in_place=layouts[0], wanted=only, borrows=borrow
@@ -526,8 +526,8 @@ class Client:
         with self._lock:
             self._transfers.add(transfer)
         transfer.direct(self._hub.directive)
-        destinations.begin(machine.deadline)
         try:
+            destinations.begin(machine.deadline)
             outcome = transfer.run()
             destinations.complete(outcome.version)
             if self._hub.directive.is_over(outcome.version):  # since a moment
@@ -539,6 +539,7 @@ class Client:
                     self.abandon(machine.claimed.version, machine.claimed.layout)
             raise
         finally:
+            destinations.end()
             with self._lock:
                 self._transfers.discard(transfer)
         with self._lock:
@@ -559,7 +560,7 @@ class Client:
         cut = parts if isinstance(parts, Mapping) else {}
         slab = self._serving.take(copied_spec(name, t, is_part=name in cut) for name, t in tensors.items())
         try:
-            with Downloads() as downloads:
+            with claimed(tensors, f"{self._worker} publishes, as version {version},"), Downloads() as downloads:
                 for name, tensor in device.settled(tensors.items()):
                     slab.write_later(name, tensor, downloads, stays=True)
         except BaseException:

@@ -12,6 +12,7 @@ from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
+from tensorhub_plugins.core.memory.claims import Claim, claim
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
@@ -99,6 +100,7 @@ class Destinations:
         self._in_place = in_place
         self._wanted = wanted
         self._read = 0  # its number on the shelf
+        self._claims: dict[Slab, Claim] = {}
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
@@ -108,8 +110,10 @@ class Destinations:
         self._placed: dict[str, int] = {}  # whole tensors of which parts come: the negative number of their slab
 
     def begin(self, deadline: float) -> None:
-        """Sources are asked for from now on."""
+        """Sources are asked for from now on. UsageError when the memory is read into already, or published."""
         self._deadline = deadline
+        if self._into is not None:
+            self._claim(self._into.live.whole)
         if self.borrows:
             self._serving.give_back_borrowed()
         if self._into is not None:
@@ -177,7 +181,18 @@ class Destinations:
         """Nothing of what was prepared will be completed."""
         self._drop(restarts=False)
 
+    def end(self) -> None:
+        """Nothing writes there any more, however it ended. Idempotent."""
+        for mine in self._claims.values():
+            mine.end()
+
     # --- inside ---
+
+    def _claim(self, slab: Slab, *, is_pooled: bool = False) -> Slab:
+        """Read into by nobody else, until the end."""
+        what = f"{self.worker} is reading into"
+        self._claims[slab] = claim(slab, what, is_written=True, is_pooled=is_pooled, deadline=self._deadline)
+        return slab
 
     def _may_serve(self, key: ShardKey) -> bool:
         """Not what is read of a checkpoint in part, in memory that is one slab for all source shards."""
@@ -202,7 +217,7 @@ class Destinations:
         """Memory for it, at the first source shard that comes."""
         if self._live is None:
             plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
-            self.allocated[0] = slab = self._serving.take(plain, self._deadline)
+            self.allocated[0] = slab = self._claim(self._serving.take(plain, self._deadline), is_pooled=True)
             self._live = LiveMemory(slab.tensors(), wanted=wanted)
             self._live.check_cover = self._serving.check_cover
         return self._live
@@ -230,12 +245,14 @@ class Destinations:
         return view_of(table, blocks)
 
     def _take(self, table: TensorTable) -> Slab:
-        return self._serving.take(table, self._deadline, for_others=self.for_others)
+        return self._claim(self._serving.take(table, self._deadline, for_others=self.for_others), is_pooled=True)
 
     def _drop(self, *, restarts: bool) -> None:
         if self.serve:
             self._serving.drop(self._read, restarts=restarts)
         for slab in self.allocated.values():
+            if slab in self._claims:
+                self._claims.pop(slab).end()
             self._serving.recycle(slab)
         self._serving.forget_tables()  # they may be why it failed
         if self._live is not None:

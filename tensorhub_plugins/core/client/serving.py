@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from weakref import WeakSet
 
-import torch
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import shelf
@@ -30,7 +29,6 @@ from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
 from tensorhub_plugins.core.memory.moves import check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import share_memory
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
@@ -292,16 +290,6 @@ class Serving:
         self._carry_out(effects)
 
     # --- memory ---
-
-    def check_free(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """UsageError when some of these are published in place: they must not change."""
-        with self._changed:
-            offers = [(key, entry.offer) for key, entry in self._shelf.entries.items()]
-        for key, offer in offers:
-            if offer.slab.kind == "adopted" and share_memory(offer.slab.tensors(), tensors):
-                raise UsageError(
-                    "these tensors are published: unpublish that version before they change", version=key.version
-                )
 
     def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, *, for_others: bool = False) -> Slab:
         """A slab for these tensors, a used one where there is one. for_others: UsageError when there is no room."""

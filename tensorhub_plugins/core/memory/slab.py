@@ -27,6 +27,7 @@ from itertools import islice
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from tensorhub_plugins.core import device as devices
@@ -46,7 +47,7 @@ from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_block
 from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
-from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, stride_of
+from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor
 
@@ -351,6 +352,18 @@ class Slab:
             if self._device is not None or self._runs.is_scattered(start, stop)
             else self._runs.addresses(start, stop)
         )
+
+    def extents(self) -> Extents:
+        """All memory that it lies in, in any order; of a view also what others lie in beside it."""
+        if self.kind != "view":
+            return self._runs.extents
+        addresses = [(tensor.data_ptr(), span_of(tensor)) for tensor in self._tensors.values()]
+        return np.array(addresses, np.uint64).reshape(-1, 2)
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name, to be looked at and not kept."""
+        return self._tensors
 
     @property
     def device(self) -> devices.Device | None:

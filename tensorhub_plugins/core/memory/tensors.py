@@ -147,6 +147,12 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(s if n != 1 else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def span_of(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last one."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0
+
+
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether such a tensor is a permutation of a contiguous one: it has no holes and does not overlap itself."""
     expected = 1
@@ -183,12 +189,6 @@ def ties_of(extents: list[Extent]) -> dict[str, str]:
                 )
             ties[other_name] = ties.get(name, name)
     return ties
-
-
-def share_memory(some: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Whether any of the one begins where any of the others does."""
-    begins = {tensor.data_ptr() for tensor in some.values() if tensor.numel()}
-    return any(tensor.numel() and tensor.data_ptr() in begins for tensor in others.values())
 
 
 def without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -29,11 +29,11 @@ class LiveTensors:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._whole = Slab.adopt(tensors)
-        self.specs = self._whole.specs
+        self.whole = Slab.adopt(tensors)
+        self.specs = self.whole.specs
         self._scratch: Slab | None = None
-        if self._whole.ties:
-            further = [spec for spec in self.specs if spec.name in self._whole.ties]
+        if self.whole.ties:
+            further = [spec for spec in self.specs if spec.name in self.whole.ties]
             self._scratch = Slab.allocate(further, pin=False)
 
     def settle(self) -> None:
@@ -49,7 +49,7 @@ class LiveTensors:
         """These tensors (None: all) as a slab to read into."""
         scratch = self._scratch.tensors() if self._scratch is not None else None
         if names is None:
-            return Slab.adopt(self._tensors, scratch=scratch) if scratch else self._whole
+            return Slab.adopt(self._tensors, scratch=scratch) if scratch else self.whole
         return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch)
 
     def check(self, version: int) -> None:
@@ -58,7 +58,7 @@ class LiveTensors:
             return
         for name, read in self._scratch.tensors().items():
             if not same_bytes(self._tensors[name], read):
-                names = f"{self._whole.ties[name]!r} and {name!r}"
+                names = f"{self.whole.ties[name]!r} and {name!r}"
                 raise UsageError(
                     f"tensors {names} are the same memory here, but were published with different bytes: give each a "
                     "tensor of its own, or read only one of the names",

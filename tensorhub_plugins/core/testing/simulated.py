@@ -40,7 +40,7 @@ import torch
 from tensorhub_plugins.core import device as devices
 from tensorhub_plugins.core.kernels.launch import Computation
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense
+from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense, span_of
 
 POISON = 0x5A
 EAGER = 0.3  # how often something runs that nobody has waited for
@@ -277,7 +277,7 @@ class Simulation:
         for side in (source, target):
             if self._region(side.data_ptr()) is None:
                 start = side.data_ptr()
-                self._check_registration(start, start + _span(side), writes=side is target)
+                self._check_registration(start, start + span_of(side), writes=side is target)
 
         # The bytes alone: what is queued does not keep the device's memory, as it does not on a real one.
         true_target, true_source = self.true(target), self.true(source)
@@ -384,7 +384,7 @@ class Simulation:
     def _access(self, tensor: torch.Tensor, writes: bool) -> _Access:
         start, region = tensor.data_ptr(), self._region(tensor.data_ptr())
         where = f"host memory {start:#x}" if region is None else f"{region.name}[{start - region.start}:]"
-        return _Access(start, start + _span(tensor), writes, where)
+        return _Access(start, start + span_of(tensor), writes, where)
 
     def _check_registration(self, start: int, stop: int, *, writes: bool) -> None:
         for first, size_bytes in list(self.registered.items()):  # at once: another thread may pin some
@@ -550,12 +550,6 @@ class Simulated:
 @torch.inference_mode()  # in which a model's inference tensors can be written, and others
 def _set(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last one."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -12,6 +12,7 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.types import ShardKey
 
 if TYPE_CHECKING:
+    from tensorhub_plugins.core.memory.claims import Claim
     from tensorhub_plugins.core.memory.slab import Slab
 
 CUT_S_MAX = 10.0  # a cut reader's thread only has to leave one system call; beyond this something is broken
@@ -48,6 +49,7 @@ class Offer:
         self._readers: dict[int, Callable[[], None]] = {}
         self._next_reader = 0
         self._before: tuple[Slab, set[int]] | None = None  # where the bytes lay, and who may still read them there
+        self._claim = self._claimed(slab)
 
     @property
     def version(self) -> int:
@@ -94,6 +96,8 @@ class Offer:
     def move(self, slab: Slab) -> None:
         """The same bytes lie in this slab from now on. The one before is kept for those that read from it, who may have
         been told its addresses."""
+        before, self._claim = self._claim, self._claimed(slab)
+        before.end()
         with self._changed:
             self._before = (self.slab, set(self._readers)) if self._readers else None
             self.slab = slab
@@ -154,3 +158,12 @@ class Offer:
             self._changed.notify_all()
         if not self.wait_no_readers(time.monotonic() + timeout_s):
             raise RuntimeError(f"{self.active_readers} readers of version {self.version} did not end when cut off")
+        self._claim.end()
+
+    def _claimed(self, slab: Slab) -> Claim:
+        """Nobody may read into it until the offer is withdrawn."""
+        from tensorhub_plugins.core.memory.claims import Claim  # with torch, which not everybody needs who knows offers
+
+        claim = Claim(slab, f"{self.key} has", is_written=False, version=self.version)
+        claim.leaves = lambda: self._withdrawn
+        return claim.begin()

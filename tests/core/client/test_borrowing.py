@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, Borrower, Process, hold_back, let_go, same_bytes, tensors_of
-from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until
+from client_stage import FAR, HELD, NEAR, RUNTIME, holders, until, what_is_there
 
 from tensorhub_plugins.core import CHECKPOINT, CorruptBytes, ShardKey, UsageError, spec_of
 from tensorhub_plugins.core.memory.loans import Loans
@@ -356,9 +356,6 @@ def test_what_arrives_at_a_lender_is_used_by_others_as_it_comes(stage, progress)
 
 
 def test_nothing_is_left_open(stage):
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     first, second = stage.client("rollout-0", **SHM), stage.client("rollout-1", **SHM)
     first.retain(0)
     counts = []
@@ -369,5 +366,5 @@ def test_nothing_is_left_open(stage):
         fetched.release()
         del fetched
         gc.collect()
-        counts.append(descriptors())
+        counts.append(len(what_is_there()[1]))
     assert len(set(counts[2:])) == 1, counts

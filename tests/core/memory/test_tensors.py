@@ -9,7 +9,6 @@ from tensorhub_plugins.core.memory.tensors import (
     flat_bytes,
     in_memory_order,
     same_bytes,
-    share_memory,
     spec_of,
     without_aliases,
 )
@@ -82,9 +81,3 @@ def test_memory_that_another_contains_is_dropped():
     base = torch.zeros(10)
     assert list(without_aliases({"b": base, "a": base[:5], "c": base, "d": torch.zeros(3)})) == ["b", "d"]
     assert list(without_aliases({"a": base[:5], "b": base[5:]})) == ["a", "b"]
-
-
-def test_shared_memory_is_seen_by_where_it_begins():
-    base = torch.zeros(10)
-    assert share_memory({"a": base[:5]}, {"b": base[:7]})
-    assert not share_memory({"a": base[:5]}, {"b": base[5:], "empty": base[:0]})

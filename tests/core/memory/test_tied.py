@@ -463,7 +463,7 @@ def test_scratch_holds_the_further_names_and_nothing_else(client):
     assert [spec.name for spec in LiveTensors(mine)._scratch.specs] == ["lm_head"]
     untied = {"body": mine["body"], "embed": mine["embed"]}
     live = LiveTensors(untied)
-    assert live._scratch is None and live.adopt() is live._whole
+    assert live._scratch is None and live.adopt() is live.whole
 
 
 def test_the_scratch_is_let_go_when_it_was_compared(client, monkeypatch):
@@ -500,7 +500,7 @@ def test_by_way_of_host_buffers_as_for_a_device(equal):
     tensors = published(10 << 20, equal=equal)
     mine = tied_like(tensors)
     live = LiveTensors(mine)
-    through_host(live._whole)
+    through_host(live.whole)
     slab = through_host(live.adopt())
     for name, tensor in tensors.items():
         arrive(slab, name, tensor)

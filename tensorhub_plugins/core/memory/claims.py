@@ -1,0 +1,144 @@
+"""What the memory of this process is used for: what is read into, and what others read meanwhile. One register for all
+clients of a process.
+
+Two reads into one memory would each find that every digest was right when it was taken, and leave the bytes of both. So
+memory that is read into is claimed for that read alone, by whichever names, views or clients it comes; memory that is
+copied or offered is claimed too, by any number. Whoever asks for more is refused, with the names of both. A claim is
+weak: it ends with the object that has made it, at the latest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from tensorhub_plugins.core.deadline import NEVER
+from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.runs import Extents
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.memory.tensors import span_of
+
+Memory = Slab | Mapping[str, torch.Tensor]
+
+_changed = threading.Condition()
+_claims: WeakSet[Claim] = WeakSet()
+
+
+class Claim:
+    """A use of so much memory, until `end`. what: for people, before the name of a tensor. version: that is offered.
+    is_pooled: it is a pool's, which offers none of it when it hands it out, and hands it out once."""
+
+    def __init__(
+        self, memory: Memory, what: str, *, is_written: bool, version: int | None = None, is_pooled: bool = False
+    ) -> None:
+        self.memory, self.what, self.version = memory, what, version
+        self.is_written, self.is_pooled = is_written, is_pooled
+        self.leaves: Callable[[], bool] = lambda: False  # whether it is about to end
+
+    def begin(self) -> Claim:
+        """Whoever asks from now on is refused. This does not ask."""
+        with _changed:
+            _claims.add(self)
+        return self
+
+    def end(self) -> None:
+        """The memory may be used for anything else. Idempotent."""
+        with _changed:
+            _claims.discard(self)
+            _changed.notify_all()
+
+
+def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = False, deadline: float = NEVER) -> Claim:
+    """Claim memory, or raise UsageError that names who uses it. deadline: for what is about to end."""
+    mine = Claim(memory, what, is_written=is_written, is_pooled=is_pooled)
+    extents = _sorted(memory)
+    with _changed:
+        while (found := _conflict(mine, extents)) is not None:
+            other, names = found
+            left = deadline - time.monotonic()
+            if not other.leaves() or left <= 0:
+                raise _refusal(mine, other, names)
+            _changed.wait(min(left, threading.TIMEOUT_MAX))
+        return mine.begin()
+
+
+@contextmanager
+def claimed(memory: Memory, what: str) -> Iterator[None]:
+    """Within it the memory is read, by us."""
+    mine = claim(memory, what, is_written=False)
+    try:
+        yield
+    finally:
+        mine.end()
+
+
+def _conflict(mine: Claim, extents: Extents) -> tuple[Claim, tuple[str, str]] | None:
+    """Another claim, and a tensor of each that lie in the same memory."""
+    if mine.is_pooled:
+        others = [each for each in _claims if each.is_written and not each.is_pooled]
+    else:
+        others = [each for each in _claims if mine.is_written or each.is_written]
+    for other in sorted(others, key=lambda each: not each.is_written):  # a read that is passed on is claimed twice
+        if _overlap(extents, _sorted(other.memory)):
+            names = _names(mine.memory, other.memory)
+            if names is not None:
+                return other, names
+    return None
+
+
+def _refusal(mine: Claim, other: Claim, names: tuple[str, str]) -> UsageError:
+    if other.version is not None:
+        return UsageError(
+            f"these tensors are published: unpublish that version before they change. {mine.what} {names[0]!r}, which "
+            f"lies in the memory of {names[1]!r} that {other.what}",
+            version=other.version,
+        )
+    return UsageError(
+        f"{mine.what} {names[0]!r}, and {other.what} {names[1]!r}, which is the same memory: do one after the other, "
+        "or give each memory of its own"
+    )
+
+
+def _sorted(memory: Memory) -> Extents:
+    """Addresses [first, behind the last), by the first; the last ones never decrease."""
+    if isinstance(memory, Slab):
+        extents = memory.extents()
+    else:
+        found = [(tensor.data_ptr(), span_of(tensor)) for tensor in memory.values() if tensor.device.type != "meta"]
+        extents = np.array(found, np.uint64).reshape(-1, 2)
+    extents = extents[extents[:, 1] > 0]
+    extents = extents[np.argsort(extents[:, 0], kind="stable")]
+    return np.stack([extents[:, 0], np.maximum.accumulate(extents.sum(axis=1, dtype=np.uint64))], axis=1)
+
+
+def _overlap(some: Extents, others: Extents) -> bool:
+    if not len(some) or not len(others) or some[0, 0] >= others[-1, 1] or others[0, 0] >= some[-1, 1]:
+        return False
+    fewer, more = sorted((some, others), key=len)
+    before = np.searchsorted(more[:, 0], fewer[:, 1])  # those that begin before each of the fewer ends
+    return bool(((before > 0) & (more[before - 1, 1] > fewer[:, 0])).any())
+
+
+def _names(mine: Memory, others: Memory) -> tuple[str, str] | None:
+    """Of two tensors that overlap; None: the memory was taken away from one of them."""
+    ours, theirs = (sorted(_named(memory)) for memory in (mine, others))
+    at = 0
+    for start, stop, name in ours:
+        while at < len(theirs) and theirs[at][1] <= start:
+            at += 1
+        if at < len(theirs) and theirs[at][0] < stop:
+            return name, theirs[at][2]
+    return None
+
+
+def _named(memory: Memory) -> Iterator[tuple[int, int, str]]:
+    tensors = memory.named if isinstance(memory, Slab) else memory
+    for name, tensor in tensors.items():
+        if tensor.device.type != "meta" and (size_bytes := span_of(tensor)):
+            yield tensor.data_ptr(), tensor.data_ptr() + size_bytes, name
