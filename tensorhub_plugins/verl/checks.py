@@ -1,20 +1,29 @@
-"""PURE: what verl's configuration means for the store. Told in sentences, or refused in one.
+"""PURE: what verl's configuration means for the store. Told in sentences, or refused, each thing in one.
 
-The driver asks before Ray starts (driver.py), and so does `tensorhub doctor verl` (doctor.py).
+The driver asks before Ray starts (driver.py), and so does `tensorhub doctor verl` (doctor.py), which asks verl's own
+checks besides (stock.py): what verl refuses by itself is not looked at here, unless there is advice to give.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tensorhub_plugins.core import UsageError
-from tensorhub_plugins.core.options import Need, says_need
+from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
-from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WHERE, Options, spans_of
+from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
+from tensorhub_plugins.vllm import drafts
+from tensorhub_plugins.vllm.outlook import Model, Outlook, count, says_gpus, says_memory
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
+COLOCATED = ("sync", "colocate_async")  # trainers of verl that share their GPUs with the engines
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
+SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 
 
@@ -28,34 +37,101 @@ def concerns_store(root: Any) -> bool:
 _MODULE = ("checkpoint_engine", "custom_backend_module")
 
 
-def check(root: Any) -> tuple[Options, list[str]]:
-    """The store's options and what will happen, one sentence each; UsageError for what cannot work.
+def check(root: Any) -> tuple[Options, Outlook]:
+    """The store's options (verl's defaults where they are wrong), and what will happen or is wrong.
 
     root: verl's whole configuration, for which `concerns_store` is true.
     """
     rollout = _get(root, "actor_rollout_ref", "rollout")
-    pulls = _get(rollout, "name") == ROLLOUT
-    check_backend(rollout)
-    options = config.parse(_get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND))
-    said = [check_mode(root), f"weights: {says_parts(root, options)}", f"dtype: {says_dtype(options)}"]
-    fleet = check_fleet(options, rollout)
-    check_model(_get(root, "actor_rollout_ref", "model"))
-    if pulls:
-        check_parallel(rollout)
-        engines = _engines(rollout)
-        said.append(f"pull mode: each of {engines} engines fetches every version by itself, while it generates")
+    outlook = Outlook()
+    outlook.ask(check_backend, rollout)
+    given = _get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND)
+    options = outlook.ask(config.parse, given) or Options()
+    outlook.ask(check_name, rollout, options)
+    outlook.tell(check_mode, root)
+    if is_served(root):
+        outlook.ask(check_batch, root)
+        outlook.tell(check_engines, root)
+    outlook.said.append(f"weights: {says_parts(root, options)}")
+    outlook.said.append(f"dtype: {says_dtype(options)}")
+    outlook.ask(check_model, _get(root, "actor_rollout_ref", "model"))
+    outlook.ask(check_drafts, rollout)
+    if _get(rollout, "name") == ROLLOUT:
+        outlook.ask(check_parallel, rollout)
+        outlook.said.append(
+            f"pull mode: each of {count(engines_of(root).number, 'engine')} fetches every version by itself, while it "
+            "generates"
+        )
         if spans_of(options.spans, rollout) == "oldest":
-            said.append("samples of several versions are reported as of their oldest, verl's client knows no other way")
+            outlook.said.append(
+                "samples of several versions are reported as of their oldest, verl's client knows no other way"
+            )
     else:
-        said.append(
+        outlook.said.append(
             f"drop-in: verl stops all engines for every version, and waits for the slowest; rollout.name={ROLLOUT} "
             "lets each of them go on"
         )
-    if fleet:
-        said.append(fleet)
+    outlook.tell(check_fleet, options, rollout)
     where = f"at {options.hub}" if options.hub else "started on Ray's head node; its address is printed"
-    said.append(f"hub: {where}; run: {options.run or 'a new name for every job'}")
-    return options, said
+    outlook.said.append(f"hub: {where}; run: {options.run or 'a new name for every job'}")
+    return options, outlook
+
+
+class Engines(NamedTuple):
+    """What verl starts of engines on GPUs of their own."""
+
+    number: int
+    gpus: int  # of one
+    gpus_here: int  # of one, on one node
+    nodes: int
+    gpus_per_node: int
+    where: str  # the options that say so
+
+
+def engines_of(root: Any) -> Engines:
+    """As verl counts them. one_step_off and fully_async have options of their own for the nodes of rollouts."""
+    rollout, where = _get(root, "actor_rollout_ref", "rollout"), "actor_rollout_ref.rollout"
+    place = rollout
+    if _get(root, "rollout") is not None:
+        place, where = _get(root, "rollout"), "rollout"
+    nodes, per_node = int(_get(place, "nnodes") or 0), int(_get(place, "n_gpus_per_node") or 0)
+    size = gpus_of_engine(rollout)
+    return Engines(nodes * per_node // size, size, min(size, per_node), nodes, per_node, where)
+
+
+def gpus_of_engine(rollout: Any) -> int:
+    kinds = ("tensor_model", "data", "pipeline_model")
+    sizes = [int(_get(rollout, f"{kind}_parallel_size") or 1) for kind in kinds]
+    return sizes[0] * sizes[1] * sizes[2]
+
+
+def check_engines(root: Any) -> str:
+    """How many GPUs the job needs, and for what; UsageError where not one engine would start. verl finds none wrong,
+    and waits for ever."""
+    engines, trainer = engines_of(root), _get(root, "trainer")
+    if not engines.nodes or not engines.gpus_per_node:
+        raise UsageError(
+            f"the engines need GPUs of their own: set {engines.where}.nnodes and {engines.where}.n_gpus_per_node"
+        )
+    total = engines.nodes * engines.gpus_per_node
+    if not engines.number:
+        raise UsageError(
+            f"an engine takes {engines.gpus} GPUs (actor_rollout_ref.rollout.tensor_model_parallel_size), and all "
+            f"engines together have {total} ({engines.where}.nnodes times n_gpus_per_node): raise these or lower that"
+        )
+    used = engines.number * engines.gpus
+    parts = {
+        "the trainer": int(_get(trainer, "n_gpus_per_node") or 0) * int(_get(trainer, "nnodes") or 0),
+        f"{count(engines.number, 'engine')} of {engines.gpus}": used,
+        "reward models": _pool(_get(root, "reward", "reward_model"), "enable_resource_pool"),
+        "teachers": _pool(_get(root, "distillation"), "enabled"),
+    }
+    rest = f"; {total - used} of the engines' {total} stay unused" if used < total else ""
+    return f"{says_gpus(parts)}{rest}"
+
+
+def _pool(part: Any, switch: str) -> int:
+    return int(_get(part, "nnodes") or 0) * int(_get(part, "n_gpus_per_node") or 0) if _get(part, switch) else 0
 
 
 def check_backend(rollout: Any) -> None:
@@ -72,6 +148,48 @@ def check_backend(rollout: Any) -> None:
         f"{ENGINE}.backend is {backend!r}: for the store set it to {BACKEND!r}, or leave out "
         "custom_backend_module=tensorhub_plugins.verl"
     )
+
+
+def check_name(rollout: Any, options: Options) -> None:
+    """Engines that the store was not tried with are refused, unless `allow_untested` is set; verl's registry knows
+    which there are."""
+    name = _get(rollout, "name")
+    if options.allow_untested or name is None:
+        return
+    if _get(rollout, "disaggregation", "enabled"):
+        raise UsageError(
+            "actor_rollout_ref.rollout.disaggregation was not tried with the store: set its `enabled` to False, or "
+            f"{WAY_OUT}"
+        )
+    if name in ("vllm", ROLLOUT):
+        return
+    close = difflib.get_close_matches(str(name), [ROLLOUT, "vllm"], n=1)
+    raise UsageError(
+        f"actor_rollout_ref.rollout.name is {name!r}, and the store was tried with verl's vllm engines alone: "
+        + (f"did you mean {close[0]}?" if close else f"set {ROLLOUT} (pull mode) or vllm (drop-in), or {WAY_OUT}")
+    )
+
+
+def check_drafts(rollout: Any) -> None:
+    """Draft models and MTP heads. In drop-in mode verl hands every version to MTP heads, and to no other draft."""
+    method = draft_of(rollout)
+    if method == "mtp" and _get(rollout, "name") != ROLLOUT:
+        return
+    mtp = "set actor_rollout_ref.model.mtp.enable_rollout=False, or rollout.name=vllm (drop-in), where verl does"
+    other = "leave rollout.engine_kwargs.vllm.speculative_config out, or set rollout.load_format=auto"
+    drafts.check(method, _get(rollout, "load_format") or "dummy", remedy=mtp if method == "mtp" else other)
+
+
+def draft_of(rollout: Any) -> str | None:
+    """What vLLM's engines will draft with, as vLLM calls it; None: nothing."""
+    mtp = _get(rollout, "mtp")
+    if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
+        return str(_get(mtp, "method") or "mtp")
+    given = _get(rollout, "engine_kwargs", "vllm", "speculative_config")
+    given = msgspec.json.decode(given) if isinstance(given, str) and given.startswith("{") else given
+    if not isinstance(given, Mapping):
+        return None
+    return str(given.get("method") or "draft_model")
 
 
 def check_model(model: Any) -> None:
@@ -98,21 +216,33 @@ def says_parts(root: Any, options: Options) -> str:
     return f"whole tensors are gathered to every trainer rank ({why})"
 
 
-def says_memory(root: Any, options: Options, elements: int | None) -> list[str]:
-    """What hosts need, of a model of so many numbers. UsageError for more than a budget that is kept."""
-    if elements is None:
-        return ["memory: the model is not on this machine, so every worker says at its start what it takes"]
+def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | None) -> None:
+    """What hosts need. What exceeds a budget that is kept is wrong."""
     trainer, rollout = _get(root, "trainer"), _get(root, "actor_rollout_ref", "rollout")
-    size_bytes = elements * SIZES[options.dtype or "float32"]
-    here = int(_get(trainer, "n_gpus_per_node") or 1)
-    share = size_bytes // max(1, here * int(_get(trainer, "nnodes") or 1))
-    said = says_need(options, "each trainer rank", Need(share, options.keep + 1), here)
-    workers = int(_get(rollout, "n_gpus_per_node") or 0) or here
+    if model is None:
+        outlook.unseen.append(
+            f"memory (actor_rollout_ref.model.path={_get(root, 'actor_rollout_ref', 'model', 'path')} is no folder "
+            "here and not in the Hugging Face cache, or says no size)"
+        )
+        return
+    size_bytes = model.elements * SIZES[options.dtype or "float32"]
+    here, engines = int(_get(trainer, "n_gpus_per_node") or 1), engines_of(root)
+    share = Need(size_bytes // max(1, here * int(_get(trainer, "nnodes") or 1)), options.keep + 1)
+    outlook.tell(says_memory, options, model, "each trainer rank", share, here)
+    part = Need(size_bytes // int(_get(rollout, "tensor_model_parallel_size") or 1), options.copies)
     if _get(rollout, "name") == ROLLOUT:
-        need = Need(size_bytes // int(_get(rollout, "tensor_model_parallel_size") or 1), options.copies)
-    else:
-        need = Need(size_bytes, DROP_IN_COPIES)
-    return [f"memory: {said}", f"memory: {says_need(options, 'each rollout worker', need, workers)}"]
+        outlook.tell(says_memory, options, model, "each worker of an engine", part, engines.gpus_here)
+        if engines.gpus_here < engines.gpus_per_node:
+            outlook.said.append("memory: engines beside it on its host use the same copies, and take none of their own")
+        return
+    whole, workers = Need(size_bytes, DROP_IN_COPIES), engines.gpus_per_node
+    outlook.tell(says_memory, options, model, "each worker of an engine", whole, workers)
+    if workers > 1:
+        outlook.said.append(
+            f"LOOK: drop-in takes {gigabytes(whole.size_bytes * workers)} of host memory on every host of engines, as "
+            f"each worker has all of a version; rollout.name={ROLLOUT} takes "
+            f"{gigabytes(part.size_bytes * engines.gpus_here)}"
+        )
 
 
 def says_dtype(options: Options) -> str:
@@ -159,40 +289,24 @@ def check_fleet(options: Options, rollout: Any) -> str:
 
 def check_mode(root: Any) -> str:
     """Which trainer this is, in a sentence; UsageError for one whose engines get their weights another way."""
-    rollout, trainer = _get(root, "actor_rollout_ref", "rollout"), _get(root, "trainer")
-    if _get(root, "async_training") is not None:
-        return "trainer: fully_async"
+    trainer = _get(root, "trainer")
     if _get(root, "rollout") is not None:
-        return "trainer: one_step_off"
-    mode = _get(trainer, "v1", "trainer_mode")
-    if _get(trainer, "use_v1") is False or mode != "separate_async":
-        name = "the legacy trainer (trainer.use_v1=False)" if _get(trainer, "use_v1") is False else f"trainer {mode!r}"
+        mode = "one_step_off" if _get(root, "async_training") is None else "fully_async"
+        if _get(root, "actor_rollout_ref", "hybrid_engine"):
+            raise UsageError(f"trainer {mode!r} starts with actor_rollout_ref.hybrid_engine=False only: add that")
+        return f"trainer: {mode}"
+    mode, is_legacy = _get(trainer, "v1", "trainer_mode"), _get(trainer, "use_v1") is False
+    if is_legacy or mode != "separate_async":
+        if not is_legacy and mode not in COLOCATED:
+            raise UsageError(f"trainer.v1.trainer_mode is {mode!r}, which verl does not know: set separate_async")
+        name = "the legacy trainer (trainer.use_v1=False)" if is_legacy else f"trainer {mode!r}"
+        steps = steps_of(root)
         raise UsageError(
             f"{name} shares its GPUs with the engines and hands them the weights inside the GPU (CUDA IPC); verl gives "
-            f"it no engines anywhere else, so the store would do nothing: add {SEPARATE} "
+            f"it no engines anywhere else, so the store would do nothing: add {'trainer.use_v1=True ' * is_legacy}"
+            f"{SEPARATE} {f'{SYNC_STEP}={steps} ' if steps else ''}"
             "actor_rollout_ref.rollout.nnodes=... actor_rollout_ref.rollout.n_gpus_per_node=..., or leave the store's "
             "lines out"
-        )
-    return _separate_async(root, rollout, trainer)
-
-
-def _separate_async(root: Any, rollout: Any, trainer: Any) -> str:
-    """The trainer's own conditions, which it finds broken a minute after its start."""
-    if not _get(rollout, "nnodes") or not _get(rollout, "n_gpus_per_node"):
-        raise UsageError(
-            "trainer 'separate_async' needs GPUs of its own for the engines: set actor_rollout_ref.rollout.nnodes and "
-            "actor_rollout_ref.rollout.n_gpus_per_node"
-        )
-    per_step = _get(trainer, "v1", "separate_async", "parameter_sync_step") or 1
-    batch, mini = (
-        _get(root, "data", "train_batch_size"),
-        _get(root, "actor_rollout_ref", "actor", "ppo_mini_batch_size"),
-    )
-    if batch is not None and mini is not None and batch != per_step * mini:
-        raise UsageError(
-            f"data.train_batch_size is {batch}, and verl wants parameter_sync_step ({per_step}) times "
-            f"ppo_mini_batch_size ({mini}): set trainer.v1.separate_async.parameter_sync_step=1 (verl's default is 4) "
-            f"and actor_rollout_ref.actor.ppo_mini_batch_size={batch}"
         )
     if _get(root, "actor_rollout_ref", "hybrid_engine") is not False:
         return (
@@ -202,9 +316,41 @@ def _separate_async(root: Any, rollout: Any, trainer: Any) -> str:
     return "trainer: separate_async"
 
 
-def _engines(rollout: Any) -> int:
-    gpus = (_get(rollout, "nnodes") or 0) * (_get(rollout, "n_gpus_per_node") or 0)
-    return int(gpus // (_get(rollout, "tensor_model_parallel_size") or 1))
+def is_served(root: Any) -> bool:
+    """Whether this trainer has engines on GPUs of their own, which the store is for."""
+    return _get(root, "rollout") is not None or is_separate_async(root)
+
+
+def is_separate_async(root: Any) -> bool:
+    trainer = _get(root, "trainer")
+    is_other = _get(root, "rollout") is not None or _get(trainer, "use_v1") is False
+    return not is_other and _get(trainer, "v1", "trainer_mode") == "separate_async"
+
+
+def check_batch(root: Any) -> None:
+    """verl's own condition, which it finds broken a minute after its start, with what keeps the recipe as it is:
+    `parameter_sync_step` is the number of optimizer steps that a batch is trained in."""
+    batch, mini = _batch(root)
+    per_step = _get(root, "trainer", "v1", "separate_async", "parameter_sync_step") or 1
+    if not is_separate_async(root) or batch is None or mini is None or batch == per_step * mini:
+        return
+    steps = steps_of(root)
+    raise UsageError(
+        f"data.train_batch_size is {batch}, and verl wants {SYNC_STEP} ({per_step}) times "
+        f"actor_rollout_ref.actor.ppo_mini_batch_size ({mini}): "
+        + (f"set {SYNC_STEP}={steps}" if steps else "make the first a multiple of the last")
+    )
+
+
+def steps_of(root: Any) -> int | None:
+    """The `parameter_sync_step` that leaves a recipe as it is; None where there is none."""
+    batch, mini = _batch(root)
+    return batch // mini if batch and mini and batch % mini == 0 else None
+
+
+def _batch(root: Any) -> tuple[Any, Any]:
+    mini = _get(root, "actor_rollout_ref", "actor", "ppo_mini_batch_size")
+    return _get(root, "data", "train_batch_size"), mini
 
 
 def _get(tree: Any, *names: str) -> Any:

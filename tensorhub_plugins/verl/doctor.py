@@ -1,56 +1,95 @@
 """`tensorhub doctor verl ARGUMENTS...`: what a command line of verl will do with the store, or what is wrong with it.
 
-Takes what verl takes: overrides alone (for verl.trainer.main_ppo), or the whole command, from `python -m` or the module
-on. Reads it with verl's own configuration and asks the hub; starts nothing.
+Takes what verl takes: overrides alone (for verl.trainer.main_ppo), or the whole command, with what starts it (`ray job
+submit ... --`, `python -m`). Puts the configuration together as verl does, asks verl's own checks and the hub, and says
+everything that is wrong at once; starts nothing. Give it before `python` on the node where the job's driver will run.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import os
-import sys
+import re
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.verl import checks, config, driver
+from omegaconf import ListConfig, OmegaConf, open_dict
 
-# A command of verl: the folder of its configuration, below verl's own, and the name.
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.verl import checks, config, driver, stock
+from tensorhub_plugins.vllm import command_line
+from tensorhub_plugins.vllm.command_line import Words
+from tensorhub_plugins.vllm.outlook import Outlook
+
+# A command of verl, and the name of its configuration, which lies in the folder `config` beside it.
 COMMANDS = {
-    "verl.trainer.main_ppo": ("trainer", "ppo_trainer"),
-    "verl.experimental.one_step_off_policy.main_ppo": ("experimental/one_step_off_policy", "one_step_off_ppo_trainer"),
-    "verl.experimental.fully_async_policy.fully_async_main": (
-        "experimental/fully_async_policy",
-        "fully_async_ppo_trainer",
-    ),
+    "verl.trainer.main_ppo": "ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
 }
+PATHS = (
+    "actor_rollout_ref.model.path",
+    "data.train_files",
+    "data.val_files",
+    "reward.custom_reward_function.path",
+    "custom_reward_function.path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+)
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # environment of verl
 PACKAGE = "tensorhub_plugins.verl"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what will happen, one line each, and return 0; or what is wrong, and return 1."""
-    try:
-        root = compose(arguments)
-        if not checks.concerns_store(root):
-            backend = "actor_rollout_ref.rollout.checkpoint_engine.backend"
-            raise UsageError(
-                f"this command line does not name the store: add {backend}={config.BACKEND}, and for pull mode "
-                f"actor_rollout_ref.rollout.name={config.ROLLOUT}"
-            )
-        said = driver.check(root)
-        if not is_found(root):
-            raise UsageError(
-                "verl will not find the store: the package is on Python's path but not installed, so install it "
-                f"(pip install .), or set {MODULES}={PACKAGE} on all nodes"
-            )
-    except TensorHubError as error:
-        print(f"tensorhub: {error.message}", file=sys.stderr)
-        return 1
-    print("\n".join(said))
-    return 0
+    """Print what will happen, one line each, and return 0; or all that is wrong, and return 1."""
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+        return 0
+    outlook = Outlook()
+    outlook.ask(look, outlook, arguments)
+    return command_line.show(outlook)
+
+
+def look(outlook: Outlook, arguments: Sequence[str]) -> None:
+    """Ask everything of this command line."""
+    words = command_line.words_of(arguments, COMMANDS, "verl.trainer.main_ppo")
+    root = compose(words, outlook)
+    if not checks.concerns_store(root):
+        backend = f"{checks.ENGINE}.backend"
+        raise UsageError(
+            f"this command line does not name the store: add {backend}={config.BACKEND}, and for pull mode "
+            f"actor_rollout_ref.rollout.name={config.ROLLOUT}"
+        )
+    outlook.add(driver.check(copy.deepcopy(root)))
+    outlook.ask(check_paths, root, words.is_submitted, outlook.unseen)
+    outlook.ask(check_found, root)
+    stock.ask(outlook, words.command, root)
+    outlook.unseen.append(
+        "whether the cluster has these GPUs and this memory; what is in the data, in reward functions and in agent "
+        "loops; what vLLM says of the model"
+    )
+
+
+def check_found(root: Any) -> None:
+    """UsageError where verl's processes would not know our names."""
+    if not is_found(root):
+        raise UsageError(
+            "verl will not find the store: the package is on Python's path but not installed, so install it "
+            f"(pip install .), or set {MODULES}={PACKAGE} on all nodes"
+        )
+
+
+def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
+    """Files and folders that verl reads on the node of its driver."""
+    given = [(name, OmegaConf.select(root, name)) for name in PATHS]
+    paths = [(name, one) for name, value in given for one in (value if isinstance(value, ListConfig) else [value])]
+    command_line.check_paths(paths, is_submitted=is_submitted, unseen=unseen)
 
 
 def is_found(root: Any) -> bool:
@@ -69,45 +108,92 @@ def is_found(root: Any) -> bool:
     )
 
 
-def compose(arguments: Sequence[str]) -> Any:
-    """verl's configuration for these arguments. UsageError for one that verl does not take."""
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
+def compose(words: Words, outlook: Outlook) -> Any:
+    """verl's configuration for these words, put together as Hydra does it for verl's command. Overrides that verl does
+    not take are kept in `outlook`, all of them, and left out. UsageError where there is no configuration at all."""
+    from hydra import version
+    from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
-    folder, name, overrides = read(arguments)
-    own = verl_folder() / "trainer" / "config"
-    if folder != own and not any(one.startswith("hydra.searchpath=") for one in overrides):
-        overrides = [f"hydra.searchpath=[file://{own}]", *overrides]
+    version.setbase(None)  # as verl's commands are decorated
+    given = _given(words.arguments)
+    name = (given.config_name or COMMANDS[words.command]).removesuffix(".yaml")
+    overrides = list(given.overrides)
+    own = f"hydra.searchpath=[file://{verl_folder() / 'trainer' / 'config'}]"
+    while True:
+        try:
+            return _compose(words.command, given, name, overrides)
+        except MissingConfigException as error:
+            if own in overrides or "Could not load 'ppo_" not in str(error):
+                raise _not_taken(error) from error
+            overrides.append(own)
+            if not words.is_submitted:
+                outlook.refuse(
+                    f"verl's {name}.yaml includes what lies in verl/trainer/config of the folder that verl is started "
+                    f"in: start it there, or add {own} ({_one_line(error)})"
+                )
+        except ConfigCompositionException as error:
+            refusal = _not_taken(error)
+            key = re.search(r"'([^']+)'", str(error))
+            meant = {one: one.lstrip("+~").partition("=")[0] for one in overrides}
+            if key is None or key[1] not in meant.values():
+                raise refusal from error
+            outlook.refuse(refusal.message)
+            exists = "already at" in str(error)  # and is set all the same, for what else there is to see
+            others = [one for one in overrides if meant[one] != key[1]]
+            overrides = others + [f"++{one.lstrip('+')}" for one in overrides if exists and meant[one] == key[1]]
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _not_taken(error) from error
+
+
+def _not_taken(error: Exception) -> UsageError:
+    return UsageError(f"verl does not take this command line: {_one_line(error)}")
+
+
+def _given(arguments: Sequence[str]) -> Any:
+    """Hydra's options and the overrides, as its own parser has them."""
+    from hydra._internal.utils import get_args_parser
+
+    said = io.StringIO()
     try:
-        with initialize_config_dir(str(folder), version_base=None):
-            return compose(name, overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(f"verl does not take this command line: {_one_line(error)}") from error
+        with contextlib.redirect_stderr(said):
+            given, unknown = get_args_parser().parse_known_args(list(arguments))
+    except SystemExit as error:
+        raise UsageError(f"verl does not take this command line: {said.getvalue().splitlines()[-1:]}") from error
+    strange = [one for one in given.overrides if "=" not in one and not one.startswith("~")]
+    if strange or unknown:
+        raise UsageError(
+            f"{(unknown + strange)[0]!r} is no override of verl (name=value) and none of its commands: "
+            f"{', '.join(COMMANDS)}"
+        )
+    return given
 
 
-def read(arguments: Sequence[str]) -> tuple[Path, str, list[str]]:
-    """The folder and the name of the configuration, and the overrides."""
-    command, given = "verl.trainer.main_ppo", list(arguments)
-    folder: Path | None = None
-    name = None
-    overrides = []
-    while given:
-        argument = given.pop(0)
-        key, _, value = argument.partition("=")
-        if key in ("--config-name", "--config-path", "-cn", "-cp"):
-            value = value or (given.pop(0) if given else "")
-            name, folder = (value, folder) if "n" in key.rpartition("-")[2] else (name, Path(value).absolute())
-        elif argument in COMMANDS:
-            command = argument
-        elif "=" in argument or argument.startswith("~"):
-            overrides.append(argument)
-        elif not (argument == "-m" or Path(argument).name.startswith("python")):
-            raise UsageError(
-                f"{argument!r} is no override of verl (name=value) and none of its commands: {', '.join(COMMANDS)}"
-            )
-    place, default = COMMANDS[command]
-    return folder or verl_folder() / place / "config", name or default, overrides
+def _compose(command: str, given: Any, name: str, overrides: list[str]) -> Any:
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_automatic_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
+
+    file = verl_folder().parent / f"{command.replace('.', '/')}.py"
+    search_path = create_automatic_config_search_path(str(file), None, given.config_path or "config")
+    if given.config_dir is not None:
+        folder = Path(given.config_dir).absolute()
+        if not folder.is_dir():
+            raise UsageError(f"--config-dir={given.config_dir}: there is no such folder on this machine")
+        search_path.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    GlobalHydra.instance().clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of folders of the search path that are not there
+            hydra = Hydra.create_main_hydra2("doctor", search_path)
+            root = hydra.compose_config(name, overrides, RunMode.RUN, with_log_configuration=False)
+    finally:
+        GlobalHydra.instance().clear()
+    with open_dict(root):
+        del root["hydra"]
+    return root
 
 
 def verl_folder() -> Path:
@@ -118,4 +204,4 @@ def verl_folder() -> Path:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).partition("Config search path")[0].split())

@@ -13,9 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from tensorhub_plugins.core import Client, HubUnreachable, TensorHubError
+from tensorhub_plugins.core import Client, HubUnreachable
 from tensorhub_plugins.verl import checks, config
-from tensorhub_plugins.vllm.model_size import elements_of
+from tensorhub_plugins.vllm.model_size import model_of
+from tensorhub_plugins.vllm.outlook import Outlook, check_heads
 from tensorhub_plugins.vllm.ray import policy
 
 CONNECT_TIMEOUT_S = 10.0
@@ -39,35 +40,39 @@ def look_at_configuration() -> None:
 
 
 def refuse_or_tell(root: Any) -> None:
-    """Print what will happen, or end this process with the sentence that says why it cannot."""
+    """Print what will happen, or end this process with the sentences that say why it cannot."""
     if not checks.concerns_store(root):
         return
-    try:
-        said = check(root)
-    except TensorHubError as error:
-        sys.exit(f"tensorhub: {error.message}")
-    for sentence in said:
+    outlook = check(root)
+    if outlook.wrong:
+        sys.exit("\n".join(f"tensorhub: {sentence}" for sentence in outlook.wrong))
+    for sentence in outlook.said:
         print(f"tensorhub: {sentence}", file=sys.stderr, flush=True)
 
 
-def check(root: Any) -> list[str]:
-    """All that can be known here: configuration, versions, whether the hub answers. Raises UsageError."""
+def check(root: Any) -> Outlook:
+    """All that can be known here: configuration, versions, whether the hub answers."""
     settle_dtype(root)
     settle_slices(root)
-    options, said = checks.check(root)
-    said += checks.says_memory(root, options, elements_of(root.actor_rollout_ref.model.get("path")))
-    config.check_verl(options)
-    config.check_vllm(options)
+    options, outlook = checks.check(root)
+    model = model_of(root.actor_rollout_ref.model.get("path"))
+    checks.tell_memory(outlook, root, options, model)
+    tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    outlook.ask(check_heads, model, int(OmegaConf.select(root, tensor_parallel) or 1), tensor_parallel)
+    outlook.ask(config.check_verl, options)
+    outlook.ask(config.check_vllm, options)
     if options.fleet_policy is not None:
-        policy.load(options.fleet_policy)
+        outlook.ask(policy.load, options.fleet_policy)
     if options.hub is not None:
-        try:
-            Client(
-                options.hub, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S
-            ).close()
-        except HubUnreachable as error:
-            raise config.refused(error, options.hub) from error
-    return said
+        outlook.ask(_check_hub, options.hub)
+    return outlook
+
+
+def _check_hub(address: str) -> None:
+    try:
+        Client(address, run="probe", model="probe", replica="probe", connect_timeout_s=CONNECT_TIMEOUT_S).close()
+    except HubUnreachable as error:
+        raise config.refused(error, address) from error
 
 
 def settle_dtype(root: Any) -> None:

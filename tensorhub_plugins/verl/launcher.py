@@ -20,9 +20,10 @@ from ray.exceptions import RayError
 
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
-from tensorhub_plugins.verl import external, hub, placeholder
+from tensorhub_plugins.verl import checks, external, hub, placeholder
 from tensorhub_plugins.verl.config import BACKEND, ROLLOUT, Options, spans_of
 from tensorhub_plugins.verl.trainer import replica_name
+from tensorhub_plugins.vllm import drafts
 from tensorhub_plugins.vllm.ray import room
 
 logger = get_logger(__name__)
@@ -80,7 +81,8 @@ class VerlLauncher:
         with omegaconf.open_dict(root):
             kwargs = rollout.checkpoint_engine.engine_kwargs
             kwargs[BACKEND] = {**(kwargs.get(BACKEND) or {}), "hub": options.hub, "run": options.run}
-            rollout.load_format = "dummy"
+            if not drafts.has_weights(checks.draft_of(rollout)):  # which no peer has
+                rollout.load_format = "dummy"
             memory = rollout.get("standalone_gpu_memory_utilization")  # fully_async's, for those without a trainer
             if memory is not None:
                 rollout.gpu_memory_utilization = memory
@@ -143,14 +145,14 @@ class VerlLauncher:
 
     def _nodes(self) -> int:
         rollout = self._root.actor_rollout_ref.rollout
-        return -(-_gpus(rollout) // int(rollout.n_gpus_per_node))
+        return -(-checks.gpus_of_engine(rollout) // int(rollout.n_gpus_per_node))
 
     def _bundles(self) -> list[dict[str, float]]:
         from verl.plugin.platform import get_platform
 
         rollout = self._root.actor_rollout_ref.rollout
         gpu = get_platform().ray_resource_name()
-        return [{"CPU": COLOCATED, gpu: 1}] * min(_gpus(rollout), rollout.n_gpus_per_node)
+        return [{"CPU": COLOCATED, gpu: 1}] * min(checks.gpus_of_engine(rollout), rollout.n_gpus_per_node)
 
     async def _limit(self) -> None:
         """In fully_async the samples under way grow with the fleet; in other trainers verl's options bound them."""
@@ -206,10 +208,6 @@ def _pool(rank: int | str) -> str:
 
 def _rank(name: str) -> str:
     return name.rpartition("-")[2]
-
-
-def _gpus(rollout: Any) -> int:
-    return int(rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size)
 
 
 def _last_line(error: Exception) -> str:

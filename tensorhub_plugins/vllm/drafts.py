@@ -1,4 +1,4 @@
-"""What drafts tokens in speculative decoding (a draft model, MTP heads), and has weights that no version brings.
+"""PURE: what drafts tokens in speculative decoding (a draft model, MTP heads), with weights that no version brings.
 
 A draft that was read from MODEL keeps those weights: answers stay right, and fewer drafts are accepted as the policy
 moves on. A draft that was never read keeps random ones, of which hardly any draft is accepted: that is refused, by

@@ -18,10 +18,10 @@ import torch  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from tensorhub_plugins.core import UsageError, start_server  # noqa: E402
-from tensorhub_plugins.core.cli import main as command  # noqa: E402
 from tensorhub_plugins.verl import checks, config, doctor, driver  # noqa: E402
+from tensorhub_plugins.vllm.command_line import words_of  # noqa: E402
 from tensorhub_plugins.vllm.model_size import elements_of  # noqa: E402
+from tensorhub_plugins.vllm.outlook import Model, Outlook  # noqa: E402
 
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
 STORE = [BACKEND, "actor_rollout_ref.rollout.name=vllm"]
@@ -36,8 +36,9 @@ SEPARATE = [
     "data.train_batch_size=64",
     "actor_rollout_ref.actor.ppo_mini_batch_size=64",
 ]
-ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo"]
-FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main"]
+APART = "actor_rollout_ref.hybrid_engine=False"
+ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo", APART]
+FULLY_ASYNC = ["verl.experimental.fully_async_policy.fully_async_main", APART]
 OPTIONS = f"+{config.WHERE}"
 GATHER = f"{OPTIONS}.parts=false"
 MERGED = "actor_rollout_ref.model.lora.merge=true"
@@ -45,7 +46,7 @@ MERGED = "actor_rollout_ref.model.lora.merge=true"
 
 @functools.cache
 def default(*command):
-    return doctor.compose(command)
+    return doctor.compose(words_of(command, doctor.COMMANDS, "verl.trainer.main_ppo"), Outlook())
 
 
 def unlocked(root):
@@ -61,13 +62,23 @@ def composed(arguments):
     return OmegaConf.unsafe_merge(unlocked(default(*command)), OmegaConf.from_dotlist(given))
 
 
+def told_of(arguments):
+    outlook = checks.check(composed(arguments))[1]
+    assert not outlook.wrong
+    return outlook.said
+
+
+def refusals(arguments):
+    return checks.check(composed(arguments))[1].wrong
+
+
 def test_what_will_happen_is_told():
-    told = "\n".join(checks.check(composed([*SEPARATE, *PULL]))[1])
+    told = "\n".join(told_of([*SEPARATE, *PULL]))
     assert "trainer: separate_async\n" in told
     assert "each of 2 engines fetches every version by itself" in told
     assert "hub: started on Ray's head node" in told
     assert "fleet: as many replicas as verl starts, at least 1" in told
-    told = "\n".join(checks.check(composed([*SEPARATE, *STORE, f"{OPTIONS}.run=r1"]))[1])
+    told = "\n".join(told_of([*SEPARATE, *STORE, f"{OPTIONS}.run=r1"]))
     assert "drop-in: verl stops all engines" in told and "run: r1" in told
     assert "fleet" not in told
 
@@ -87,7 +98,7 @@ def test_what_will_happen_is_told():
     ],
 )
 def test_which_way_the_weights_take_is_told(arguments, says):
-    told = checks.check(composed([*SEPARATE, *PULL, *arguments]))[1]
+    told = told_of([*SEPARATE, *PULL, *arguments])
     assert [line for line in told if line.startswith("weights: ") and says in line]
 
 
@@ -103,7 +114,7 @@ def test_which_way_the_weights_take_is_told(arguments, says):
 def test_weights_are_published_in_the_dtype_of_the_rollouts(arguments, dtype):
     root = composed([*SEPARATE, *PULL, *arguments])
     OmegaConf.set_struct(root, True)  # as Hydra makes it
-    told = [line for line in driver.check(root) if line.startswith("dtype: ")]
+    told = [line for line in driver.check(root).said if line.startswith("dtype: ")]
     trainers = config.parse(root.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.get(config.BACKEND))
     assert trainers.dtype == dtype
     assert told == [f"dtype: {checks.says_dtype(trainers)}"] and (dtype or "as the trainer has them") in told[0]
@@ -114,27 +125,54 @@ def test_the_memory_of_a_run_is_told_before_it(tmp_path):
     elements = elements_of(tmp_path)
     assert elements == 1_001_000 and elements_of(tmp_path / "none") is None
     size = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{OPTIONS}.dtype=bfloat16", f"{OPTIONS}.keep=1"]
-    root = composed([*SEPARATE, *PULL, *size])
-    options, _ = checks.check(root)
-    trainer, rollout = checks.says_memory(root, options, 1000 * elements)
+    model = Model(1000 * elements)
+    trainer, rollout, shared = memory([*SEPARATE, *PULL, *size], model).said
     assert trainer == (
         "memory: each trainer rank takes up to 500.5 MB of host memory (2 copies of the 250.2 MB that it has of a "
         "version), and the 4 of its host 2.0 GB"
     )
-    assert "each rollout worker takes up to 2.0 GB of host memory (2 copies of the 1.0 GB" in rollout
-    _, drop_in = checks.says_memory(composed([*SEPARATE, *STORE, *size]), options, 1000 * elements)
-    assert "4.0 GB of host memory (2 copies of the 2.0 GB" in drop_in  # each has all of it
+    assert "each worker of an engine takes up to 2.0 GB of host memory (2 copies of the 1.0 GB" in rollout
+    assert "and the 2 of its host 4.0 GB" in rollout  # of one engine, although the host has room for two
+    assert "engines beside it on its host use the same copies" in shared
     budget = [f"{OPTIONS}.memory_budget_bytes=600000000", f"{OPTIONS}.over_budget=refuse"]
-    kept = composed([*SEPARATE, *PULL, *size, *budget])
-    with pytest.raises(UsageError, match="each rollout worker.*above memory_budget_bytes=600000000: raise it"):
-        checks.says_memory(kept, checks.check(kept)[0], 1000 * elements)
-    assert "says at its start" in checks.says_memory(root, options, None)[0]
+    (refusal,) = memory([*SEPARATE, *PULL, *size, *budget], model).wrong
+    assert "each worker of an engine" in refusal and "above memory_budget_bytes=600000000: raise it" in refusal
+    assert "is no folder here and not in the Hugging Face cache" in memory([*SEPARATE, *PULL], None).unseen[0]
+
+
+def memory(arguments, model):
+    outlook, root = Outlook(), composed(arguments)
+    checks.tell_memory(outlook, root, checks.check(root)[0], model)
+    return outlook
+
+
+@pytest.mark.parametrize("engines", [1, 2, 8])
+def test_engines_of_a_host_take_two_copies_however_many_they_are(engines):
+    """As docs/serving.md and StoreOptions.copies say."""
+    sizes = [f"actor_rollout_ref.rollout.tensor_model_parallel_size={8 // engines}"]
+    sizes += ["actor_rollout_ref.rollout.n_gpus_per_node=8", f"{OPTIONS}.dtype=bfloat16"]
+    said = memory([*SEPARATE, *PULL, *sizes], Model(7_600_000_000)).said[1]
+    assert "30.4 GB" in said.rpartition("its host ")[2] or engines == 8 and "takes up to 30.4 GB" in said
+
+
+def test_what_drop_in_takes_of_a_host_is_not_overlooked():
+    size = ["actor_rollout_ref.rollout.n_gpus_per_node=8", f"{OPTIONS}.dtype=bfloat16"]
+    said = memory([*SEPARATE, *STORE, *size], Model(70_600_000_000)).said
+    assert "each worker of an engine takes up to 282.4 GB" in said[1]
+    assert said[-1].startswith("LOOK: drop-in takes 2259.2 GB of host memory on every host of engines")
+    assert said[-1].endswith("rollout.name=vllm_tensorhub takes 282.4 GB")
+    assert not any("LOOK" in one for one in memory([*SEPARATE, *PULL, *size], Model(70_600_000_000)).said)
+
+
+def test_a_size_that_is_from_the_configuration_is_said_to_be():
+    (*_, said, _) = memory([*SEPARATE, *PULL], Model(10**9, is_exact=False)).said
+    assert said.endswith("the number of weights is from the model's configuration")
 
 
 @pytest.mark.parametrize(("command", "name"), [(ONE_STEP_OFF, "one_step_off"), (FULLY_ASYNC, "fully_async")])
 def test_the_other_trainers_are_told_apart(command, name):
-    told = checks.check(composed([*command, *PULL]))[1]
-    assert f"trainer: {name}" in told
+    assert f"trainer: {name}" in told_of([*command, *PULL])
+    assert refusals([*command[:1], *PULL]) == [f"trainer {name!r} starts with {APART} only: add that"]
 
 
 def standalone_or_hybrid(trainer):
@@ -171,7 +209,7 @@ def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
         ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.data_parallel_size=2"], "set it to 1"),
         ([*SEPARATE, *PULL, f"{OPTIONS}.keeep=3"], "did you mean 'keep'"),
         ([*SEPARATE, *PULL, SEPARATE[1].replace("=1", "=4")], "set trainer.v1.separate_async.parameter_sync_step=1"),
-        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.nnodes=0"], "needs GPUs of its own for the engines"),
+        ([*SEPARATE, *PULL, "actor_rollout_ref.rollout.nnodes=0"], "the engines need GPUs of their own: set"),
         ([*SEPARATE, *STORE, f"{OPTIONS}.fleet_target=4"], "drop-in mode has a fixed number of engines: set"),
         (
             [*SEPARATE, *PULL, f"{OPTIONS}.fleet_max=4", "actor_rollout_ref.rollout.router_config_path=r"],
@@ -186,69 +224,17 @@ def test_verls_trainers_that_are_refused_have_no_engines_on_gpus_of_their_own():
 def test_what_cannot_work_is_refused_with_what_to_change(arguments, says):
     root = composed(arguments)
     assert checks.concerns_store(root)
-    with pytest.raises(UsageError) as refusal:
-        checks.check(root)
-    assert says in str(refusal.value)
+    assert says in checks.check(root)[1].wrong[0]
 
 
 def test_adapters_that_are_merged_are_fine():
-    checks.check(composed([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8", MERGED]))
+    assert not refusals([*SEPARATE, *PULL, "actor_rollout_ref.model.lora_rank=8", MERGED])
 
 
 def test_a_run_without_the_store_is_none_of_ours():
     root = composed([])
     assert not checks.concerns_store(root)
     driver.refuse_or_tell(root)  # and not even a sentence
-
-
-# --- the doctor -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
-
-
-def test_the_doctor_says_what_will_happen_and_asks_the_hub(installed, capsys):
-    with start_server() as hub:
-        arguments = ["doctor", "verl", "python", "-m", "verl.trainer.main_ppo", *SEPARATE, *PULL]
-        assert command([*arguments, f"{OPTIONS}.hub={hub.address}"]) == 0
-    assert f"hub: at {hub.address}" in capsys.readouterr().out
-
-
-def test_the_doctor_names_a_hub_that_does_not_answer(installed, capsys, monkeypatch):
-    monkeypatch.setattr(driver, "CONNECT_TIMEOUT_S", 0.3)
-    assert command(["doctor", "verl", *SEPARATE, *PULL, f"{OPTIONS}.hub=tcp://127.0.0.1:9"]) == 1
-    assert "no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "does not name the store: add"),
-        (["nonsense"], "'nonsense' is no override of verl"),
-        (["actor_rollout_ref.rollout.nam=vllm"], "verl does not take this command line"),
-        (PULL, "trainer 'sync' shares"),
-    ],
-)
-def test_the_doctor_says_what_is_wrong_in_one_line(installed, arguments, says, capsys):
-    assert command(["doctor", "verl", *arguments]) == 1
-    told = capsys.readouterr().err
-    assert says in told and told.count("\n") == 1
-
-
-def test_the_doctor_knows_whether_verl_finds_the_store(monkeypatch):
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **_: [])
-    monkeypatch.delenv(doctor.MODULES, raising=False)
-    module = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={doctor.PACKAGE}"
-    external = f"actor_rollout_ref.model.external_lib={doctor.PACKAGE}"
-    assert not doctor.is_found(composed([*SEPARATE, *STORE]))
-    assert doctor.is_found(composed([*SEPARATE, *STORE, module]))
-    assert not doctor.is_found(composed([*SEPARATE, *PULL, module]))
-    assert doctor.is_found(composed([*SEPARATE, *PULL, module, external]))
-    assert not doctor.is_found(composed([*FULLY_ASYNC, *PULL, module, external]))
-    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
-    assert doctor.is_found(composed([*FULLY_ASYNC, *PULL]))
 
 
 # --- the driver -------------------------------------------------------------------------------------------------------

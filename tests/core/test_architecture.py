@@ -68,7 +68,9 @@ PURE = {
     "client.shelf",
 }
 PURE_IN_ADAPTERS = {
+    "vllm.drafts",
     "vllm.engine.spans",
+    "vllm.outlook",
     "vllm.ray.fleet_events",
     "vllm.ray.fleet_state",
     "vllm.ray.fleet_types",

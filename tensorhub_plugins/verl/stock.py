@@ -1,0 +1,217 @@
+"""verl's own checks of its configuration, called as verl's commands call them, without Ray, models and data.
+
+Each question has a copy of the configuration to itself, and what verl raises is what will be raised a minute after the
+start of the job. What cannot be asked on this machine (a package that is not installed) is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.verl import checks
+from tensorhub_plugins.vllm.outlook import Outlook
+
+RUN = "verl.trainer.main_ppo"  # whose `run_ppo` starts Ray, for all of verl's commands
+
+
+def ask(outlook: Outlook, command: str, root: Any) -> None:
+    """Have verl look at a configuration: every check that it makes before the first model is loaded. root: the whole
+    configuration; what our own checks have found in it already is set right for verl, which stops at the first."""
+    root = copy.deepcopy(root)
+    with _quiet():
+        _set_right(root)
+        found = _ask(outlook, "its command", command_of, command, root)
+        root = root if found is None else found
+        if not checks.is_served(root):
+            return
+        if command == RUN:
+            _ask(outlook, "its trainer", separate_async, root)
+        else:
+            for question in (_roles, _critic, _fully_async if "fully_async" in command else _one_step_off):
+                _ask(outlook, "its trainer", question, root)
+        _ask(outlook, "its engines", engines, root)
+
+
+def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: Any) -> Any:
+    """The answer; None where verl raises, which is wrong, or where it cannot be asked here."""
+    try:
+        return question(*copy.deepcopy(arguments))
+    except TensorHubError as error:  # our own replica's
+        outlook.refuse(error.message)
+    except Exception as error:
+        words = " ".join(str(error).split()) or _line_of(error)
+        if isinstance(error, ImportError) or "HFModelConfig" in words:  # which reads a model that is not here
+            outlook.unseen.append(f"verl's checks of {what} ({words})")
+        else:
+            outlook.refuse(f"verl: {words}")
+    return None
+
+
+def _line_of(error: Exception) -> str:
+    """The statement that raised it: some of verl's asserts have no words."""
+    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
+
+
+def command_of(command: str, root: Any) -> Any:
+    """What verl's command makes of the configuration before it starts Ray."""
+    module, run, given = import_module(command), import_module(RUN), []
+    with (
+        _replaced(module, "auto_set_device", lambda config: None),
+        _replaced(run, "run_ppo", lambda config, task_runner_class: given.append(config)),
+    ):
+        module.main.__wrapped__(root)
+    return given[0]
+
+
+def separate_async(root: Any) -> Any:
+    """verl's trainer, which has reserved nothing yet but knows what it will."""
+    from verl.trainer.ppo.v1 import get_trainer_cls
+
+    trainer = get_trainer_cls(root.trainer.v1.trainer_mode)(root)
+    trainer._init_resource_pool_mgr()
+    return trainer
+
+
+def _roles(root: Any) -> None:
+    from verl.experimental.separation import utils
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    roles, _ = utils.create_role_worker_mapping(root)
+    utils.create_resource_pool_manager(root, list(roles))
+    if root.get("async_training") is None:
+        validate_config(root, need_reference_policy(root), need_critic(root))
+
+
+def _critic(root: Any) -> None:
+    """Which critics verl's separate trainers know; the critic's model is not read."""
+    from verl.experimental.separation import ray_trainer
+    from verl.trainer.ppo.utils import need_critic
+
+    class Trainer(ray_trainer.SeparateRayPPOTrainer):
+        def __init__(self) -> None:
+            self.config, self.use_critic = root, need_critic(root)
+            self.resource_pool_manager, self.resource_pool_to_cls = _Anything(), _Anything()
+            self.role_worker_mapping = _Anything()
+
+    critic = _Anything()
+    critic.strategy = root.critic.strategy
+    with _replaced(ray_trainer, "omega_conf_to_dataclass", lambda config: critic):
+        Trainer()._create_critic_class()
+
+
+def _one_step_off(root: Any) -> None:
+    from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+
+    class Trainer(OneStepOffRayTrainer):
+        def _create_dataloader(self, *arguments: Any) -> None:
+            pass
+
+    Trainer(root, None, {}, None, device_name=root.trainer.device)
+
+
+def _fully_async(root: Any) -> None:
+    from verl.experimental.fully_async_policy import fully_async_rollouter as module
+
+    def create_dataloader(self: Any, *arguments: Any) -> None:
+        raise _Enough
+
+    stock_class = module.FullyAsyncRollouter.__ray_metadata__.modified_class
+    rollouter = type("Rollouter", (stock_class,), {"_create_dataloader": create_dataloader})
+    with (
+        contextlib.suppress(_Enough),
+        _replaced(module, "create_rl_dataset", lambda *arguments, **options: None),
+        _replaced(module, "create_rl_sampler", lambda *arguments, **options: None),
+    ):
+        rollouter(root, None)  # which validates the configuration between data sets and loaders
+
+
+def engines(root: Any) -> list[Any]:
+    """The replicas that verl's manager makes, none of them started."""
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    root.actor_rollout_ref.rollout.prometheus.enable = False  # which writes to a server that is there
+    manager = LLMServerManager(root)
+
+    async def init_standalone(self: Any) -> None:
+        pass
+
+    stands_for = {"init_standalone": init_standalone, "_server_handle": None, "_server_address": None}
+    manager.rollout_replica_class = type("Replica", (manager.rollout_replica_class,), stands_for)
+    asyncio.run(manager._initialize_llm_servers())
+    return list(manager.rollout_replicas)
+
+
+def _set_right(root: Any) -> None:
+    """What checks.py has said in its own words, for verl to go on to the next check."""
+    if not checks.is_separate_async(root):
+        if checks.is_served(root):
+            root.actor_rollout_ref.hybrid_engine = False
+        return
+    rollout, v1 = root.actor_rollout_ref.rollout, root.trainer.v1.separate_async
+    v1.parameter_sync_step = checks.steps_of(root) or v1.parameter_sync_step
+    if root.actor_rollout_ref.actor.ppo_mini_batch_size:
+        root.data.train_batch_size = v1.parameter_sync_step * root.actor_rollout_ref.actor.ppo_mini_batch_size
+    rollout.nnodes, rollout.n_gpus_per_node = rollout.nnodes or 1, rollout.n_gpus_per_node or 8
+
+
+class _Enough(Exception):
+    """All that is to be asked was asked."""
+
+
+class _Anything:
+    """Stands for what verl's constructors keep and only later use."""
+
+    strategy: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """verl warns and prints of what its commands would do, and looks on the Hugging Face hub for what is not here."""
+    from huggingface_hub import constants
+
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            _replaced(constants, "HF_HUB_OFFLINE", True),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,68 @@
+"""How the doctors of frameworks read a command line, and print what they make of it.
+
+python -u -m verl.trainer.main_ppo a=1                          words: what follows the framework's own command
+ray job submit --working-dir w -- python -m ... a=1             the same, for nodes that are not this one
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.outlook import Outlook
+
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")  # of a model or a data set on the Hugging Face hub
+SUBMIT = ("ray", "job", "submit")
+
+
+class Words(NamedTuple):
+    """A command line of a framework."""
+
+    command: str  # the module
+    arguments: list[str]
+    is_submitted: bool  # to a Ray cluster: its paths are those of other nodes
+
+
+def words_of(given: Sequence[str], commands: Collection[str], default: str) -> Words:
+    """The framework's command and what follows it; `default` where none is named. What starts it (a shell's variables,
+    `ray job submit ... --`, `python -u -m`) may stand before it."""
+    is_submitted = tuple(Path(word).name for word in given[:3]) == SUBMIT
+    for number, word in enumerate(given):
+        files = {f"{command.replace('.', '/')}.py": command for command in commands}
+        found = word if word in commands else next((files[file] for file in files if word.endswith(file)), None)
+        if found is not None:
+            return Words(found, list(given[number + 1 :]), is_submitted)
+    if is_submitted or "-m" in given:
+        raise UsageError(f"this command line starts none of {', '.join(commands)}, which the store knows")
+    return Words(default, list(given), False)
+
+
+def show(outlook: Outlook) -> int:
+    """Print what will happen and return 0; or all that is wrong, a line each, and return 1. What nobody looked at
+    is the last line of both."""
+    last = f"I did not look at {'; '.join(outlook.unseen) or 'the rest of it'}"
+    if outlook.wrong:
+        print(*(f"tensorhub: {sentence}" for sentence in outlook.wrong), last, sep="\n", file=sys.stderr)
+        return 1
+    print(*outlook.said, last, sep="\n")
+    return 0
+
+
+def check_paths(paths: Iterable[tuple[str, object]], *, is_submitted: bool, unseen: list[str]) -> None:
+    """UsageError that names all files and folders which are not there. paths: an option's name and its value; what may
+    be a name on the Hugging Face hub, or is somewhere else, is added to `unseen`."""
+    missing: list[str] = []
+    elsewhere: list[str] = []
+    for name, value in paths:
+        if not isinstance(value, str) or not value or Path(value).expanduser().exists():
+            continue
+        is_path = value.startswith(("/", "~", "./", "../")) or HUB_ID.fullmatch(value) is None
+        (missing if is_path and "://" not in value and not is_submitted else elsewhere).append(f"{name}={value}")
+    if elsewhere:
+        unseen.append(f"{', '.join(elsewhere)} (not on this machine)")
+    if missing:
+        raise UsageError(f"not on this machine: {', '.join(missing)}; correct it, or ask where the job's driver runs")

@@ -1,0 +1,75 @@
+"""PURE: what the doctors of frameworks say: what will happen, all that is wrong, and what nobody looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tensorhub_plugins.core import TensorHubError, UsageError
+from tensorhub_plugins.core.options import Need, StoreOptions, says_need
+
+
+class Model(NamedTuple):
+    """What is known of a model before anything loads it; see model_size.py."""
+
+    elements: int  # how many numbers it has
+    is_exact: bool = True  # counted in its files; else what transformers makes of its configuration
+    heads: int | None = None  # of attention
+
+
+class Outlook:
+    """Sentences for people. Nothing that is wrong keeps the other questions from being asked."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.wrong: list[str] = []
+        self.unseen: list[str] = []
+
+    def ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """What it returns; None where it raises what is wrong, which is kept."""
+        try:
+            return question(*arguments)
+        except TensorHubError as error:
+            self.refuse(error.message)
+            return None
+
+    def tell(self, question: Callable[..., str | None], *arguments: Any) -> None:
+        """Ask, and keep the sentence that is the answer."""
+        if answer := self.ask(question, *arguments):
+            self.said.append(answer)
+
+    def refuse(self, sentence: str) -> None:
+        """Keep what is wrong, once."""
+        if sentence not in self.wrong:
+            self.wrong.append(sentence)
+
+    def add(self, other: Outlook) -> None:
+        """Have its sentences as well."""
+        self.said += other.said
+        for sentence in other.wrong:
+            self.refuse(sentence)
+        self.unseen += other.unseen
+
+
+def count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def says_gpus(parts: Mapping[str, int]) -> str:
+    """What a cluster must have, in all and for what. parts: a number of GPUs by what they are for."""
+    for_ = ", ".join(f"{number} for {what}" for what, number in parts.items() if number)
+    return f"GPUs: {sum(parts.values())} are needed ({for_})"
+
+
+def says_memory(options: StoreOptions, model: Model, worker: str, need: Need, workers: int) -> str:
+    """What hosts need of `need` for each of so many workers. UsageError where a budget that is kept is less."""
+    how = "" if model.is_exact else "; the number of weights is from the model's configuration"
+    return f"memory: {says_need(options, worker, need, workers)}{how}"
+
+
+def check_heads(model: Model | None, parallel: int, option: str) -> None:
+    """UsageError for a tensor parallel size that vLLM refuses. option: how people set it."""
+    if model is not None and model.heads and model.heads % parallel:
+        raise UsageError(
+            f"{option} is {parallel}: vLLM wants one that divides the model's {model.heads} attention heads"
+        )

