@@ -11,7 +11,7 @@ hub's address, the run's name) back into it. Every refusal is a UsageError whose
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -116,27 +116,33 @@ def installed_versions() -> Mapping[str, str]:
 
 def check_arguments(args: Any) -> None:
     """Refuse combinations that could not work, with OpenRLHF's parsed arguments."""
-    if not args.vllm.num_engines:
-        raise UsageError(f"{FLAG} {NAME} moves weights to vLLM engines: set --vllm.num_engines to 1 or more")
+    for refusal in refusals(args):
+        raise UsageError(refusal)
     if is_colocated(args.train.colocate_all, args.train.async_enable):
         raise UsageError(
             "colocated engines get their weights inside the GPU: write --train.colocate_all in full so that "
             "OpenRLHF's own path is taken, or use engines of their own"
         )
+
+
+def refusals(args: Any) -> Iterator[str]:
+    """What could not work, a sentence each."""
+    if not args.vllm.num_engines:
+        yield f"{FLAG} {NAME} moves weights to vLLM engines: set --vllm.num_engines to 1 or more"
     if args.ds.lora.rank > 0 or args.ds.load_in_4bit:
-        raise UsageError(
+        yield (
             "OpenRLHF trains LoRA and 4-bit models under names that vLLM does not load: the store moves full weights, "
             "so set --ds.lora.rank 0 and leave out --ds.load_in_4bit"
         )
     if args.data.max_images_per_prompt > 0:
-        raise UsageError(
+        yield (
             "vision-language models were not tested with the store: leave out --data.max_images_per_prompt, or use "
             f"{FLAG} nccl"
         )
     if args.ds.param_dtype != "bf16":
-        raise UsageError(f"OpenRLHF runs vLLM in bfloat16, and --ds.param_dtype is {args.ds.param_dtype}: use bf16")
+        yield f"OpenRLHF runs vLLM in bfloat16, and --ds.param_dtype is {args.ds.param_dtype}: use bf16"
     if args.ds.tensor_parallel_size > 1:
-        raise UsageError(
+        yield (
             "DeepSpeed tensor parallelism was not tested with the store: set --ds.tensor_parallel_size 1, or use "
             f"{FLAG} nccl"
         )

@@ -1,7 +1,8 @@
 """`tensorhub doctor openrlhf ARGUMENTS...`: what a command line of OpenRLHF will do with the store, or what is wrong.
 
-Takes what OpenRLHF takes: arguments alone, or the whole command, from `python -m` or the module on. Reads it with
-OpenRLHF's own parser and asks the hub; starts nothing, and imports neither OpenRLHF nor vLLM.
+Takes what OpenRLHF takes: arguments alone, or the whole command, with what starts it (`ray job submit ... --`, `python
+-m`). Reads it with OpenRLHF's own parser and checks, asks the hub, and says everything that is wrong at once; starts
+nothing, and imports neither OpenRLHF nor vLLM. Give it before `python` on the node where the job's driver will run.
 """
 
 from __future__ import annotations
@@ -14,76 +15,106 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tensorhub_plugins.core import TensorHubError, UsageError
-from tensorhub_plugins.core.options import Need, says_need
+from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.openrlhf.autoload import SWITCH
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.openrlhf.install import backend_of
-from tensorhub_plugins.vllm.model_size import elements_of
+from tensorhub_plugins.vllm import command_line
+from tensorhub_plugins.vllm.model_size import model_of
+from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_heads, count, says_gpus, says_memory
 
 ELEMENT_SIZE_BYTES = 2  # OpenRLHF runs vLLM, and trains, in bfloat16
 STOCK, OURS = "openrlhf.cli.train_ppo_ray", "tensorhub_plugins.openrlhf.train_ppo_ray"
+UNKNOWN = f"is not as the adapter knows it: install openrlhf {' or '.join(config.TESTED_OPENRLHF)}"
+AGENT = "AgentExecutor"  # OpenRLHF's name for it
+SHARED = "models that share them"
+PATHS = ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "train.agent_func_path")
 HOOKS = "torch.backends"  # entry points that torch loads in every process
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what will happen, one line each, and return 0; or what is wrong, and return 1."""
-    try:
-        command, given = split(arguments)
-        said = check(command, given)
-    except TensorHubError as error:
-        print(f"tensorhub: {error.message}", file=sys.stderr)
-        return 1
-    print("\n".join(said))
-    return 0
+    """Print what will happen, one line each, and return 0; or all that is wrong, and return 1."""
+    if {"--help", "-h"} & set(arguments):
+        print(__doc__)
+        return 0
+    outlook = Outlook()
+    outlook.ask(look, outlook, arguments)
+    return command_line.show(outlook)
 
 
-def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The module (OpenRLHF's own where none is named), and its arguments."""
-    for number, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            break
-        if argument in (STOCK, OURS):
-            return argument, list(arguments[number + 1 :])
-        if argument.endswith("openrlhf/cli/train_ppo_ray.py"):
-            return STOCK, list(arguments[number + 1 :])
-        if not (argument == "-m" or Path(argument).name.startswith("python")):
-            raise UsageError(f"{argument!r} is no argument of OpenRLHF and none of its commands: {STOCK}, {OURS}")
-    return STOCK, list(arguments)
-
-
-def check(command: str, given: list[str]) -> list[str]:
-    """What will happen, or UsageError. The same checks as the driver's, in the same words."""
-    backend = backend_of(given)
+def look(outlook: Outlook, arguments: Sequence[str]) -> None:
+    """Ask everything of this command line: our own conditions, as the driver does, and OpenRLHF's."""
+    words = command_line.words_of(arguments, (STOCK, OURS), STOCK)
+    backend = backend_of(words.arguments)
     config.check_spelling(backend)
     if not config.is_ours(backend):
         raise UsageError(f"this command line does not name the store: add {FLAG} {NAME}")
-    options = config.parse(backend)
-    config.check_versions(options, **config.installed_versions())
-    args = parse(given)
-    if config.is_colocated(args.train.colocate_all, args.train.async_enable):
-        raise UsageError(
-            f"{config.COLOCATED}; leave out --train.colocate_all, or add --train.async_enable, for engines of their own"
-        )
-    config.check_arguments(args)
+    options = outlook.ask(config.parse, backend) or Options()
+    outlook.ask(lambda: config.check_versions(options, **config.installed_versions()))
+    if words.command == STOCK:
+        outlook.ask(_check_hook)
     if options.fleet_policy is not None:
         from tensorhub_plugins.vllm.ray import policy
 
-        policy.load(options.fleet_policy)
-    if command == STOCK:
-        _check_hook()
+        outlook.ask(policy.load, options.fleet_policy)
     if options.hub is not None:
         from tensorhub_plugins.openrlhf import hub
 
-        hub.check(options.hub)
-    return outlook(options, args, elements_of(args.actor.model_name_or_path))
+        outlook.ask(hub.check, options.hub)
+    args = outlook.ask(parse, words.arguments)
+    if args is None:
+        return
+    outlook.ask(_check_apart, args)
+    for refusal in config.refusals(args):
+        outlook.refuse(refusal)
+    paths = [(f"--{name}", one) for name in PATHS for one in str(attrgetter(name)(args) or "").split(",")]
+    paths += [("--reward.remote_url", one) for one in args.reward.remote_url or () if one.endswith(".py")]
+    outlook.ask(
+        lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen),
+    )
+    outlook.ask(_check_agent, args.train.agent_func_path)
+    model = model_of(args.actor.model_name_or_path)
+    outlook.ask(check_heads, model, args.vllm.tensor_parallel_size, "--vllm.tensor_parallel_size")
+    if model is None:
+        outlook.unseen.append(
+            f"memory (--actor.model_name_or_path {args.actor.model_name_or_path} is no folder here and not in the "
+            "Hugging Face cache, or says no size)"
+        )
+    tell(outlook, options, args, outlook.ask(gpus, args) or {}, model)
+    outlook.unseen.append(
+        "whether the cluster has these GPUs and this memory; what is in the data, in reward functions and in agents; "
+        "what vLLM and DeepSpeed say of the model"
+    )
+
+
+def _check_apart(args: Any) -> None:
+    """Trainer and engines have GPUs of their own. What is advised, OpenRLHF takes: it asserts that async training has
+    no engines that sleep."""
+    if config.is_colocated(args.train.colocate_all, args.train.async_enable):
+        asleep = " (without --vllm.enable_sleep)" if args.vllm.enable_sleep else ""
+        raise UsageError(
+            f"{config.COLOCATED}; leave out --train.colocate_all, or add --train.async_enable{asleep}, for engines of "
+            "their own"
+        )
+
+
+def _check_agent(path: str | None) -> None:
+    """What OpenRLHF asserts in each engine when it imports the file, which is not imported here."""
+    if not path:
+        return
+    if not path.endswith(".py"):
+        raise UsageError(f"--train.agent_func_path {path}: OpenRLHF takes a Python file")
+    if Path(path).is_file() and AGENT not in Path(path).read_text():
+        raise UsageError(f"--train.agent_func_path {path}: OpenRLHF wants a class {AGENT} there")
 
 
 def _check_hook() -> None:
@@ -98,8 +129,8 @@ def _check_hook() -> None:
         )
 
 
-def outlook(options: Options, args: Any, elements: int | None = None) -> list[str]:
-    """PURE. What will happen, in words. elements: numbers that the model has."""
+def tell(outlook: Outlook, options: Options, args: Any, needs: Mapping[str, int], model: Model | None) -> None:
+    """What will happen, in words. needs: GPUs, by what they are for."""
     ranks = args.actor.num_nodes * args.actor.num_gpus_per_node
     engines = args.vllm.num_engines
     how = (
@@ -108,40 +139,40 @@ def outlook(options: Options, args: Any, elements: int | None = None) -> list[st
         else "take a new version between prompts: all answers to one come from one version"
     )
     when = "generate beside the training" if args.train.async_enable else "and trainer work in turns, on policy"
-    said = [
+    outlook.said += [
+        says_gpus(needs),
         f"hub: {options.hub} answers" if options.hub else "hub: the run starts one, on Ray's head node",
-        f"trainer: {_count(ranks, 'rank')} will publish version N after step N; each keeps {options.keep} versions of "
+        f"trainer: {count(ranks, 'rank')} will publish version N after step N; each keeps {options.keep} versions of "
         f"its share, and needs host memory for {options.keep + 1}",
-        f"engines: {_count(engines, 'engine')} of {_count(args.vllm.tensor_parallel_size, 'GPU')} {when}; they {how}",
+        f"engines: {count(engines, 'engine')} of {count(args.vllm.tensor_parallel_size, 'GPU')} {when}; they {how}",
         f"engines: bytes arrive while they generate, and stand in host memory meanwhile (install={options.install})"
         if options.install == "staged"
         else "engines: stand still while bytes arrive in their live weights (install=direct)",
         f"losses: Ray starts an engine again up to {options.restarts} times, its prompts are asked elsewhere",
     ]
-    if elements is not None:
-        share = Need(ELEMENT_SIZE_BYTES * elements // ranks, options.keep + 1)
-        said.append(f"memory: {says_need(options, 'each trainer rank', share, args.actor.num_gpus_per_node)}")
-        tp = args.vllm.tensor_parallel_size
-        slice_ = Need(ELEMENT_SIZE_BYTES * elements // tp, options.copies)
-        said.append(f"memory: {says_need(options, 'each worker of an engine', slice_, tp)}")
+    if model is not None:
+        size_bytes, tp = ELEMENT_SIZE_BYTES * model.elements, args.vllm.tensor_parallel_size
+        share, slice_ = Need(size_bytes // ranks, options.keep + 1), Need(size_bytes // tp, options.copies)
+        outlook.tell(says_memory, options, model, "each trainer rank", share, args.actor.num_gpus_per_node)
+        outlook.tell(says_memory, options, model, "each worker of an engine", slice_, tp)
+        if engines > 1:
+            outlook.said.append(BESIDE)
     if options.fleet_policy is not None:
         target = f"as many as {options.fleet_policy} says"
     else:
-        target = _count(options.fleet_target or engines, "engine")
-    said.append(
+        target = count(options.fleet_target or engines, "engine")
+    outlook.said.append(
         f"fleet: {target}, at least {options.fleet_min}, at most {options.fleet_max}; `tensorhub fleet` adds and drains"
     )
     if args.eval.dataset:
-        said.append("evaluation: every engine stays with one version until the end of it")
+        outlook.said.append("evaluation: every engine stays with one version until the end of it")
     if args.vllm.sync_with_ray:
-        said.append("--vllm.sync_with_ray has no effect with the store")
+        outlook.said.append("--vllm.sync_with_ray has no effect with the store")
     if options.pull_until is not None:
-        said.append(f"pull_until: engines take no version after {options.pull_until}, so that training goes stale then")
-    return [*said, "nothing is wrong with this command line"]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+        outlook.said.append(
+            f"pull_until: engines take no version after {options.pull_until}, so that training goes stale then"
+        )
+    outlook.said.append("nothing is wrong with this command line")
 
 
 # --- OpenRLHF's own parser --------------------------------------------------------------------------------------------
@@ -176,12 +207,72 @@ def parse(arguments: Sequence[str]) -> Any:
             exec(program, names)
     except TensorHubError:
         raise
-    except Exception as error:  # an assert, or None where a value is needed
-        words = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"OpenRLHF does not take this command line: {words}") from error
+    except Exception as error:
+        raise _not_taken(error) from error
     finally:
         sys.argv = before
     return names["args"]
+
+
+def gpus(args: Any) -> dict[str, int]:
+    """How many GPUs OpenRLHF reserves, by what for: its own `train` is run without Ray, up to the trainer, and its
+    asserts on the way. UsageError for what they refuse."""
+    path = _openrlhf() / "cli" / "train_ppo_ray.py"
+    reserved: dict[str, int] = {}
+
+    def group(nodes: int, gpus_per_node: int, what: str, pg: Any = None, **rest: Any) -> None:
+        reserved[what] = 0 if pg else nodes * gpus_per_node
+
+    def engines(number: int, size: int, *rest: Any, **more: Any) -> None:
+        reserved[f"{count(number, 'engine')} of {size}"] = number * size
+
+    def shared(bundles: Sequence[Any], **rest: Any) -> Any:
+        reserved[SHARED] = reserved.get(SHARED, 0) + len(bundles)
+        return argparse.Namespace(ready=lambda: None)
+
+    def trainer(*arguments: Any, **rest: Any) -> NoReturn:
+        raise _Enough
+
+    names: dict[str, Any] = {
+        "os": os,
+        "ray": argparse.Namespace(is_initialized=lambda: True, get=lambda ref: None),
+        "placement_group": shared,
+        "create_vllm_engines": engines,
+        "RayActorGroup": group,
+        "PolicyModelActor": "the trainer",
+        "ReferenceModelActor": "the reference model",
+        "RewardModelActor": "reward models",
+        "CriticModelActor": "the critic",
+        "PPOTrainer": argparse.Namespace(remote=trainer),
+        "get_strategy": lambda args: argparse.Namespace(print=lambda *words: None),
+    }
+    (function,) = [one for one in ast.parse(path.read_text()).body if getattr(one, "name", "") == "train"]
+    module = ast.fix_missing_locations(ast.Module([_WithoutImports().visit(function)], type_ignores=[]))
+    exec(compile(module, str(path), "exec"), names)
+    try:
+        names["train"](args)
+    except _Enough:
+        return reserved
+    except Exception as error:
+        raise _not_taken(error) from error
+    raise UsageError(f"{path} {UNKNOWN}")
+
+
+class _Enough(Exception):
+    """Everything that has GPUs is made."""
+
+
+class _WithoutImports(ast.NodeTransformer):
+    """Which trainer it would import is not asked."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        return ast.Pass()
+
+
+def _not_taken(error: Exception) -> UsageError:
+    """error: an assert, or None where a value is needed."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return UsageError(f"OpenRLHF does not take this command line: {words}")
 
 
 def _main_part(path: Path) -> Any:
@@ -190,7 +281,7 @@ def _main_part(path: Path) -> Any:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
             kept = [one for one in node.body if not _is_left_out(one)]
             return compile(ast.Module(kept, type_ignores=[]), str(path), "exec")
-    raise UsageError(f"{path} is not as the adapter knows it: install openrlhf {' or '.join(config.TESTED_OPENRLHF)}")
+    raise UsageError(f"{path} {UNKNOWN}")
 
 
 def _is_left_out(node: ast.stmt) -> bool:

@@ -17,7 +17,7 @@ from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.outlook import Model, Outlook, count, says_gpus, says_memory
+from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, count, says_gpus, says_memory
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
@@ -233,7 +233,7 @@ def tell_memory(outlook: Outlook, root: Any, options: Options, model: Model | No
     if _get(rollout, "name") == ROLLOUT:
         outlook.tell(says_memory, options, model, "each worker of an engine", part, engines.gpus_here)
         if engines.gpus_here < engines.gpus_per_node:
-            outlook.said.append("memory: engines beside it on its host use the same copies, and take none of their own")
+            outlook.said.append(BESIDE)
         return
     whole, workers = Need(size_bytes, DROP_IN_COPIES), engines.gpus_per_node
     outlook.tell(says_memory, options, model, "each worker of an engine", whole, workers)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.options import Need, StoreOptions, says_need
 
+BESIDE = "memory: engines beside it on its host use the same copies, and take none of their own"
+
 
 class Model(NamedTuple):
     """What is known of a model before anything loads it; see model_size.py."""

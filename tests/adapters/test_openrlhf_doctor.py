@@ -12,12 +12,14 @@ import pytest
 
 from tensorhub_plugins.core import UsageError, start_server
 from tensorhub_plugins.openrlhf import config, doctor
+from tensorhub_plugins.vllm.command_line import words_of
+from tensorhub_plugins.vllm.outlook import Outlook
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_openrlhf = pytest.mark.skipif(
     find_spec("openrlhf") is None, reason="needs OpenRLHF's environment (make test-openrlhf)"
 )
-JOB = ["--vllm.num_engines", "2", "--actor.model_name_or_path", "m", "--reward.remote_url", "r.py"]
+JOB = ["--vllm.num_engines", "2", "--actor.model_name_or_path", "m", "--reward.remote_url", "http://r"]
 FLAG = ["--vllm.sync_backend", "tensorhub"]
 
 
@@ -30,21 +32,22 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "module"),
+    ("line", "module", "is_submitted"),
     [
-        (["--a", "1"], doctor.STOCK),
-        (["-m", doctor.OURS, "--a", "1"], doctor.OURS),
-        (["/usr/bin/python3", "-m", doctor.STOCK, "--a", "1"], doctor.STOCK),
-        (["python", "/site-packages/openrlhf/cli/train_ppo_ray.py", "--a", "1"], doctor.STOCK),
+        (["--a", "1"], doctor.STOCK, False),
+        (["-m", doctor.OURS, "--a", "1"], doctor.OURS, False),
+        (["/usr/bin/python3", "-u", "-m", doctor.STOCK, "--a", "1"], doctor.STOCK, False),
+        (["python", "/site-packages/openrlhf/cli/train_ppo_ray.py", "--a", "1"], doctor.STOCK, False),
+        (["ray", "job", "submit", "--address=a", "--", "python3", "-m", doctor.STOCK, "--a", "1"], doctor.STOCK, True),
     ],
 )
-def test_a_whole_command_is_understood(line: list[str], module: str) -> None:
-    assert doctor.split(line) == (module, ["--a", "1"])
+def test_a_whole_command_is_understood(line: list[str], module: str, is_submitted: bool) -> None:
+    assert words_of(line, (doctor.STOCK, doctor.OURS), doctor.STOCK) == (module, ["--a", "1"], is_submitted)
 
 
 def test_another_program_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"'verl.trainer.main_ppo' is no argument of OpenRLHF"):
-        doctor.split(["-m", "verl.trainer.main_ppo", "x=1"])
+    with pytest.raises(UsageError, match=r"this command line starts none of openrlhf.cli.train_ppo_ray"):
+        words_of(["-m", "verl.trainer.main_ppo", "x=1"], (doctor.STOCK, doctor.OURS), doctor.STOCK)
 
 
 @needs_openrlhf
@@ -61,6 +64,14 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--ds.lora.rank", "8"], "so set --ds.lora.rank 0"),
         ([*FLAG, "--ds.load_in_4bit"], "leave out --ds.load_in_4bit"),
         ([*FLAG, "--ds.param_dtype", "fp16"], "use bf16"),
+        ([*FLAG, "--train.agent_func_path", "/not/here.py"], "not on this machine: --train.agent_func_path=/not/here"),
+        ([*FLAG, "--train.agent_func_path", "agent"], "OpenRLHF takes a Python file"),
+        (
+            [*FLAG, "--train.agent_func_path", str(pytest.__file__)],
+            "OpenRLHF wants a class AgentExecutor there",
+        ),
+        ([*FLAG, "--reward.remote_url", "/not/reward.py"], "not on this machine: --reward.remote_url=/not/reward.py"),
+        ([*FLAG, "--train.colocate_actor_ref", "--ref.num_gpus_per_node", "4"], "must be the same when colocate actor"),
         ([*FLAG, "--vllm.num_engines", "0"], "set --vllm.num_engines to 1 or more"),
         ([*FLAG, "--bogus", "3"], "OpenRLHF does not take this command line: unrecognized arguments: --bogus 3"),
         ([*FLAG, "--train.partial_rollout_enable"], "requires --train.async_enable"),
@@ -73,8 +84,9 @@ def test_what_is_wrong_is_said_in_one_line(
     monkeypatch.setattr("tensorhub_plugins.openrlhf.hub.CONNECT_TIMEOUT_S", 0.2)
     assert doctor.main([*JOB, *more]) == 1
     said = capsys.readouterr()
-    (line,) = said.err.splitlines()
+    line, *_, last = said.err.splitlines()
     assert line.startswith("tensorhub: ") and sentence in line
+    assert last.startswith("I did not look at ")
     assert not said.out
 
 
@@ -127,7 +139,7 @@ def test_the_parser_is_openrlhfs_own_and_needs_none_of_its_imports() -> None:
         "print(*sorted({'openrlhf', 'ray', 'vllm', 'torch', 'deepspeed'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert ended.stdout.splitlines() == ["2 1024 ['r.py']", ""], ended.stderr
+    assert ended.stdout.splitlines() == ["2 1024 ['http://r']", ""], ended.stderr
 
 
 def test_another_openrlhf_is_not_guessed_at(tmp_path: Path) -> None:
@@ -135,3 +147,44 @@ def test_another_openrlhf_is_not_guessed_at(tmp_path: Path) -> None:
     file.write_text("def main():\n    pass\n")
     with pytest.raises(UsageError, match="not as the adapter knows it: install openrlhf 0.11.2"):
         doctor._main_part(file)
+
+
+@needs_openrlhf
+def test_everything_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--ds.lora.rank", "8", "--ds.param_dtype", "fp16", "--reward.remote_url", "/r.py", "--train.colocate_all"]
+    assert doctor.main([*JOB, "--vllm.sync_backend", "tensorhub:?kep=1", *wrong]) == 1
+    said = capsys.readouterr().err.splitlines()
+    for words in ("did you mean 'keep'", "--ds.lora.rank 0", "use bf16", "--reward.remote_url=/r.py", "CUDA IPC"):
+        assert sum(words in line for line in said) == 1, words
+
+
+@needs_openrlhf
+@pytest.mark.parametrize("asleep", [[], ["--vllm.enable_sleep"]])
+def test_advice_is_taken_by_openrlhf(asleep: list[str]) -> None:
+    outlook = Outlook()
+    outlook.ask(doctor.look, outlook, [*JOB, *FLAG, "--train.colocate_all", *asleep])
+    apart = next(one for one in outlook.wrong if "CUDA IPC" in one)
+    assert ("(without --vllm.enable_sleep)" in apart) == bool(asleep)
+    for line in (["--train.colocate_all", "--train.async_enable"], asleep):  # what was advised, both ways
+        then = Outlook()
+        then.ask(doctor.look, then, [*JOB, *FLAG, *line])
+        assert not then.wrong
+
+
+@needs_openrlhf
+@pytest.mark.parametrize(
+    ("more", "gpus"),
+    [
+        ([], {"the trainer": 8, "2 engines of 1": 2, "the reference model": 8}),
+        (["--algo.kl.init_coef", "0", "--vllm.tensor_parallel_size", "4"], {"the trainer": 8, "2 engines of 4": 8}),
+        (["--train.colocate_actor_ref"], {"models that share them": 8, "2 engines of 1": 2}),
+        (
+            ["--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "3", "--algo.kl.init_coef", "0"],
+            {"the trainer": 8, "2 engines of 1": 2, "the critic": 3},
+        ),
+    ],
+)
+def test_gpus_are_counted_by_openrlhf(more: list[str], gpus: dict[str, int]) -> None:
+    critic = [] if "--algo.advantage.estimator" in more else ["--algo.advantage.estimator", "reinforce"]
+    args = doctor.parse([*JOB, *FLAG, *critic, *more])
+    assert {what: number for what, number in doctor.gpus(args).items() if number} == gpus
