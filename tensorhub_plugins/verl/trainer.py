@@ -139,6 +139,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         run_log.record_fetch(fetched.report, worker=self._worker, seconds=time.monotonic() - started)
         if self._received is not None:
             client.unpublish(self._received.version, CHECKPOINT, timeout_s=timeout_s)
+            self._received.release()
         self._received = fetched
         return fetched.tensors()
 

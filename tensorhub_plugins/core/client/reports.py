@@ -141,7 +141,8 @@ class Fetched:
         return found
 
     def release(self) -> None:
-        """Give the memory back to the client for the next fetch; what is published stays until its unpublish."""
+        """Give the memory back to the client for the next fetch; what is published stays until its unpublish. Until
+        then it keeps its bytes, whatever is unpublished."""
         if self._release is not None:
             self._release()
         if self.wanted is not None:  # of hundreds of shards, perhaps, whose tables the client keeps for the next fetch

@@ -335,8 +335,11 @@ class Serving:
         return max(0, min(left, machine.available_bytes() // 2))
 
     def holds_fetched(self, slabs: Iterable[Slab]) -> None:
-        """These slabs hold what was read from others, until they are used for something else."""
-        self._fetched.update(slabs)
+        """These slabs hold what was read from others, until they are used for something else: by nobody, whatever is
+        unpublished, before they are released."""
+        for slab in slabs:
+            self._fetched.add(slab)
+            self.pool.hold(slab)
 
     def recycle(self, slab: Slab, hand_out: int | None = None) -> None:
         """Nobody uses this slab any more, unless it is on the shelf. hand_out: as in `SlabPool.give_back`."""

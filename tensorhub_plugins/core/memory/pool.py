@@ -29,7 +29,7 @@ class SlabPool:
         self._free: dict[Slab, int] = {}  # and the take with which it was last in use
         self._handed_out: WeakKeyDictionary[Slab, int] = WeakKeyDictionary()  # ours, and how often
         self._single: WeakSet[Slab] = WeakSet()  # ours too, but not to be used again
-        self._released: WeakSet[Slab] = WeakSet()  # borrowed ones, by who has fetched them
+        self._held: WeakSet[Slab] = WeakSet()  # by who has fetched what is in them
         self._takes = 0
         self._closed = False
 
@@ -68,10 +68,15 @@ class SlabPool:
             self._single.add(slab)
         return slab
 
+    def hold(self, slab: Slab) -> None:
+        """Somebody has fetched what is in it, and may use it until `release`, or a `give_back` of this very use."""
+        with self._lock:
+            self._held.add(slab)
+
     def release(self, slab: Slab) -> None:
         """Who has fetched it uses it no more; others may still."""
         with self._lock:
-            self._released.add(slab)
+            self._held.discard(slab)
 
     def hand_out(self, slab: Slab) -> int:
         """Which use of the slab this is; 0: it is not from here."""
@@ -89,10 +94,11 @@ class SlabPool:
             ours = slab in self._handed_out
             if not (ours or slab in self._single) or slab in self._free:
                 return
-            if slab.borrowed is not None and hand_out is None and slab not in self._released:
+            if hand_out is None and slab in self._held:
                 return  # it is offered no more, but whoever has fetched it may use it still
             if ours and hand_out not in (None, self._handed_out.get(slab)):
                 return
+            self._held.discard(slab)
             alike = sum(free.specs == slab.specs for free in self._free)
             if ours and alike < POOLED_SLABS_MAX and not self._closed:
                 self._free[slab] = self._takes

@@ -121,6 +121,8 @@ def test_the_memory_is_one_copy_and_is_used_again(address, ranks):
         used.append({tensor.data_ptr() for tensor in fetched.tensors().values()})
         if version > 1:
             reader.unpublish(version - 1)
+            before.release()
+        before = fetched
     assert used[0] == used[2] and used[1] == used[3] and not used[0] & used[1]
     reader.close()
 

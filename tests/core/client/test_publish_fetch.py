@@ -19,6 +19,7 @@ from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, until
 from tensorhub_plugins.core import (
     CHECKPOINT,
     LATEST,
+    Client,
     DeadlineExceeded,
     NotPublished,
     Part,
@@ -72,6 +73,51 @@ def test_a_version_is_fetched_into_memory_of_its_own_and_the_memory_is_used_agai
     fetched.release()  # it is not the old one's any more
     third = rollout.fetch()
     assert third.slab is not slab and same_bytes(again.tensors(), tensors_of(2))
+
+
+@pytest.mark.parametrize("way", ["served", "published", "superseded"])
+@pytest.mark.parametrize("releases", [False, True])
+def test_what_was_not_released_keeps_its_bytes_whatever_is_unpublished(stage, way, releases):
+    """The control: its memory is used again when it was released, too."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.retain(0)
+    for version in (1, 2, 3):
+        trainer.publish(version, tensors_of(version))
+    fetched = rollout.fetch(1, serve=way != "published")
+    tensors, slab = fetched.tensors(), fetched.slab
+    if way == "published":
+        rollout.publish(1, slab, RUNTIME)
+    if way == "superseded":
+        rollout._serving._carry_out(rollout._serving._shelf.supersede(lambda version: version == 1))
+    else:
+        rollout.unpublish(1)
+    if releases:
+        fetched.release()
+    later = [rollout.fetch(version).slab for version in (2, 3)]
+    assert rollout.serving() == []
+    assert (slab in later) == releases and same_bytes(tensors, tensors_of(1)) != releases
+
+
+def test_parts_that_were_not_released_keep_their_bytes(stage):
+    rollout = stage.client("rollout")
+    trainers = [
+        Client(stage.address, run=stage.run, model="actor", replica="ranks", shard=rank, shard_count=2)
+        for rank in range(2)
+    ]
+    try:
+        for version in (1, 2, 3):
+            for rank, each in enumerate(trainers):
+                part = {"w": Part((2000,), (1000 * rank,))}
+                each.publish(version, {"w": torch.full((1000,), float(version))}, parts=part)
+        fetched = rollout.fetch(1, serve=True)
+        tensors = fetched.tensors()
+        rollout.retain(0)
+        rollout.unpublish(1)
+        kept = [rollout.fetch(version) for version in (2, 3)]
+        assert set(tensors["w"].tolist()) == {1.0} and [set(k.tensors()["w"].tolist()) for k in kept] == [{2.0}, {3.0}]
+    finally:
+        for each in trainers:
+            each.close()
 
 
 def test_a_slab_under_two_layouts_is_used_again_when_both_are_gone(stage):
