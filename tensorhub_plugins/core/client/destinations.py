@@ -14,6 +14,7 @@ from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.claims import Claim, claim
 from tensorhub_plugins.core.memory.loans import Borrowed
+from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.moves import check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
@@ -101,6 +102,7 @@ class Destinations:
         self._wanted = wanted
         self._read = 0  # its number on the shelf
         self._claims: dict[Slab, Claim] = {}
+        self._room = Room()
         self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
@@ -217,7 +219,7 @@ class Destinations:
         """Memory for it, at the first source shard that comes."""
         if self._live is None:
             plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
-            self.allocated[0] = slab = self._claim(self._serving.take(plain, self._deadline), is_pooled=True)
+            self.allocated[0] = slab = self._take(TensorTable.of(plain))
             self._live = LiveMemory(slab.tensors(), wanted=wanted)
             self._live.check_cover = self._serving.check_cover
         return self._live
@@ -245,7 +247,8 @@ class Destinations:
         return view_of(table, blocks)
 
     def _take(self, table: TensorTable) -> Slab:
-        return self._claim(self._serving.take(table, self._deadline, for_others=self.for_others), is_pooled=True)
+        slab = self._serving.take(table, self._deadline, for_others=self.for_others, of_read=self._room)
+        return self._claim(slab, is_pooled=True)
 
     def _drop(self, *, restarts: bool) -> None:
         if self.serve:
@@ -257,6 +260,6 @@ class Destinations:
         self._serving.forget_tables()  # they may be why it failed
         if self._live is not None:
             self._live.restart()
-        self._live = None
+        self._live, self._room = None, Room()
         for each in (self._offered, self.slabs, self.allocated, self._parted, self._placed):
             each.clear()

@@ -26,6 +26,7 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageE
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
+from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.moves import check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -291,15 +292,23 @@ class Serving:
 
     # --- memory ---
 
-    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, *, for_others: bool = False) -> Slab:
-        """A slab for these tensors, a used one where there is one. for_others: UsageError when there is no room."""
+    def take(
+        self,
+        specs: Iterable[TensorSpec],
+        deadline: float = NEVER,
+        *,
+        for_others: bool = False,
+        of_read: Room | None = None,
+    ) -> Slab:
+        """A slab for these tensors, a used one where there is one. UsageError when there is no room, for what is taken
+        for others also within the budget. of_read: what that read may still take."""
         table = TensorTable.of(specs)
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
         if not for_others:
             is_read = deadline != NEVER  # which is not refused
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
-        slab = self.pool.take(table, deadline)
+        slab = self.pool.take(table, deadline, of_read)
         self._fetched.discard(slab)
         return slab
 

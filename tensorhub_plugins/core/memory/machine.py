@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from tensorhub_plugins.core.errors import UsageError
+
 ROOT = Path("/")
 
 
@@ -48,6 +50,25 @@ def available_bytes(root: Path = ROOT) -> int:
         if used is not None:
             free.append(limit - used + sum(_field(folder / "memory.stat", name) for name in files.cache))
     return max(0, min(free))
+
+
+class Room:
+    """What one call may take of host memory: what is free when it takes the first of it. What it has taken counts from
+    then on, though pages are made as they are written."""
+
+    def __init__(self) -> None:
+        self._size_bytes, self._taken_bytes = 0, 0
+
+    def take(self, size_bytes: int) -> None:
+        """So much is about to be mapped. UsageError where there is not so much."""
+        self._size_bytes = self._size_bytes or available_bytes() or total_bytes()
+        self._taken_bytes += size_bytes
+        if self._taken_bytes > self._size_bytes:
+            raise UsageError(
+                f"{self._taken_bytes / 1e9:.1f} GB of host memory are needed, and this process may take "
+                f"{self._size_bytes / 1e9:.1f} GB more (MemAvailable, and its control groups): release what is not "
+                "used, read fewer tensors (wanted) or into tensors that are there (replicate), or take a larger host"
+            )
 
 
 def _machine_free(root: Path) -> int:

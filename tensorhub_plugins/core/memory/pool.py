@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.device import here
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
 
 POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read
@@ -33,8 +34,9 @@ class SlabPool:
         self._takes = 0
         self._closed = False
 
-    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
-        """Host memory for these tensors, none of them written; that of a version that is over, where there is some."""
+    def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, room: Room | None = None) -> Slab:
+        """Host memory for these tensors, none of them written; that of a version that is over, where there is some.
+        room: for new memory; None: what is free now. UsageError where it is too much."""
         wanted = TensorTable.of(specs)
         with self._lock:
             self._takes += 1
@@ -53,6 +55,7 @@ class SlabPool:
         if found is not None:
             found.expect_writes()
             return found
+        (room or Room()).take(wanted.block_size_bytes)
         slab = Slab.allocate(wanted, device=self._device, deadline=deadline)
         with self._lock:
             self._handed_out[slab] = 1

@@ -20,6 +20,7 @@ import torch
 
 from tensorhub_plugins.core.device import synchronize
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
 
@@ -34,6 +35,7 @@ class LiveTensors:
         self._scratch: Slab | None = None
         if self.whole.ties:
             further = [spec for spec in self.specs if spec.name in self.whole.ties]
+            Room().take(sum(spec.size_bytes for spec in further))
             self._scratch = Slab.allocate(further, pin=False)
 
     def settle(self) -> None:

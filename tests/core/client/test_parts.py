@@ -112,7 +112,7 @@ def test_the_roots_are_of_the_bytes_that_are_there(address, ranks):
 
 def test_the_memory_is_one_copy_and_is_used_again(address, ranks):
     reader = client(address, "reader")
-    used = []
+    used, held = [], []
     for version in (1, 2, 3, 4):
         whole = publish(ranks, version)
         fetched = reader.fetch(version, serve=True)
@@ -121,8 +121,8 @@ def test_the_memory_is_one_copy_and_is_used_again(address, ranks):
         used.append({tensor.data_ptr() for tensor in fetched.tensors().values()})
         if version > 1:
             reader.unpublish(version - 1)
-            before.release()
-        before = fetched
+            held.pop().release()
+        held.append(fetched)
     assert used[0] == used[2] and used[1] == used[3] and not used[0] & used[1]
     reader.close()
 
