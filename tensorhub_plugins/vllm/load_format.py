@@ -38,7 +38,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
-from tensorhub_plugins.vllm.worker import cpu, online, reload
+from tensorhub_plugins.vllm.worker import addresses, cpu, online, reload
 from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
@@ -77,6 +77,8 @@ class TensorHubModelLoader(BaseModelLoader):
             return draft.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         start, joining = parse(self.load_config.model_loader_extra_config, vllm_config)
         began = time.monotonic()
+        if joining is not None:
+            addresses.check_config(vllm_config)  # before vLLM's offloaders take hold of the layers
         extend(vllm_config)
         device = torch.device(self.load_config.device or vllm_config.device_config.device)
         with set_default_torch_dtype(model_config.dtype), cpu.live_layers():

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 
+import torch
+
 from tensorhub_plugins.core.transfer import sharing
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.vllm.doctor.check_sync import Patient
@@ -60,6 +62,21 @@ class FaultyExtension(TensorHubWorkerExtension):
         """What other builds do as they start. The CPU's does not where nothing is compiled, and then lacks the buffers
         in which a stage of a pipeline takes what the one before it has computed."""
         self.model_runner.profile_run()
+
+    def tensorhub_test_offload(self, number: int) -> None:
+        """One layer computes with buffers that are refilled from host memory before each forward from now on."""
+        layer = self.get_model().model.layers[number]
+        stored = {parameter: parameter.data for parameter in layer.parameters()}
+        for parameter in stored:
+            parameter.data = torch.empty_like(parameter.data)
+        original = layer.forward
+
+        def forward(*args, **kwargs):
+            for parameter, host in stored.items():
+                parameter.data.copy_(host)
+            return original(*args, **kwargs)
+
+        layer.forward = forward
 
     def tensorhub_test_pid(self) -> int:
         return os.getpid()
@@ -124,6 +141,19 @@ class HidingPatient(Patient):
 
         Conversion._judge = judge
         return super().__new__(cls, *args, **kwargs)
+
+
+class OffloadingExtension(FaultyExtension):
+    """Offloads a layer when the model has been loaded, as vLLM's offloaders do."""
+
+    def __new__(cls, *args, **kwargs):
+        def warm_up():
+            worker.tensorhub_test_offload(1)
+            return type(worker).compile_or_warm_up_model(worker)
+
+        worker = super().__new__(cls, *args, **kwargs)
+        worker.compile_or_warm_up_model = warm_up
+        return worker
 
 
 class StaleViewsExtension(TensorHubWorkerExtension):

@@ -48,7 +48,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import cpu, fingerprint, online, weights
+from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
@@ -236,9 +236,13 @@ def _warm_up(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
     """It captures CUDA graphs, which any other thread's call to the device would make invalid."""
     gate.close()
     try:
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
     finally:
         gate.open()
+    updater = attached(worker)
+    if updater is not None:
+        updater.addresses.check()
+    return result
 
 
 def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -341,6 +345,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "what encoders have computed leaves this engine and may come back under other weights: start without "
             "--ec-transfer-config"
         )
+    addresses.check_config(vllm_config)
     online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
     _check_drafts(vllm_config)

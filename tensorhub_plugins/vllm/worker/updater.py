@@ -36,6 +36,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import digests, need, online, plan, update_state, weights
+from tensorhub_plugins.vllm.worker.addresses import Addresses
 from tensorhub_plugins.vllm.worker.contract import Contract
 from tensorhub_plugins.vllm.worker.conversion import Conversion, NotEnough, worth_it
 from tensorhub_plugins.vllm.worker.quantize import Quantizer, block_of
@@ -57,6 +58,8 @@ class Updater:
         self.config, self.position = config, position
         self._model, self._vllm_config, self.gather = model, vllm_config, gather
         self._name = f"{config.replica}/{position.shard}"
+        eager = getattr(getattr(vllm_config, "model_config", None), "enforce_eager", False)
+        self.addresses = Addresses(model, eager=eager)
         self._contract = Contract(model, vllm_config)
         self._steps = Steps(gather, together=online.shares_scales(vllm_config))
         self._conversion = Conversion(model, vllm_config, self._steps)
@@ -172,8 +175,10 @@ class Updater:
         """Call before the pause, between two steps of the engine: what an install would wait for, or might refuse.
 
         A worker that is ready has most of it behind it already. Raise DeadlineExceeded, with nothing changed, while the
-        live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model.
+        live weights are still being copied for peers; VersionRefused for a checkpoint that does not fill this model;
+        UsageError for a model whose weights have been moved.
         """
+        self.addresses.check()
         deadline = Deadline.after(timeout_s)
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
@@ -201,6 +206,7 @@ class Updater:
         converted_by: str | None = None
         try:
             converted_by = self._change(version, deadline)
+            self.addresses.check(search=False)
         except Exception as error:
             logger.exception("%s: version %d: the install failed half way", self._name, version)
             failure = error
@@ -438,6 +444,7 @@ class Updater:
 
     def _prepare(self, version: int, deadline: Deadline, timeout_s: float) -> None:
         """No peer reads what will change; raises, with nothing changed, why this version cannot be installed."""
+        self.addresses.check()
         self._wait_until_served(deadline, timeout_s)
         with self._lock:
             staged = self._state.ready_for(version)

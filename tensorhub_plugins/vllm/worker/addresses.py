@@ -1,0 +1,133 @@
+"""Whether a model computes with the memory that an install writes, and the refusal of one that does not.
+
+An install writes the tensors of the model's modules. What moves weights while the engine runs (an offloader that
+refills a buffer from host memory before each layer, a cache that several engines map) computes with other bytes, or
+writes over the new ones, and nothing fails. So
+    `check_config`    refuses by name what vLLM has for that, at the start
+    `Addresses`       remembers where the weights were when the worker joined, and refuses a model that has moved them
+    `check_copies`    refuses a model that holds a weight's values a second time, where no install writes them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.worker import weights
+from tensorhub_plugins.vllm.worker.contract import some
+from tensorhub_plugins.vllm.worker.hidden import walk
+
+SEARCHES = 3  # for copies: as the first version comes, after the warm-up, and when the engine has computed
+COPY_ELEMENTS_MIN = 64  # fewer may be equal by chance, as flags and counters are
+BLOCK_LENGTH = 1 << 20  # elements that are summed up at once
+HASH_FACTOR, HASH_SHIFT = 0x9E3779B97F4A7C15 - (1 << 64), 29  # Fibonacci hashing; int64 wraps around
+
+# (where in VllmConfig, whether that value moves weights, what it does, vLLM's option)
+ELSEWHERE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("offload_config.prefetch.offload_group_size", bool, "layers are refilled from host memory", "offload-group-size"),
+    ("offload_config.uva.cpu_offload_gb", bool, "weights stay in host memory", "cpu-offload-gb"),
+    ("engram_config", bool, "embeddings stay in host memory, or are shared by engines", "engram-config"),
+    ("kernel_config.monokernel", bool, "kernels read weights that they have packed for themselves", "monokernel"),
+    ("load_config.load_format", "ipc_cache".__eq__, "the weights are memory of all engines here", "load-format"),
+    ("compilation_config.inductor_compile_config.freezing", bool, "compiled code has weights in it", "freezing"),
+)
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise UsageError for an option by which vLLM computes with other memory than what its modules show."""
+    for path, moves_weights, what, option in ELSEWHERE:
+        value: Any = vllm_config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        if value is not None and moves_weights(value):
+            raise UsageError(f"{what}, which an update would not reach: start without --{option} {value}".rstrip())
+    offloader = _offloader()
+    if offloader is not None:
+        raise UsageError(
+            f"vLLM's {type(offloader).__name__} moves weights while the engine runs, where an update would not reach "
+            "them: start without weight offloading"
+        )
+
+
+def _offloader() -> Any:
+    """The one of this process, or None where it does nothing."""
+    from vllm.model_executor import offloader
+
+    current = offloader.get_offloader()
+    return None if isinstance(current, offloader.NoopOffloader) else current
+
+
+class Addresses:
+    """Where each weight of a model is. Raises what `check_copies` does."""
+
+    def __init__(self, model: torch.nn.Module, *, eager: bool = False) -> None:
+        """eager: no graphs are captured, so that what vLLM derives from weights may be replaced by new tensors."""
+        self._model = model
+        self._known = {
+            name: where
+            for name, where in _addresses(model)
+            if not (eager and name.rpartition(".")[2] in weights.PLAIN_ATTRIBUTES)
+        }
+        self._searches_left = SEARCHES
+        check_copies(model)
+
+    def check(self, *, search: bool = True) -> None:
+        """Raise UsageError if a weight is elsewhere by now: captured graphs and peers go on with the memory before. The
+        first times a search for copies is made, too."""
+        now = dict(_addresses(self._model))
+        moved = [name for name, where in self._known.items() if now.get(name) != where]
+        if moved:
+            raise UsageError(
+                f"{len(moved)} weights of this engine are not where they were when it joined the store: {some(moved)}. "
+                "Something moves them while it runs (offloading, a swapped or shared module), and an update would not "
+                "reach what it computes with: start without it"
+            )
+        if search and self._searches_left:
+            self._searches_left -= 1
+            check_copies(self._model)
+
+
+def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, tuple[torch.device, int]]]:
+    for name, tensor in weights.all_tensors(model):
+        yield name, (tensor.device, tensor.data_ptr())
+
+
+def check_copies(model: torch.nn.Module) -> None:
+    """Raise UsageError for a tensor beside the weights that holds the values of one of them, in whatever order."""
+    live = dict(weights.all_tensors(model))
+    own = {tensor.untyped_storage().data_ptr() for tensor in live.values()}
+    sizes = {tensor.numel() for tensor in live.values()}
+    beside = {
+        name: value
+        for name, value in walk(model)
+        if isinstance(value, torch.Tensor)
+        and value.numel() in sizes
+        and value.numel() >= COPY_ELEMENTS_MIN
+        and value.untyped_storage().data_ptr() not in own
+    }
+    alike = {tensor.numel() for tensor in beside.values()}
+    known = {_values(tensor): name for name, tensor in live.items() if tensor.numel() in alike}
+    known.pop(None, None)
+    found = [f"{name} of {known[values]}" for name, tensor in beside.items() if (values := _values(tensor)) in known]
+    if found:
+        raise UsageError(
+            f"{len(found)} tensors beside this engine's weights hold the same values, and no update is known to reach "
+            f"them: {some(found)}. Start without what keeps them (offloading, a cache of weights)"
+        )
+
+
+def _values(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Equal for tensors of the same numbers in any order, of whatever type of float; None: all of them are equal."""
+    if tensor.dtype.is_complex or bool((tensor == tensor.flatten()[0]).all()):
+        return None
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for block in tensor.flatten().split(BLOCK_LENGTH):
+        numbers = (block.float().view(torch.int32) if block.is_floating_point() else block).long()
+        mixed = numbers * HASH_FACTOR
+        mixed = (mixed ^ (mixed >> HASH_SHIFT)) * HASH_FACTOR
+        sums += torch.stack([mixed.sum(), (mixed ^ (mixed >> HASH_SHIFT)).sum()])
+    one, other = sums.tolist()
+    return one, other
