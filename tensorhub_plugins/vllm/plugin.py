@@ -6,6 +6,7 @@ be called twice. What it registers acts only where a configuration names it:
     --weight-transfer-config '{"backend": "tensorhub"}'        weight_transfer.py
     either of the two                                          core_follower.py, and a health check of the weights
     --load-format tensorhub, in `vllm serve`                   routes.py
+    either of the two                                          engine/pooling.py
     either of the two, or worker_extension_cls                 answers.py
 """
 
@@ -120,6 +121,23 @@ def _add_routes(serve: Any) -> None:
     serve.register_vllm_serve_api_routers = register_vllm_serve_api_routers
 
 
+def _add_pooling(serving: Any) -> None:
+    """What is made of several requests is of one version."""
+    from tensorhub_plugins.vllm.engine.pooling import of_one_version
+
+    if not hasattr(serving.PoolingBaseServing, NAME):
+        of_one_version(serving.PoolingBaseServing, _is_ours)
+        setattr(serving.PoolingBaseServing, NAME, True)
+
+
+def _add_scores(serving: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import scored_here
+
+    if NAME not in vars(serving.ServingScores):
+        scored_here(serving.ServingScores, _is_ours)
+        setattr(serving.ServingScores, NAME, True)
+
+
 def _add_draining(multiproc_executor: Any) -> None:
     """An answer that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
@@ -143,6 +161,8 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.v1.engine.async_llm": _add_health_check,
     "vllm.entrypoints.serve": _add_routes,
     "vllm.v1.executor.multiproc_executor": _add_draining,
+    "vllm.entrypoints.pooling.base.serving": _add_pooling,
+    "vllm.entrypoints.pooling.scoring.serving": _add_scores,
 }
 
 

@@ -301,6 +301,33 @@ class _Host:
             self.running.add(f"{prefix}{k}")
             self.outputs[f"{prefix}{k}"] = []
 
+    def gather(self, prompts: list[list[int]], task: str, steps: int, calls: list[tuple[str, Any]]) -> list[Any]:
+        """What comes of prompts over several steps, with these calls of workers after so many of them, as an update
+        makes them. task: one of pooling, or "prompt", for the log-probabilities of its tokens."""
+        from vllm import PoolingParams, SamplingParams
+
+        prefix = f"gather-{next(self.numbers)}-"
+        of_prompt = task == "prompt"
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0) if of_prompt else PoolingParams(task=task)
+        for k, prompt in enumerate(prompts):
+            self.llm.llm_engine.add_request(f"{prefix}{k}", {"prompt_token_ids": prompt}, params)
+        found: dict[str, Any] = {}
+        for number in itertools.count():
+            if len(found) == len(prompts):
+                return [found[f"{prefix}{k}"] for k in range(len(prompts))]
+            if number == steps:
+                self.pause()
+                for method, args in calls:
+                    self.rpc(method, args)
+                self.resume()
+            for output in self.llm.llm_engine.step():
+                if not of_prompt:
+                    found[output.request_id] = output.outputs.data.tolist()
+                elif output.finished:
+                    rows = output.prompt_logprobs
+                    found[output.request_id] = [[each.logprob for each in row.values()] for row in rows if row]
+        raise AssertionError
+
     def step(self) -> None:
         try:
             outputs = self.llm.llm_engine.step()

@@ -18,8 +18,14 @@ LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call
 
 def forget(core: Any) -> None:
     """What was computed with the old weights."""
+    core.tensorhub_epochs = epoch(core) + 1
     core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     core.reset_encoder_cache()
+
+
+def epoch(core: Any) -> int:
+    """Equal before and after what was computed with one version (pooling.py)."""
+    return int(getattr(core, "tensorhub_epochs", 0))
 
 
 def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> dict[str, Any]:

@@ -21,13 +21,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse, shares_experts
-from tensorhub_plugins.vllm.engine.core import Core, forget, status
+from tensorhub_plugins.vllm.engine.core import Core, epoch, forget, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.names import NAME
@@ -60,6 +60,7 @@ def attach(core: Any, vllm_config: Any) -> None:
         core.collective_rpc = _forget_after_updates(core, core.collective_rpc)
     core.resume_scheduler = _only_if_whole(core, core.resume_scheduler)
     core.tensorhub_status = lambda: None  # it follows nobody
+    core.tensorhub_epoch = partial(epoch, core)
     if vllm_config.load_config.load_format == NAME:
         _follow(core, vllm_config)
 

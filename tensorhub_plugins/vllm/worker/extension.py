@@ -48,7 +48,7 @@ from tensorhub_plugins.core import SECRET_VARIABLE, UsageError, forget_live_memo
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
-from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, weights
+from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, progress, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
@@ -117,7 +117,7 @@ class TensorHubWorkerExtension:
         """Call while the engine is paused. Never raises; see "installed", "error", "broken", "seconds", "layout"."""
         result = _updater(self).install(version, timeout_s)
         if result["installed"]:
-            _forget_encodings(self.model_runner)
+            progress.begin_again(self.model_runner)
         return result
 
     def tensorhub_guard(self) -> None:
@@ -249,6 +249,8 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
     # A step without tokens computes nothing: vLLM makes one to clear requests whose clients have gone.
     if scheduled.total_num_scheduled_tokens:
         worker.tensorhub_guard()
+    if attached(worker) is not None:
+        progress.begin_again(worker.model_runner, scheduled.scheduled_cached_reqs.resumed_req_ids)
     return original(scheduled, *args, **kwargs)
 
 
@@ -346,6 +348,7 @@ def _check_supported(model: torch.nn.Module, vllm_config: Any) -> None:
             "--ec-transfer-config"
         )
     addresses.check_config(vllm_config)
+    progress.check()
     online.check(model, vllm_config)
     cpu.check_layers(model, vllm_config)
     _check_drafts(vllm_config)
@@ -374,10 +377,3 @@ def _check_drafts(vllm_config: Any) -> None:
             "version, but fewer drafts are accepted as it moves on",
             method,
         )
-
-
-def _forget_encodings(model_runner: Any) -> None:
-    """Do as vLLM's own reload does: what encoders made of inputs under the old weights is stale."""
-    for name in ("reset_encoder_cache", "reset_mm_cache"):
-        if hasattr(model_runner, name):
-            getattr(model_runner, name)()

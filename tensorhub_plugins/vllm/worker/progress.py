@@ -1,0 +1,65 @@
+"""What vLLM's workers keep of a request from one step to the next, and forget when it is begun again.
+
+vLLM computes a preempted request anew from its first token, which is what happens to all that run at an install. But
+what it gathers of a request over several steps, the rows of a long prompt that is pooled token by token, it goes on
+adding to (vllm#55192): more rows than tokens, and of two versions. `begin_again` forgets that, for requests that are
+resumed (memory may have been short, too) and, at an install, for all.
+
+What is on no list here may be of the version before: `check` refuses a vLLM that keeps more than what was looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from tensorhub_plugins.core import UsageError
+
+# Of vLLM's PoolingStates and CachedRequestState: what is made of results of the model. `begin_again` forgets it.
+GATHERED = frozenset({"hidden_states_cache", "in_progress_prompt_logprobs_cpu", "pooling_states"})
+# What is made of the request alone, or is set anew by the scheduler with every step and resumption.
+OF_THE_REQUEST = frozenset(
+    {
+        *("req_id", "prompt_token_ids", "prompt_embeds", "prompt_is_token_ids", "mm_features", "sampling_params"),
+        *("pooling_params", "generator", "lora_request", "mrope_positions", "mrope_position_delta"),
+        *("xdrope_positions", "block_ids", "num_computed_tokens", "output_token_ids", "prev_num_draft_len"),
+    }
+)
+
+
+def check() -> None:
+    """Raise UsageError if this vLLM keeps something of requests that may be of the weights before an install."""
+    from vllm.v1.pool.metadata import PoolingStates
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    kept = {*vars(PoolingStates()), *(field.name for field in dataclasses.fields(CachedRequestState))}
+    unknown = sorted(kept - GATHERED - OF_THE_REQUEST)
+    if unknown:
+        raise UsageError(
+            f"this vLLM keeps {', '.join(unknown)} of each request from step to step, which an update might leave of "
+            "the version before: use a vLLM that the store was tested with"
+        )
+
+
+def begin_again(model_runner: Any, requests: Iterable[str] | None = None) -> None:
+    """Forget what was gathered of these requests; None: of all, and what is kept of one request for others."""
+    known = getattr(model_runner, "requests", {})  # of vLLM's first runner; the second removes what it preempts
+    for name in known if requests is None else requests:
+        state = known.get(name)
+        if state is not None:
+            state.in_progress_prompt_logprobs_cpu = None
+            if state.pooling_states is not None:
+                state.pooling_states.clean()
+    if requests is not None:
+        return
+    pooling = getattr(model_runner, "pooling_runner", None)
+    for states in getattr(pooling, "pooling_states", {}).values():
+        states.clean()
+    prompts = getattr(model_runner, "prompt_logprobs_worker", None)
+    for chunks in getattr(prompts, "in_progress_prompt_logprobs", {}).values():
+        chunks.clear()
+    # Embeddings of queries, with which documents are scored later, of either runner; and what encoders have made.
+    for name in ("reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(model_runner, name):
+            getattr(model_runner, name)()

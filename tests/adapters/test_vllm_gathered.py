@@ -1,0 +1,195 @@
+"""What is gathered over several steps, or several requests, while the weights change: of one version, and whole."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+from vllm_engines import Engine, checkpoint, wait_until
+
+from recipes.verl_grpo.make_model import make_tokenizer
+from tensorhub_plugins.core import Client, Server, UsageError
+from tensorhub_plugins.vllm.engine import pooling
+from tensorhub_plugins.vllm.engine.core import epoch, forget
+from tensorhub_plugins.vllm.worker import progress
+
+TIMEOUT_S = 60.0
+CHUNK = 32  # tokens of a step
+LENGTHS = (150, 77, 20)
+PROMPTS = [[random.Random(length).randrange(2, 500) for _ in range(length)] for length in LENGTHS]
+POOLING = {
+    **{"runner": "pooling", "convert": "embed", "pooler_config": {"task": "token_embed"}},
+    "skip_tokenizer_init": False,  # vLLM prepares to score texts with it
+}
+
+
+class State:
+    def __init__(self) -> None:
+        self.cleaned = 0
+        self.pooling_states: State | None = None
+        self.in_progress_prompt_logprobs_cpu: Any = "half"
+
+    def clean(self) -> None:
+        self.cleaned += 1
+
+
+def test_only_what_is_begun_again_is_forgotten() -> None:
+    requests = {name: State() for name in "abc"}
+    for state in requests.values():
+        state.pooling_states = State()
+    runner = SimpleNamespace(requests=requests)
+    progress.begin_again(runner, {"b", "unknown"})
+    assert [state.in_progress_prompt_logprobs_cpu for state in requests.values()] == ["half", None, "half"]
+    assert [state.pooling_states and state.pooling_states.cleaned for state in requests.values()] == [0, 1, 0]
+
+
+def test_an_install_forgets_what_either_runner_of_vllms_has() -> None:
+    forgotten: list[str] = []
+    states, chunks = {7: State()}, {"a": [1, 2]}
+    second = SimpleNamespace(
+        pooling_runner=SimpleNamespace(pooling_states=states),
+        prompt_logprobs_worker=SimpleNamespace(in_progress_prompt_logprobs=chunks),
+        reset_encoder_cache=lambda: forgotten.append("encoder"),
+    )
+    progress.begin_again(second)
+    assert (states[7].cleaned, chunks, forgotten) == (1, {"a": []}, ["encoder"])
+    progress.begin_again(SimpleNamespace(pooling_runner=None, reset_mm_cache=lambda: forgotten.append("inputs")))
+    assert forgotten == ["encoder", "inputs"]
+
+
+def test_a_vllm_that_keeps_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.pool import metadata
+
+    progress.check()
+    monkeypatch.setattr(metadata, "PoolingStates", lambda: SimpleNamespace(hidden_states_cache=[], scores_so_far=[]))
+    with pytest.raises(UsageError, match="keeps scores_so_far of each request"):
+        progress.check()
+
+
+# --- what the API server makes of several requests ---
+
+
+class Serving:
+    """Speaks as vLLM's: each collection is of the version that the engine has then, and it may change meanwhile."""
+
+    def __init__(self, changes: int, inputs: int = 2) -> None:
+        self.core = SimpleNamespace(reset_prefix_cache=lambda **_: None, reset_encoder_cache=lambda: None)
+        self.engine_client = SimpleNamespace(vllm_config="ours", engine_core=self)
+        self.changes, self.prepared, self.inputs = changes, 1, inputs
+
+    async def call_utility_async(self, method: str) -> int:
+        assert method == "tensorhub_epoch"
+        return epoch(self.core)
+
+    async def _prepare_generators(self, ctx: Any) -> None:
+        self.prepared += 1
+
+    async def _collect_batch(self, ctx: Any) -> None:
+        ctx.final = [epoch(self.core)]
+        if self.changes:
+            self.changes -= 1
+            forget(self.core)
+        ctx.final += [epoch(self.core)] * (self.inputs - 1)
+
+
+def collect(serving: Serving, *, wrapped: bool = True) -> list[int]:
+    class Wrapped(Serving):
+        pass
+
+    if wrapped:
+        pooling.of_one_version(Wrapped, lambda config: config == "ours")
+        serving.__class__ = Wrapped
+    ctx = SimpleNamespace(engine_inputs=[None] * serving.inputs, final=[])
+    asyncio.run(serving._collect_batch(ctx))
+    return list(ctx.final)
+
+
+def test_an_answer_of_several_requests_is_of_one_version() -> None:
+    assert collect(Serving(1), wrapped=False) == [0, 1]  # the control
+    serving = Serving(1)
+    assert (collect(serving), serving.prepared) == ([1, 1], 2)
+    serving = Serving(0)
+    assert (collect(serving), serving.prepared) == ([0, 0], 1)
+    serving = Serving(1, inputs=1)
+    assert (collect(serving), serving.prepared) == ([0], 1)  # a request is of one version by itself
+
+
+def test_weights_that_never_rest_are_said() -> None:
+    from fastapi import HTTPException
+
+    with pytest.raises(HTTPException, match="ask again") as refused:
+        collect(Serving(pooling.ATTEMPTS_MAX))
+    assert refused.value.status_code == 503
+
+
+def test_late_interaction_leaves_nothing_in_workers() -> None:
+    class Scores:
+        def __init__(self, engine: Any, *, enable_flash_late_interaction: bool = True) -> None:
+            self.in_workers = enable_flash_late_interaction
+
+    pooling.scored_here(Scores, lambda config: config == "ours")
+    assert not Scores(SimpleNamespace(vllm_config="ours")).in_workers
+    assert not Scores(SimpleNamespace(vllm_config="ours"), enable_flash_late_interaction=True).in_workers
+    assert Scores(SimpleNamespace(vllm_config="another")).in_workers
+
+
+def test_vllm_has_what_is_wrapped() -> None:
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.pooling.scoring.serving import ServingScores
+
+    from tensorhub_plugins.vllm.plugin import register
+
+    register()
+    register()
+    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__):
+        assert not hasattr(function.__wrapped__, "__wrapped__")  # once
+    assert ServingScores._collect_batch is PoolingBaseServing._collect_batch
+    assert callable(PoolingBaseServing._prepare_generators)
+
+
+# --- engines ---
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("task", ["token_embed", "prompt"])
+def test_what_steps_gather_is_of_one_version(task: str, models: Any, hub: Server) -> None:
+    """Three prompts, of which one has begun, one has ended and one waits when the new weights come."""
+    options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4, "enable_chunked_prefill": True}
+    if task != "prompt":
+        options |= POOLING
+        for seed in (1, 2):
+            make_tokenizer().save_pretrained(models("llama", seed))
+    joining = {"hub": hub.address, "run": "test", "model": "actor", "replica": "rollout"}
+    with Client(hub.address, run="test", model="actor", replica="trainer") as trainer:
+        whole = []
+        for seed in (1, 2):
+            with Engine(models("llama", seed), **options) as fresh:
+                whole.append(fresh.ask("gather", PROMPTS, task, -1, []))
+        old, new = whole
+        rows = [length - (task == "prompt") for length in LENGTHS]
+        assert [len(each) for each in old] == [len(each) for each in new] == rows
+        assert all(before != after for before, after in zip(old, new, strict=True))
+        with Engine(models("llama", 1), extension="vllm_faults.FaultyExtension", **options) as engine:
+            engine.call("tensorhub_connect", joining)
+            trainer.publish(1, checkpoint(models("llama", 2)))
+            trainer.publish(2, checkpoint(models("llama", 1)))
+            trainer.publish(3, checkpoint(models("llama", 2)))
+
+            def gather(version: int, steps: int) -> list[Any]:
+                engine.call("tensorhub_start_fetch", version, TIMEOUT_S)
+                wait_until(lambda: engine.call("tensorhub_poll")["state"] == "ready", "fetched", TIMEOUT_S)
+                found = list(engine.ask("gather", PROMPTS, task, steps, [("tensorhub_install", (version, TIMEOUT_S))]))
+                assert engine.call("tensorhub_poll")["version"] == version
+                return found
+
+            assert gather(1, 3) == new
+            if task == "token_embed":
+                engine.call("tensorhub_test_keep_progress")
+                assert [len(each) for each in gather(3, 3)] != rows  # the control: more rows than tokens
