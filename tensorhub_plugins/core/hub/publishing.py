@@ -67,13 +67,21 @@ class Publishing:
         )
 
     def is_of_the_past(self, worker: Worker, announced: m.Holding) -> str | None:
-        """What former attempts have made may be passed on as far as it counts; nothing is added to it."""
+        """What former attempts have made may be passed on as far as it counts; nothing is added to it. Nor does anybody
+        add to what the newest one makes who has not begun it."""
         number, history = announced.key.version, worker.history
         newest = history.directive.attempts[-1] if history.directive.attempts else None
         if announced.origin == "replicated" or announced.key in worker.holdings or newest is None:
             return None
-        if attempt_of(number) >= newest.number or (history.is_visible(number) and not history.is_over(number)):
+        if history.is_visible(number) and not history.is_over(number):
             return None
+        if attempt_of(number) >= newest.number:
+            if worker.mark == newest.mark or announced.key.layout != CHECKPOINT:
+                return None
+            return (
+                f"version {version_text(number)} cannot be published: attempt {newest.number} of {history.name} has "
+                "begun, and this process has not begun it. Call Client.begin first, or end it"
+            )
         return (
             f"version {version_text(number)} cannot be published: attempt {newest.number} of {history.name} has begun "
             f"at step {newest.step}. Who starts again calls Client.begin; who was replaced, ends"
@@ -98,7 +106,7 @@ class Publishing:
         if problem is not None or self._waits(worker, announced, as_of, offered, now):
             return problem
         version = history.version(key.version)
-        problem = _other_bytes(version, announced)
+        problem = _other_bytes(history, announced)
         if problem is not None:
             return problem
         mine = worker.holdings.get(key)
@@ -144,7 +152,7 @@ class Publishing:
         before = self._registry.take_from_aside(worker, key)
         waits = self._standing(worker, announced, offered, now) == "aside"
         if not waits and (before is not None or not offered):  # a Publish of other bytes is refused
-            waits = _other_bytes(worker.history.version(key.version), announced) is not None
+            waits = _other_bytes(worker.history, announced) is not None
         if waits:
             self._registry.put_aside(worker, key, Aside(announced, as_of, offered))
         return waits
@@ -292,10 +300,13 @@ class Publishing:
         )
 
 
-def _other_bytes(version: Version, announced: m.Holding) -> str | None:
+def _other_bytes(history: History, announced: m.Holding) -> str | None:
     """Why this cannot be that version's shard; None: it is from now on, if nobody has said so before."""
-    key, said = announced.key, (announced.root, announced.size_bytes)
-    if version.contents.setdefault((key.layout, key.shard_count, key.shard), said)[0] == announced.root:
+    key, version = announced.key, history.version(announced.key.version)
+    shard, said = (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
+    known = history.roots.get(key.version, {}).get(shard)
+    root, _ = version.contents.setdefault(shard, said if known is None else known)
+    if root == announced.root:
         return None
     return (
         f"other bytes are already published as {key}: a version is never changed; use a higher version, or call "

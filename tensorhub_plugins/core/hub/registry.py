@@ -250,6 +250,8 @@ class Registry:
         by_shard[key.shard].pop(worker.session, None)
         if not by_shard[key.shard]:
             del by_shard[key.shard]
+            if not version.was_visible:  # nobody has had it: its number is free
+                version.contents.pop((key.layout, key.shard_count, key.shard), None)
         if not by_shard:
             del version.holdings[key.layout, key.shard_count]
         for lease in self.leases_on(worker, key):
@@ -474,10 +476,10 @@ class Registry:
             return not (version.holdings or version.claims or version.visible or version.sources)
 
         for number in [n for n in numbers if n in history.versions and n < history.newest_visible and idle(n)]:
-            del history.versions[number]
+            history.forget_version(number)
         if len(history.versions) > VERSIONS_REMEMBERED_MAX:
             for number in sorted(filter(idle, history.versions))[:-VERSIONS_REMEMBERED_MAX]:
-                del history.versions[number]
+                history.forget_version(number)
 
     def is_gone(self, history: History, number: int, now: float) -> bool:
         """Whether this version, which is not visible, will not be (again)."""

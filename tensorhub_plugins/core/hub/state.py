@@ -24,6 +24,7 @@ from tensorhub_plugins.core.types import (
 )
 
 GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: who says otherwise is no member
+ROOTS_KEPT_MAX = 65_536  # shards of versions that nobody holds any more: 250 versions of 256 shards, some 16 MB
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # so one is left if all that a directive can name are withdrawn
 
 
@@ -187,6 +188,9 @@ class Worker:
         return b"" not in (self.mark, self.history.directive.mark) and self.mark != self.history.directive.mark
 
 
+Contents: TypeAlias = dict[tuple[str, int, int], tuple[bytes, int]]  # layout, shard count, shard -> root, size in bytes
+
+
 @dataclass(eq=False, slots=True)
 class Version:
     """One version of a history: who holds which shard of it in which layout."""
@@ -196,8 +200,7 @@ class Version:
     was_visible: bool = False  # ever
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
     # (layout, shard_count) -> shard -> session -> holding
-    contents: dict[tuple[str, int, int], tuple[bytes, int]] = field(default_factory=dict)
-    # (layout, shard_count, shard) -> root, size in bytes
+    contents: Contents = field(default_factory=dict)
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
@@ -299,6 +302,8 @@ class History:
     marks_refused: dict[bytes, None] = field(default_factory=dict)  # of trainers that people were warned of
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
+    roots: dict[int, Contents] = field(default_factory=dict)  # of the last that were visible, and are forgotten
+    roots_count: int = 0
     workers: dict[bytes, Worker] = field(default_factory=dict)
     converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last's replica
     groups: dict[GroupId, GroupResolution] = field(default_factory=dict)
@@ -323,6 +328,16 @@ class History:
         if version is None:
             version = self.versions[number] = Version(number)
         return version
+
+    def forget_version(self, number: int) -> None:
+        """Nobody holds it. If anybody may have had it, its number still means the same bytes."""
+        version = self.versions.pop(number)
+        if version.was_visible:
+            before = self.roots.pop(number, {})
+            self.roots[number] = before | version.contents
+            self.roots_count += len(self.roots[number]) - len(before)
+        while self.roots_count > ROOTS_KEPT_MAX:
+            self.roots_count -= len(self.roots.pop(next(iter(self.roots))))
 
     def group(self, worker: Worker) -> GroupResolution:
         """What the replica of this worker has agreed on."""

@@ -402,3 +402,25 @@ def test_what_is_remembered_of_attempts_is_bounded() -> None:
     many = merged(Attempt(number, number, b"") for number in range(200))
     assert len(many) == ATTEMPTS_KEPT_MAX and many[-1].number == 199
     assert is_superseded(version_of(198, 200), many) and not is_superseded(version_of(198, 199), many)
+
+
+def test_who_has_begun_nothing_adds_nothing_to_the_newest_attempt(scenario: Scenario) -> None:
+    """Not even to the first one, whose versions are plain steps. What it has of this attempt already it may say again,
+    and pass on; engines publish what they have converted; operators decide."""
+    scenario.join("stranger/0")
+    scenario.publish("stranger/0", 8)
+    assert answers(scenario, "stranger/0") == ["refused Superseded"]
+    scenario.publish(OLD, 8)
+    scenario.publish("stranger/0", 8)  # the same bytes of what is visible
+    scenario.publish("rollout/0", 8, "runtime:f")
+    scenario.say("stranger/0", m.Pin, version=7, timeout_s=5.0)
+    assert answers(scenario, "stranger/0") == answers(scenario, "rollout/0") == answers(scenario, OLD) == []
+
+
+def test_the_control_nobody_has_begun_and_anybody_publishes() -> None:
+    scenario = Scenario()
+    for worker in (OLD, "stranger/0"):
+        scenario.join(worker)
+    scenario.publish(OLD, 1)
+    scenario.publish("stranger/0", 2)
+    assert answers(scenario, "stranger/0") == []

@@ -8,6 +8,7 @@ import pytest
 from hub_scenarios import RUNTIME, Scenario
 
 from tensorhub_plugins.core.cli import status_text
+from tensorhub_plugins.core.hub import state
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
@@ -355,3 +356,64 @@ def test_who_holds_too_much_is_named_in_the_log_and_the_status() -> None:
     assert model()["over_budget"] == [] and model()["bytes_published"] == 200
     scenario.publish("small/0", 6)
     assert len(said()) == 2  # it was kept meanwhile
+
+
+# --- a number means the same bytes for good ---
+
+
+@pytest.mark.parametrize("layout", [CHECKPOINT, RUNTIME])
+def test_who_starts_again_publishes_no_other_bytes_under_a_number_that_was_visible(layout: str) -> None:
+    """Also when nobody holds that version any more: who has read it has other bytes of that name."""
+    scenario = Scenario()
+    for worker in ("trainer/0", "rollout/0"):
+        scenario.join(worker)
+    scenario.publish("trainer/0", 1, layout)
+    scenario.publish("trainer/0", 2, layout)
+    scenario.unpublish("trainer/0", 1, layout)
+    history = scenario.hub.registry.histories["run", "actor"]
+    assert list(history.versions) == [2] and history.roots_count == len(history.roots[1]) == 1
+    scenario.tell("trainer/0", m.Bye())
+    scenario.sessions["trainer/0"] = b"again".ljust(16)  # and begins no attempt
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1, layout, root=b"others".ljust(16))
+    answer = scenario.inbox["trainer/0"][-1]
+    assert isinstance(answer, m.Refused) and "other bytes are already published" in answer.message
+    scenario.publish("trainer/0", 1, layout)  # the same
+    assert isinstance(scenario.inbox["trainer/0"][-1], m.Done) and history.is_visible(1)
+    scenario.unpublish("trainer/0", 1, layout)
+    scenario.publish("trainer/0", 2, layout)
+    scenario.unpublish("trainer/0", 1, layout)
+    assert history.roots_count == sum(map(len, history.roots.values()))
+
+
+def test_a_number_that_nobody_has_seen_is_free_when_its_last_holder_has_taken_it_back() -> None:
+    """One shard of two: never visible, so that nobody can have read it."""
+    scenario = Scenario()
+    for shard in (0, 1):
+        scenario.join(f"trainer/{shard}", 2)
+    scenario.publish("trainer/0", 1)
+    scenario.publish("trainer/0", 1, root=b"others".ljust(16))
+    assert scenario.heard("trainer/0") == ["refused UsageError"]
+    scenario.say("trainer/0", m.Unpublish, keys=(ShardKey(1, CHECKPOINT, 0, 2),), timeout_s=0.0, gone=True)
+    scenario.publish("trainer/0", 1, root=b"others".ljust(16))
+    scenario.publish("trainer/1", 1)
+    assert scenario.heard("trainer/0") == ["unpublished"]
+    assert scenario.hub.registry.histories["run", "actor"].is_visible(1)
+
+
+def test_no_more_roots_are_kept_than_there_is_room_for() -> None:
+    history, shards = state.History("run", "actor"), state.ROOTS_KEPT_MAX // 2
+    for number in (1, 2, 3):
+        version = history.version(number)
+        version.was_visible = True
+        version.contents.update({(CHECKPOINT, shards, shard): (b"r" * 16, 100) for shard in range(shards)})
+        history.forget_version(number)
+    assert list(history.roots) == [2, 3] and history.roots_count == 2 * shards
+
+
+def test_who_holds_a_version_brings_its_root_back_to_a_restarted_hub() -> None:
+    scenario = Scenario()
+    scenario.join("rollout/0", holdings=(m.Holding(ShardKey(1, CHECKPOINT), b"1" * 16, 100, True, "replicated"),))
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 1, root=b"others".ljust(16))
+    assert scenario.heard("trainer/0") == ["refused UsageError"]
