@@ -235,11 +235,11 @@ def _check_lease(world: World, link: Link, what: str) -> None:
 
 def check_not_carried_out_later(world: World, session: bytes, reply: m.HubMessage) -> None:
     """The hub answers that it has done something now: nobody was told before that it had failed."""
-    if not isinstance(reply, m.Done | m.Begun | m.Granted | m.Unpublished) or getattr(reply, "must_retain", False):
+    asked = world.asked.get((session, getattr(reply, "request_id", 0)))
+    if not isinstance(asked, m.Dated) or isinstance(reply, m.Refused) or getattr(reply, "must_retain", False):
         return
-    asked = world.asked.get((session, reply.request_id))
     is_released = isinstance(asked, m.Acquire) and isinstance(reply, m.Done)  # so that it does not begin again
-    if reply.request_id in world.raised.get(session, ()) and not is_released:
+    if asked.request_id in world.raised.get(session, ()) and not is_released:
         raise Violation("raised", world, f"{asked} was given up: {reply}")
 
 

@@ -170,7 +170,6 @@ class World:
         self._every(lambda: self.faults.tire_every_s, self._tire)
         self.run_until(FAULTS_S)
         self.calm, self.faults = True, Faults()
-        self.hub_frozen_until = 0.0
         for worker in list(self.workers.values()):
             worker.cut_until = worker.tired_until = 0.0
             if worker.haunts is not None:

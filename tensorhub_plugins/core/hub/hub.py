@@ -95,6 +95,7 @@ class Hub:
         self._domains = FailureDomains(self.registry, self._outbox)
         self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
+        self._has_recovered = False
         for later in (now + self.limits.grace_s, self.registry.all_silent_are_given_up):
             self.registry.schedule(later, None)
 
@@ -112,6 +113,9 @@ class Hub:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what to do, in order: messages to send, lines to log."""
+        if not self._has_recovered and not self.registry.recovering(now):  # whoever waited for that is not overtaken
+            self._has_recovered = True
+            self._look_at_all()
         match event:
             case Received(session, message, role):
                 self._receive(session, message, role, now)
@@ -197,13 +201,17 @@ class Hub:
             case Claim():
                 self._outbox.log(f"{due.worker.name}: claim to convert {due.key} has expired")
                 self.registry.remove_claim(due)
-            case None:  # all workers have had time to say Hello, or are given up
-                for history in self.registry.histories.values():
-                    waiters.mark_all_ready(history.waiting.values())
-                    for number in history.versions:
-                        waiters.mark_changed(history, number, room=True)
+            case None:
+                self._look_at_all()
             case _:
                 assert_never(due)
+
+    def _look_at_all(self) -> None:
+        """All workers have had time to say Hello, or are given up."""
+        for history in self.registry.histories.values():
+            self.registry.waiters.mark_all_ready(history.waiting.values())
+            for number in history.versions:
+                self.registry.waiters.mark_changed(history, number, room=True)
 
     def survive(self, session: bytes | None, now: float) -> list[Effect]:
         """After `handle` has raised: without the session that has said what we failed over. What to do. Raises when our

@@ -55,6 +55,19 @@ def test_a_former_life_that_gives_up_the_last_copy_at_a_new_hub_is_answered_all_
     assert scenario.heard("reader/0") == ["read 1 checkpoint 0<-trainer/0"]
 
 
+def test_what_is_heard_after_the_grace_and_before_a_tick_loses_no_retained_version() -> None:
+    """A hub that was stopped in its grace hears first. The last copy that was to be given up counted as gone before
+    anybody had asked whether it has to stay."""
+    scenario = Scenario(recovering=True)
+    scenario.join("trainer/0", holdings=(m.Holding(ShardKey(7, CHECKPOINT), b"7" * 16, 100),))
+    scenario.unpublish("trainer/0", 7)
+    scenario.now = LIMITS.grace_s + 0.1
+    scenario.join("rollout/0")
+    scenario.acquire("rollout/0")
+    assert scenario.heard("trainer/0") == ["keep it"]
+    assert scenario.heard("rollout/0") == ["read 7 checkpoint 0<-trainer/0"]
+
+
 def test_a_restarted_hub_does_not_lend_what_hangs_on_somebody_it_has_not_heard_of() -> None:
     """reader/0 is read from by stranger/0, which is read from by middle/0; only the last of these is known."""
     scenario = Scenario(recovering=True)
