@@ -25,8 +25,9 @@ from tensorhub_plugins.openrlhf import config, journal
 from tensorhub_plugins.openrlhf.follower import Follower, Gate
 from tensorhub_plugins.openrlhf.journal import Call, GivenBack, Journal, Journals, Leaving
 from tensorhub_plugins.openrlhf.versions import Versioned, came_from
+from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import RETRY_DELAY_S, UpdateFailed
-from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.engine.pause import forget, pause
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
@@ -68,6 +69,7 @@ class TensorHubEngine(_Stock):
         self.client = client
         if not tensorhub["joins"]:
             await self.rpc("tensorhub_connect", worker, known)
+        self._departures = Departures(self.llm.output_processor, self.running)
         self.follower = Follower(
             self,
             client.target,
@@ -231,12 +233,20 @@ class TensorHubEngine(_Stock):
 
     async def pause(self) -> None:
         await pause(self.llm, mode="keep", clear_cache=True)
+        self._departures.begin()
+
+    async def forget(self) -> None:
+        await forget(self.llm)
 
     async def resume(self) -> None:
         await self.llm.resume_generation()
+        self._departures.end()
 
     def running(self) -> Mapping[str, int]:
         return {name: 0 for name in self.llm.output_processor.request_states}
+
+    def departed(self) -> list[str]:
+        return self._departures.take()
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         """Samples ask the follower for its version (`generate`)."""

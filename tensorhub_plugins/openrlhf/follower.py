@@ -124,9 +124,11 @@ class Follower(follower.Follower):
 
     async def take(self, version: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: not self.is_held)
+            if self.is_held:
+                await self._changed.wait_for(lambda: not self.is_held)
+                return  # there may be a newer one by now
         async with self._one_update:
-            # While it was held, or before that, it may have got another one: then this answer is an old one.
+            # It may have been held since, and have got another one: then this answer is an old one.
             if not self.is_held and self.version == self._asked_with:
                 await self.update(version)
 

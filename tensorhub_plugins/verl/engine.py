@@ -23,8 +23,9 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import config, hub
 from tensorhub_plugins.verl.routing import ReplicaLost
 from tensorhub_plugins.verl.versions import Ledger, Span, step_of_version, version_of_step, waits_for_trainer
+from tensorhub_plugins.vllm.engine.departures import Departures
 from tensorhub_plugins.vllm.engine.follower import Follower, LastUpdate
-from tensorhub_plugins.vllm.engine.pause import pause
+from tensorhub_plugins.vllm.engine.pause import forget, pause
 from tensorhub_plugins.vllm.engine.staleness import Staleness
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import connect, worker_config
@@ -92,6 +93,7 @@ class TensorHubServer(vLLMHttpServer):
         worker = worker_config(options, replica=f"rollout-{self.replica_rank}")
         await self.rpc("tensorhub_connect", worker, await asyncio.to_thread(secret.learn))
         until = self.options.pull_until
+        self._departures = Departures(self.engine.output_processor, self.running)
         self.follower = Follower(
             self,
             self._client.target,
@@ -107,13 +109,22 @@ class TensorHubServer(vLLMHttpServer):
 
     async def pause(self) -> None:
         await pause(self.engine, mode=self.options.pause_mode, clear_cache=self.options.recompute)
+        self._departures.begin()
+
+    async def forget(self) -> None:
+        if self.options.recompute:
+            await forget(self.engine)
 
     async def resume(self) -> None:
         await self.engine.resume_generation()
+        self._departures.end()
 
     def running(self) -> Mapping[str, int]:
         states = self.engine.output_processor.request_states
         return {state.external_req_id: _tokens(state) for state in states.values()}
+
+    def departed(self) -> list[str]:
+        return self._departures.take()
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         if self.global_steps is not None:

@@ -5,6 +5,7 @@ be called twice. What it registers acts only where a configuration names it:
     --load-format tensorhub                                    load_format.py
     --weight-transfer-config '{"backend": "tensorhub"}'        weight_transfer.py
     either of the two                                          core_follower.py, and a health check of the weights
+    worker_extension_cls                                       caches.py: open sessions do not keep KV of old weights
     --load-format tensorhub, in `vllm serve`                   routes.py
     either of the two                                          engine/pooling.py
     either of the two, or worker_extension_cls                 answers.py
@@ -82,6 +83,10 @@ def _add_to_engine_core(core: Any) -> None:
             from tensorhub_plugins.vllm.engine.core_follower import attach
 
             attach(engine_core, vllm_config)
+        elif str(getattr(vllm_config.parallel_config, "worker_extension_cls", "")).startswith("tensorhub_plugins."):
+            from tensorhub_plugins.vllm.engine.caches import Caches
+
+            Caches(engine_core)
         return result
 
     setattr(initialize_kv_caches, NAME, True)

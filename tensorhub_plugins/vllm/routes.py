@@ -1,7 +1,10 @@
 """What `vllm serve --load-format tensorhub` tells over HTTP, beside vLLM's own routes. Reading only.
 
 GET /tensorhub                      whom it follows, which version it has, and what model it is; 404: not ours
-GET /tensorhub/starts/REQUEST       [[version, first token], ...] of a request that was named by `spans.PREFIX`
+GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX`: "answers", which are {"prompt": which
+                                    of its prompts, "sample": which of n, "starts": [[version, first token], ...]}, and
+                                    "starts": of its only answer; null: it has several, or it is not known (any more).
+                                    Version 0 is none of the store's
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ async def status(request: Request) -> dict[str, Any]:
 @router.get("/tensorhub/starts/{name}")
 async def starts(name: str, request: Request) -> dict[str, Any]:
     cores = await of_all_cores(_engine(request).engine_core, "tensorhub_starts", name)
-    return {"starts": next((found for found in cores if found is not None), None)}
+    found = sorted(answer for core in cores for answer in core)
+    answers = [{"prompt": prompt, "sample": sample, "starts": starts} for (prompt, sample), starts in found]
+    return {"starts": answers[0]["starts"] if len(answers) == 1 else None, "answers": answers}
 
 
 def _engine(request: Request) -> Any:

@@ -38,15 +38,22 @@ class FakeLLM:
         self.answers = asyncio.Event()
         self.aborted: dict[str, list[int]] = {}  # request: its tokens up to then
         self.errored = False
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda names, internal: names)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         self.calls.append(method)
         return [{"state": "ready", "error": None, "installed": True, "broken": None}]
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep" and clear_cache, "prefix cache and weights must switch as one"
+        assert mode == "keep" and not clear_cache, "a pause that cannot forget ends vLLM's core"
         self.calls.append("pause")
+
+    async def reset_prefix_cache(self, **how: bool) -> bool:
+        assert how == {"reset_running_requests": True, "reset_connector": True}
+        self.calls.append("forget")
+        return True
+
+    async def reset_encoder_cache(self) -> None: ...
 
     async def resume_generation(self) -> None:
         self.calls.append("resume")

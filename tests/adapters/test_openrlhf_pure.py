@@ -278,11 +278,17 @@ class FakeEngine:
     async def pause(self) -> None:
         self.log.append("pause")
 
+    async def forget(self) -> None:
+        self.log.append("forget")
+
     async def resume(self) -> None:
         self.log.append("resume")
 
     def running(self) -> dict[str, int]:
         return {}
+
+    def departed(self) -> list[str]:
+        return []
 
     def switch(self, version: int, running: object) -> None:
         assert self.log[-1] == "install"
@@ -322,7 +328,7 @@ def follower(
     return Follower(engine, target, worker="w/0", timeout_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
 
 
-UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "resume"]
+UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "forget", "resume"]
 
 
 def test_an_update_stops_the_engine_only_for_the_installation() -> None:

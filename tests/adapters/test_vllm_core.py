@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core import Core
 
 TIMEOUT_S = 10.0
@@ -26,6 +27,7 @@ class EngineCore:
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.scheduler = SimpleNamespace(requests={})
+        self.forgets = True
         self.model_executor: Any = SimpleNamespace(is_sleeping=False, collective_rpc=self._rpc)
         self.log: list[str] = []
         self.paused, self.broken, self.resumes = False, False, True
@@ -55,7 +57,14 @@ class EngineCore:
     def is_scheduler_paused(self) -> bool:
         return self.paused
 
-    def reset_prefix_cache(self, **options: Any) -> None: ...
+    def abort_requests(self, names: list[str]) -> None:
+        for name in names:
+            self.scheduler.requests.pop(name, None)
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        if not self.forgets:
+            raise RuntimeError("the connector is gone")
+        return True
 
     def reset_encoder_cache(self) -> None: ...
 
@@ -63,7 +72,7 @@ class EngineCore:
 @pytest.fixture
 def engine() -> Iterator[EngineCore]:
     made = EngineCore()
-    made.core = Core(made)  # type: ignore[attr-defined]
+    made.core = Core(made, Caches(made))  # type: ignore[attr-defined]
     made.loop.start()
     yield made
     made.input_queue.put(None)
@@ -163,14 +172,10 @@ def test_a_pause_that_failed_on_another_rank_lets_go_of_this_one(engine: Any) ->
     assert theirs(engine, engine.resume_scheduler).done() and not engine.paused
 
 
-def test_a_pause_that_fails_leaves_the_engine_running(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_that_fails_leaves_the_engine_running(engine: Any) -> None:
     """It stayed paused, and held: nobody else could resume it, and the follower waited for somebody to do so."""
-
-    def fail(**options: Any) -> None:
-        raise RuntimeError("the connector is gone")
-
-    monkeypatch.setattr(engine, "reset_prefix_cache", fail)
-    with pytest.raises(RuntimeError, match="connector"):
+    engine.forgets = False
+    with pytest.raises(StaleCaches, match="connector"):
         ours(engine, "pause")
     assert theirs(engine, lambda: engine.pause_scheduler("keep")).done()
     assert engine.log == ["pause keep", "resume", "pause keep"]
@@ -194,3 +199,18 @@ def test_what_nobody_waits_for_any_more_is_not_done(engine: Any, monkeypatch: py
     monkeypatch.undo()
     assert theirs(engine, lambda: "served").result(TIMEOUT_S) == "served"
     assert engine.log == [] and not engine.paused
+
+
+def test_who_leaves_during_an_update_is_noted(engine: Any) -> None:
+    """They were counted among the requests that an update has lost."""
+    running = SimpleNamespace(num_output_tokens=0, status=SimpleNamespace(name="RUNNING"))
+    engine.scheduler.requests = dict.fromkeys("abcd", running)
+    engine.abort_requests(["a"])
+    ours(engine, "pause")
+    engine.abort_requests(["b", "x"])
+    del engine.scheduler.requests["c"]  # nobody has aborted it
+    assert engine.core.departed() == ["b"]
+    assert engine.core.departed() == []
+    ours(engine, "install", "resume")
+    engine.abort_requests(["d"])
+    assert engine.core.departed() == []

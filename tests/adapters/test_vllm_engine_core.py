@@ -16,7 +16,7 @@ import torch
 
 from tensorhub_plugins.core import Client, NotPublished, Server, UsageError, VersionRefused
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
-from tensorhub_plugins.vllm.engine import core_follower
+from tensorhub_plugins.vllm.engine import core_follower, follower
 from tensorhub_plugins.vllm.engine.core_follower import CoreFollower
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -37,6 +37,7 @@ class Core:
     def __init__(self, updater: Updater) -> None:
         self.updater = updater
         self.idle, self._available, self.asked, self.version = True, True, 0, 0
+        self.holder, self.asks = "", 0
         self.log: list[Any] = []
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._loop = threading.Thread(target=self._run)
@@ -82,11 +83,21 @@ class Core:
     async def pause(self) -> None:
         self.log.append("pause")
 
+    async def held_by(self) -> str:
+        self.asks += 1
+        return self.holder
+
+    async def forget(self) -> None:
+        self.log.append("forget")
+
     async def resume(self) -> None:
         self.log.append("resume")
 
     def running(self) -> dict[str, int]:
         return {}
+
+    def departed(self) -> list[str]:
+        return []
 
     def switch(self, version: int, running: Any) -> None:
         self.log.append(("switch", version))
@@ -111,9 +122,9 @@ def following(hub: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         updater = Updater(config, Toy(), SimpleNamespace(), ShardPosition(0, 1, "runtime:toy"), lambda vote: [vote])
         core = Core(updater)
         how: Any = {"follow": when, "follow_patience_s": options.get("patience_s", TIMEOUT_S)}
-        follower = CoreFollower(cast(Any, core), config, StartConfig(**how))
-        follower.start()
-        ends.extend([follower.close, follower._thread.join, core.close, updater.close])
+        one = CoreFollower(cast(Any, core), config, StartConfig(**how))
+        one.start()
+        ends.extend([one.close, one._thread.join, core.close, updater.close])
         return core
 
     yield start
@@ -136,10 +147,10 @@ def test_a_follower_that_never_hears_the_hub_is_cut_off_as_well(monkeypatch: pyt
     core: Any = SimpleNamespace(version=3)
     now = time.monotonic()
     monkeypatch.setattr(core_follower, "time", SimpleNamespace(monotonic=lambda: now))
-    follower = CoreFollower(core, config, StartConfig(follow="now", follow_patience_s=1.0))
-    assert follower.status()["hub_silent_s"] == 0.0
+    one = CoreFollower(core, config, StartConfig(follow="now", follow_patience_s=1.0))
+    assert one.status()["hub_silent_s"] == 0.0
     now += 60.0
-    assert follower.status()["hub_silent_s"] == 60.0
+    assert one.status()["hub_silent_s"] == 60.0
 
 
 def publish(hub: Server, *versions: int) -> None:
@@ -157,14 +168,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def switches(version: int) -> list[Any]:
-    return ["pause", ("install", version), ("switch", version), "resume"]
+    return ["pause", ("install", version), ("switch", version), "forget", "resume"]
 
 
 def test_now_means_at_once_also_when_requests_run(following: Any, hub: Server) -> None:
     core = following("now")
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+    wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
     assert core.log == [("start_fetch", 1), *switches(1)]
     assert core.updater._model.weight.unique().tolist() == [1.0]
 
@@ -178,7 +189,7 @@ def test_idle_waits_for_its_moment_and_takes_what_is_newest_then(following: Any,
             wait_until(lambda version=version: ("start_fetch", version) in core.log, "fetched")
         assert core.log == [("start_fetch", 1), ("start_fetch", 2)]
         core.idle = True
-        wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 2), "forget", "resume"], "switched")
         assert core.log == [("start_fetch", 1), ("start_fetch", 2), *switches(2)]
 
 
@@ -199,12 +210,12 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         trainer.retain(newest=2)
         for version in (1, 2):
             trainer.publish(version, {"weight": torch.full((4, 1000), float(version))})
-            wait_until(lambda version=version: core.log[-2:] == [("switch", version), "resume"], "switched")
+            wait_until(lambda version=version: core.log[-3:] == [("switch", version), "forget", "resume"], "switched")
             served = version if in_time else 1
             wait_until(lambda served=served: core.updater.poll()["served_version"] == served, "served")
         began = len(core.log)
         trainer.withdraw(2)
-        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"] and len(core.log) > began, "returned")
+        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"] and len(core.log) > began, "returned")
         assert core.log[began:] == [("start_fetch", 1), *switches(1)]
         assert core.updater._model.weight.unique().tolist() == [1.0]
         wait_until(lambda: not core.updater.poll()["serving"], "it serves again")
@@ -212,7 +223,7 @@ def test_it_returns_from_a_version_that_is_withdrawn_and_serves_what_it_returned
         layouts = {info.version: info.layouts for info in trainer.versions() if info.visible}
         assert layouts == {1: {"checkpoint": ("trainer/0",), "runtime:toy": ("engine/0",)}}
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "it follows on")
+        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "it follows on")
 
 
 def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Server) -> None:
@@ -222,7 +233,7 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
         with Client(hub.address, run="r", model="m", replica="other") as other:
             other.publish(2, {"weight": torch.full((4, 1000), 2.0)})
-            wait_until(lambda: core.log[-2:] == [("switch", 2), "resume"], "switched")
+            wait_until(lambda: core.log[-3:] == [("switch", 2), "forget", "resume"], "switched")
             wait_until(lambda: core.updater.poll()["served_version"] == 2, "served")
         core.updater._client.unpublish(2, "runtime:toy")
         core.updater._client.retain(newest=0)
@@ -231,7 +242,7 @@ def test_a_version_that_is_lost_is_no_reason_to_go_back(following: Any, hub: Ser
         trainer.wait(1)
         with pytest.raises(NotPublished):
             trainer.target(2, timeout_s=1.5)  # longer than one question of the follower
-        assert core.log[-2:] == [("switch", 2), "resume"]
+        assert core.log[-3:] == [("switch", 2), "forget", "resume"]
 
 
 def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: Any, hub: Server) -> None:
@@ -239,7 +250,7 @@ def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: 
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.retain(newest=2)
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
         core.idle = False
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         wait_until(lambda: core.updater.poll()["state"] == "ready", "fetched")
@@ -247,7 +258,7 @@ def test_what_is_withdrawn_before_the_idle_moment_is_never_installed(following: 
         wait_until(lambda: core.log[-1] == ("discard",), "dropped")
         core.idle = True
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "switched")
         assert ("install", 2) not in core.log
 
 
@@ -266,11 +277,11 @@ def test_a_version_that_the_worker_refuses_is_fetched_once(
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.retain(3)
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
         trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
         wait_until(lambda: ("start_fetch", 2) in core.log, "tried")
         trainer.publish(3, {"weight": torch.full((4, 1000), 3.0)})
-        wait_until(lambda: core.log[-2:] == [("switch", 3), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 3), "forget", "resume"], "switched")
         assert core.log.count(("start_fetch", 2)) == 1
         trainer.pin(2)
         wait_until(lambda: core.log.count(("start_fetch", 2)) == 2, "tried again, because it was pinned")
@@ -280,7 +291,7 @@ def test_patience_ends(following: Any, hub: Server) -> None:
     core = following("idle", patience_s=0.1)
     core.idle = False
     publish(hub, 1)
-    wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+    wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
 
 
 def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Server) -> None:
@@ -292,7 +303,7 @@ def test_what_somebody_else_has_paused_stays_as_it_is(following: Any, hub: Serve
         wait_until(lambda: core.asked > 3, "it has asked whether it may")
         assert core.log == []
         core.available = True
-        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
 
 
 def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeeds(
@@ -311,6 +322,36 @@ def test_after_an_install_that_failed_half_way_it_stays_paused_until_one_succeed
     core.idle = True
     with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
         trainer.publish(1, {"weight": torch.ones(4, 1000)})
-        wait_until(lambda: core.log[-2:] == [("switch", 1), "resume"], "switched")
+        wait_until(lambda: core.log[-3:] == [("switch", 1), "forget", "resume"], "switched")
     attempt = [("start_fetch", 1), ("install", 1)]  # paused once, and then until one succeeds
-    assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, ("switch", 1), "resume"]
+    assert core.log == [attempt[0], "pause", attempt[1], *attempt, *attempt, ("switch", 1), "forget", "resume"]
+
+
+def test_after_a_pause_of_others_only_the_newest_version_is_installed(following: Any, hub: Server) -> None:
+    """It installed the one it had heard of before the pause, and then the newest: two pauses."""
+    core = following("now")
+    core.available = False
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.asked > 3, "it has heard of version 1, and asked whether it may")
+        trainer.publish(2, {"weight": torch.full((4, 1000), 2.0)})
+        core.available = True
+        wait_until(lambda: core.log[-1:] == ["resume"], "switched")
+    assert core.log == [("start_fetch", 2), *switches(2)]
+
+
+def test_what_keeps_kv_is_named_once_and_nobody_is_paused_for_it(
+    following: Any, hub: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(follower, "RETRY_DELAY_MAX_S", 0.01)
+    core = following("now")
+    core.holder = "1 requests (x) wait for KV of another engine: abort them", 0
+    with Client(hub.address, run="r", model="m", replica="trainer") as trainer:
+        trainer.publish(1, {"weight": torch.ones(4, 1000)})
+        wait_until(lambda: core.asks > 5, "it was asked again and again")
+        assert core.log == []
+        core.holder = ""
+        wait_until(lambda: core.log[-1:] == ["resume"], "switched")
+    assert core.log == [("start_fetch", 1), *switches(1)]
+    assert caplog.text.count("wait for KV of another engine: abort them") == 1

@@ -6,6 +6,7 @@ import pytest
 
 from tensorhub_plugins.core import HubUnreachable, NotPublished, TensorHubError, VersionGone
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
+from tensorhub_plugins.vllm.engine.caches import StaleCaches
 from tensorhub_plugins.vllm.engine.follower import Follower, UpdateFailed
 
 
@@ -18,6 +19,7 @@ class Engine:
         self.requests = dict(running)
         self.version = 0
         self.is_paused = False
+        self.gone = []
         self.fetching = 0
         self.error = None
 
@@ -53,9 +55,19 @@ class Engine:
         self.calls.append("pause")
         self.is_paused = True
 
+    async def forget(self):
+        self.calls.append("forget")
+        assert self.is_paused
+        if self.fails.get("forget"):
+            raise StaleCaches(self.fails["forget"].pop())
+
     async def resume(self):
         self.calls.append("resume")
         self.is_paused = False
+
+    def departed(self):
+        gone, self.gone = self.gone, []
+        return gone
 
     def running(self):
         return dict(self.requests)
@@ -93,7 +105,7 @@ def follow(engine, answers, **options):
     return follower, asked
 
 
-UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "switch {}", "resume"]
+UPDATE = ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "switch {}", "forget", "resume"]
 
 
 def update(version):
@@ -126,7 +138,7 @@ def test_a_version_that_does_not_arrive_stops_nobody():
 def test_an_install_that_never_began_goes_on_with_the_old_version():
     engine = Engine(fails={("install", 0): "not ready"})
     follower, _ = follow(engine, [3])
-    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "resume"]
+    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "pause", "install", "forget", "resume"]
     assert follower.version == 0 and not follower.is_broken
 
 
@@ -140,7 +152,7 @@ def test_mixed_weights_never_answer_until_they_are_repaired():
     follower.target = lambda *a, **k: 3
     engine.calls.clear()
     asyncio.run(follower.update(asyncio.run(follower.next_version())))
-    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "resume"]
+    assert engine.calls == ["start_fetch", "poll", "poll", "prepare_install", "install", "switch 3", "forget", "resume"]
     assert (follower.is_broken, engine.is_paused) == (False, False)
 
 
@@ -229,7 +241,7 @@ def answering(engine):
 def test_a_refused_version_is_tried_once_more_when_it_is_pinned_anew(caplog):
     engine = Engine(fails={("fetch", 0): "VersionRefused: no such tensor"})
     follower, asked = follow(engine, [4, 4, lambda: engine.fails.clear() or 4])
-    assert engine.calls[-8:] == update(4) and follower.version == 4 and not follower.refused
+    assert engine.calls[-9:] == update(4) and follower.version == 4 and not follower.refused
     assert asked == [0, (0, (4,)), (0, (4,)), 4]
     assert caplog.text.count("tried again because it was pinned") == 2
 
@@ -249,13 +261,42 @@ def test_requests_in_flight_are_counted(monkeypatch):
 
     def switch(version, running):
         assert running == {"a": 3, "b": 0, "c": 1}
-        del engine.requests["c"]  # its client went away meanwhile
+        del engine.requests["c"]  # of which nobody knows why
+        del engine.requests["b"]
+        engine.gone.append("b")  # its client went away meanwhile
 
     engine.switch = switch
     follow(engine, [3])
     assert [event for event, _ in told] == ["pause", "resume"]
     assert told[0][1]["in_flight"] == 3
-    assert (told[1][1]["in_flight"], told[1][1]["lost"]) == (2, 1)
+    assert (told[1][1]["in_flight"], told[1][1]["lost"]) == (1, 1)
+
+
+def test_new_weights_answer_nothing_before_the_old_ones_caches_are_forgotten(caplog):
+    """The update had failed, and whoever resumed the engine got answers made of both versions."""
+    engine = Engine()
+    engine.fails["forget"] = ["a session is open", "a session is open", "a session is open"]
+    seen = []
+    engine.switch = lambda version, running: seen.append(follower.is_whole)
+
+    async def story():
+        with pytest.raises(StaleCaches):
+            await follower.update(3)
+        assert (follower.version, follower.is_broken, follower.is_whole) == (3, False, False) and engine.is_paused
+
+    follower = Follower(engine, lambda *a, **k: 0, worker="r/0", timeout_s=5)
+    asyncio.run(story())
+    assert seen == [True]
+    engine.calls.clear()
+
+    heard = iter([5])
+    follower.target = lambda *a, **k: next(heard)
+    follower.until = 3  # it goes on even where there is nothing more to follow
+    follower.sleep = lambda seconds: asyncio.sleep(0)
+    asyncio.run(asyncio.wait_for(follower.follow(), 20))
+    assert engine.calls == ["forget", "forget", "forget", "resume"] and not engine.is_paused and follower.is_whole
+    said = [record.message for record in caplog.records if "a session is open" in record.message]
+    assert said == ["r/0: standing still with version 3: a session is open"]
 
 
 def test_an_installation_under_way_leaves_the_engine_as_whole_as_it_was():

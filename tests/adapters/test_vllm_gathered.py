@@ -17,7 +17,7 @@ from vllm_engines import Engine, checkpoint, wait_until
 from recipes.verl_grpo.make_model import make_tokenizer
 from tensorhub_plugins.core import Client, Server, UsageError
 from tensorhub_plugins.vllm.engine import pooling
-from tensorhub_plugins.vllm.engine.core import epoch, forget
+from tensorhub_plugins.vllm.engine.caches import Caches, epoch
 from tensorhub_plugins.vllm.worker import progress
 
 TIMEOUT_S = 60.0
@@ -80,7 +80,10 @@ class Serving:
     """Speaks as vLLM's: each collection is of the version that the engine has then, and it may change meanwhile."""
 
     def __init__(self, changes: int, inputs: int = 2) -> None:
-        self.core = SimpleNamespace(reset_prefix_cache=lambda **_: None, reset_encoder_cache=lambda: None)
+        self.core = SimpleNamespace(
+            scheduler=SimpleNamespace(), reset_prefix_cache=lambda *_: True, reset_encoder_cache=lambda: None
+        )
+        self.caches = Caches(self.core)
         self.engine_client = SimpleNamespace(vllm_config="ours", engine_core=self)
         self.changes, self.prepared, self.inputs = changes, 1, inputs
 
@@ -95,7 +98,7 @@ class Serving:
         ctx.final = [epoch(self.core)]
         if self.changes:
             self.changes -= 1
-            forget(self.core)
+            self.caches.forget()
         ctx.final += [epoch(self.core)] * (self.inputs - 1)
 
 

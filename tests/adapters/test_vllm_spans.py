@@ -17,6 +17,43 @@ def internal(name: str) -> str:
     return f"generate-tokens-{name}-1a2b3c4d"
 
 
+def of(spans: Spans, name: str) -> object:
+    """Of a request with one answer."""
+    ((place, starts),) = spans.of(name)
+    assert place == (0, 0)
+    return starts
+
+
+def test_each_answer_of_a_request_has_its_own_versions() -> None:
+    """Several prompts, n > 1, and both: one answer's tokens stood for all."""
+    spans = Spans()
+    spans.settle(1, {})
+    names = {(p, n): f"{n}_cmpl-{A}-{p}-1234567{n}" for p in (0, 1) for n in (0, 1)}
+    for name in names.values():
+        spans.added(name)
+    spans.switched(2, {names[0, 0]: 4, names[0, 1]: 0, names[1, 1]: 7})  # one has ended before
+    assert spans.of(A) == [
+        ((0, 0), [(1, 0), (2, 4)]),
+        ((0, 1), [(2, 0)]),
+        ((1, 0), [(1, 0)]),
+        ((1, 1), [(1, 0), (2, 7)]),
+    ]
+    spans.added(f"chatcmpl-{B}-12345678")  # what vLLM adds may be a number
+    assert of(spans, B) == [(2, 0)]
+
+
+def test_what_is_of_no_version_is_told() -> None:
+    """Somebody has loaded weights that are none of the store's: its tokens passed for the version before."""
+    spans = Spans()
+    spans.settle(3, {})
+    spans.added(internal(A))
+    spans.switched(0, {internal(A): 2})
+    spans.added(internal(B))
+    spans.settle(0, {})
+    spans.switched(4, {internal(A): 5, internal(B): 1})
+    assert of(spans, A) == [(3, 0), (0, 2), (4, 5)] and of(spans, B) == [(0, 0), (4, 1)]
+
+
 def test_a_request_of_several_versions() -> None:
     spans = Spans()
     spans.settle(1, {})
@@ -24,8 +61,8 @@ def test_a_request_of_several_versions() -> None:
     spans.switched(2, {internal(A): 5})
     spans.added(internal(B))
     spans.switched(3, {internal(A): 5, internal(B): 2})  # A has not had a token of version 2
-    assert spans.of(A) == [(1, 0), (3, 5)]
-    assert spans.of(B) == [(2, 0), (3, 2)]
+    assert of(spans, A) == [(1, 0), (3, 5)]
+    assert of(spans, B) == [(2, 0), (3, 2)]
     assert spans_of([[1, 0], [3, 5]], 9) == ((1, 5), (3, 4))
     assert spans_of([[1, 0], [3, 5]], 5) == ((1, 5),)  # read up to there
     assert spans_of([[1, 0], [3, 5]], 0) == ((1, 0),)
@@ -38,7 +75,7 @@ def test_a_request_that_came_and_went_between_two_switches_has_its_own_version()
     spans.switched(2, {})
     spans.added(internal(A))
     spans.switched(3, {})
-    assert spans.of(A) == [(2, 0)]
+    assert of(spans, A) == [(2, 0)]
 
 
 def test_going_back_and_forth_is_told() -> None:
@@ -48,21 +85,21 @@ def test_going_back_and_forth_is_told() -> None:
     spans.switched(1, {internal(A): 3})
     spans.switched(2, {internal(A): 4})
     spans.switched(2, {internal(A): 6})  # mended: the same weights
-    assert spans.of(A) == [(2, 0), (1, 3), (2, 4)]
+    assert of(spans, A) == [(2, 0), (1, 3), (2, 4)]
 
 
 def test_what_came_before_the_version_was_known_came_from_it() -> None:
     spans = Spans()
     spans.added(internal(A))
     spans.settle(7, {internal(A): 3})
-    assert spans.of(A) == [(7, 0)] and spans.version == 7
+    assert of(spans, A) == [(7, 0)] and spans.version == 7
     spans.settle(7, {internal(A): 4})
-    assert spans.of(A) == [(7, 0)]
+    assert of(spans, A) == [(7, 0)]
 
 
 def test_only_requests_that_are_named_are_remembered_and_not_without_limit() -> None:
     spans = Spans(requests_max=2)
     for name in ("cmpl-1", A, B, f"{PREFIX}{'c' * 32}"):
         spans.added(internal(name))
-    assert spans.of("cmpl-1") is None and spans.of(A) is None
-    assert spans.of(B) == [(0, 0)]
+    assert spans.of("cmpl-1") == spans.of(A) == []
+    assert of(spans, B) == [(0, 0)]

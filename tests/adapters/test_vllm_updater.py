@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +39,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
 
@@ -466,3 +469,41 @@ def test_what_is_broken_off_by_leaving_has_not_failed(
         wait_until(lambda: updater._fetching is not None and updater._fetching.done())
     events = [line for path in tmp_path.iterdir() for line in path.read_text().splitlines()]
     assert any('"update_failed"' in line for line in events) != leaves
+
+
+@pytest.mark.parametrize("how", ["refused", "half way", "done"])
+def test_what_others_do_to_the_weights_leaves_them_served_or_of_no_version(how: str, engines: Engines) -> None:
+    """A route of vLLM's own that failed withdrew the version from peers until the next one."""
+    updater = engines("first", serve_from="live")
+    alone = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    with engines.trainer() as trainer, engines.trainer("reader") as reader:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        with suppress(RuntimeError), external_change(updater, "reload_weights", updater._model, alone):
+            assert not updater._client.serving()
+            if how != "refused":
+                with torch.no_grad():
+                    updater._model.fused[:1] = 7.0
+            if how != "done":
+                raise RuntimeError("no such checkpoint")
+        wait_until(lambda: not updater.poll()["serving"])
+        status, served = updater.poll(), [key.version for key in updater._client.serving()]
+        assert (status["version"], served) == {"refused": (1, [1]), "half way": (1, []), "done": (0, [])}[how]
+        assert bool(status["broken"]) == (how == "half way")
+        if how == "refused":
+            assert reader.fetch(1, (LAYOUT,)).tensors()["fused"].unique().tolist() == [1.0]
+        if how == "half way":
+            with pytest.raises(BrokenWeights, match="reload_weights failed half way: RuntimeError: no such checkpoint"):
+                updater.guard()
+
+
+def test_what_is_ready_is_not_fetched_again(engines: Engines) -> None:
+    """An engine that cannot be paused asks for it again and again."""
+    updater = engines("first")
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        assert fetch(updater, 1) == "ready"
+        staged = updater._state.staged
+        updater.start_fetch(1, TIMEOUT_S)
+        assert updater.poll()["state"] == "ready" and updater._state.staged is staged
+        assert updater.install(1, TIMEOUT_S)["installed"] and value(updater) == 1.0

@@ -83,11 +83,17 @@ class Engine:
     async def pause(self) -> None:
         self._generates.clear()
 
+    async def forget(self) -> None:
+        assert not self._generates.is_set()
+
     async def resume(self) -> None:
         self._generates.set()
 
     def running(self) -> Mapping[str, int]:
         return {}
+
+    def departed(self) -> list[str]:
+        return []
 
     def switch(self, version: int, running: Any) -> None:
         pass

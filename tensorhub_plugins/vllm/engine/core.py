@@ -10,22 +10,19 @@ from typing import Any
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.engine.spans import Spans, Start
+from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
+from tensorhub_plugins.vllm.engine.departures import Departures
+from tensorhub_plugins.vllm.engine.spans import Place, Spans, Start
 
 INSTALL = "tensorhub_install"
+NO_VERSION = "none"
 LOOP_TIMEOUT_S = 900.0  # for the core's loop to come round: one step, or a call of another client
 
 
-def forget(core: Any) -> None:
-    """What was computed with the old weights."""
-    core.tensorhub_epochs = epoch(core) + 1
-    core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    core.reset_encoder_cache()
-
-
-def epoch(core: Any) -> int:
-    """Equal before and after what was computed with one version (pooling.py)."""
-    return int(getattr(core, "tensorhub_epochs", 0))
+def label(core: Any, version: int) -> None:
+    """Tell vLLM what its own weight_version is; 0: none of the store's."""
+    if hasattr(core, "set_weight_version"):
+        core.set_weight_version(str(version) if version else NO_VERSION)
 
 
 def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, hub_silent_s: float) -> dict[str, Any]:
@@ -42,11 +39,12 @@ def status(joining: WorkerConfig, when: str | None, version: int, broken: bool, 
 
 
 class Core:
-    def __init__(self, core: Any, *, alone: bool = True) -> None:
+    def __init__(self, core: Any, caches: Caches, *, alone: bool = True) -> None:
         """alone: no other core takes part in its pauses (ranks.py)."""
         from vllm.v1.engine import EngineCoreRequestType
 
         self._core, self._wake_up, self._alone = core, EngineCoreRequestType.WAKEUP, alone
+        self._caches, self._departures = caches, Departures(core, self.running)
         self.spans = Spans()  # used in the loop only
         original = core._handle_client_request
 
@@ -56,7 +54,9 @@ class Core:
                 request()  # ours; vLLM's own carries nothing
                 return
             if request_type == EngineCoreRequestType.ADD:
-                self.spans.added(request[0].request_id)
+                asked, goes_on = request[0], request[0].request_id in core.scheduler.requests
+                if not (goes_on or getattr(asked, "resumable", False)):  # a session counts its tokens anew
+                    self.spans.added(asked.request_id)
             original(request_type, request)
 
         core._handle_client_request = handle_client_request
@@ -95,8 +95,8 @@ class Core:
         """That of the tokens that are made now; 0: of none of the store's."""
         return self.spans.version
 
-    def starts(self, request: str) -> list[Start] | None:
-        """Call in the loop. Where the versions of this request's tokens start, see spans.py."""
+    def starts(self, request: str) -> list[tuple[Place, list[Start]]]:
+        """Call in the loop. Where the versions of this request's answers start, see spans.py."""
         return self.spans.of(request)
 
     async def ask(self, action: Callable[[], Any]) -> Any:
@@ -114,6 +114,7 @@ class Core:
 
         def call() -> list[Any]:
             self._held |= method == INSTALL  # also of what has stayed paused since one that failed
+            self._caches.is_stale |= method == INSTALL
             try:
                 answers = list(self._core.model_executor.collective_rpc(method, args=args))
             except Exception:
@@ -140,6 +141,10 @@ class Core:
         def pause() -> Any:
             if not self._available:
                 raise UsageError("another client has paused this engine, or put it to sleep")
+            held_by = self._caches.held_by() if self._alone else ""
+            if held_by:
+                raise StaleCaches(held_by)
+            self._departures.begin()
             self._held = True
             return self._pause("keep", False)
 
@@ -149,11 +154,19 @@ class Core:
 
         try:
             await self.ask(pause)
-            await self.ask(lambda: forget(self._core))
+            await self.forget()
         except BaseException:
             if self._alone:
                 self._queue(undo)
             raise
+
+    async def held_by(self) -> str:
+        """What keeps it from being updated, in words; see caches.py."""
+        return str(await self.ask(self._caches.held_by))
+
+    async def forget(self) -> None:
+        """What was computed with other weights; StaleCaches."""
+        await self.ask(self._caches.forget)
 
     async def resume(self) -> None:
         await self.ask(self._go_on)
@@ -162,6 +175,7 @@ class Core:
         """Call in the loop."""
         try:
             self._resume()
+            self._departures.end()
         finally:
             self._let_go()
 
@@ -173,27 +187,26 @@ class Core:
         requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some
         return {name: request.num_output_tokens for name, request in requests}
 
+    def departed(self) -> list[str]:
+        return self._departures.take()
+
     def switch(self, version: int, running: Any) -> None:
         """In the loop, ahead of the call that resumes: no request comes between the counting and the switch."""
+        self._core.input_queue.put_nowait((self._wake_up, partial(self.relabel, version)))
 
-        def switch() -> None:
-            self.spans.switched(version, self.running())
-            self._tell_vllm(version)
-
-        self._core.input_queue.put_nowait((self._wake_up, switch))
+    def relabel(self, version: int) -> None:
+        """Call in the loop. Tokens are of this version from here on; 0: of none of the store's."""
+        self.spans.switched(version, self.running())
+        label(self._core, version)
 
     def settle(self, version: int) -> None:
         """What the engine was started with is this version."""
 
         def settle() -> None:
             self.spans.settle(version, self.running())
-            self._tell_vllm(version)
+            label(self._core, version)
 
         self._core.input_queue.put_nowait((self._wake_up, settle))
-
-    def _tell_vllm(self, version: int) -> None:
-        if hasattr(self._core, "set_weight_version"):
-            self._core.set_weight_version(str(version))
 
     @property
     def _available(self) -> bool:

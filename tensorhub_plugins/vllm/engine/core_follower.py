@@ -3,10 +3,14 @@
 `attach` is called (see plugin.py) for engines with `--load-format tensorhub` or the weight transfer backend
 `tensorhub`, before the first request.
 
-    Weights and caches change as one    After every update_weights of our back end the prefix and encoder caches are
-                                        forgotten and running requests are computed anew, however it was paused
-                                        engine, in whatever mode, or not at all. The cache of prepared images stays:
-                                        it holds inputs, and the API server's half of it would not be told.
+    Weights and caches change as one    Before and after every update_weights, and every reload_weights, the prefix and
+                                        encoder caches are forgotten and running requests are computed anew, in
+                                        whatever mode the engine was paused, or not at all. Where vLLM does not forget
+                                        before, nothing changes; where it does not afterwards, the engine stands still,
+                                        and finish_weight_update and resume fail until it has (caches.py). The cache of
+                                        prepared images stays: it holds inputs, and the API server's half of it would
+                                        not be told.
+    Weights and labels change as one    vLLM's weight_version is the workers' after each of those, or "none".
     Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
     "follow"                            The engine switches to every new version by itself, and back to a pinned one,
                                         see follower.py. It tells which version each token came from (spans.py).
@@ -27,8 +31,9 @@ from typing import Any
 from tensorhub_plugins.core import Client, TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse, shares_experts
-from tensorhub_plugins.vllm.engine.core import Core, epoch, forget, status
-from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_S, Follower
+from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches, epoch
+from tensorhub_plugins.vllm.engine.core import Core, label, status
+from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.names import NAME
 
@@ -38,11 +43,13 @@ NEEDED = (
     "reset_prefix_cache",
     "reset_encoder_cache",
     "collective_rpc",
+    "abort_requests",
     "resume_scheduler",
     "pause_scheduler",
     "is_scheduler_paused",
     "shutdown",
 )
+CHANGES = ("update_weights", "reload_weights")  # vLLM's calls of workers that change weights, whosever back end it is
 HUB_TIMEOUT_S = 1.0  # one question to the hub; it answers at once when there is something new
 TIMEOUT_S = 600.0  # for a version to arrive, and for an install
 HEALTH_TIMEOUT_S = 2.0  # of one question to the workers
@@ -55,33 +62,75 @@ def attach(core: Any, vllm_config: Any) -> None:
         raise UsageError(
             f"vLLM's engine core has no {', '.join(missing)}: use a version that the store was tested with"
         )
-    transfer = getattr(vllm_config, "weight_transfer_config", None)
-    if getattr(transfer, "backend", None) == NAME:
-        core.collective_rpc = _forget_after_updates(core, core.collective_rpc)
-    core.resume_scheduler = _only_if_whole(core, core.resume_scheduler)
+    caches = Caches(core)
+    core.collective_rpc = _as_one(core, caches, core.collective_rpc)
+    core.resume_scheduler = _only_if_whole(core, caches, core.resume_scheduler)
     core.tensorhub_status = lambda: None  # it follows nobody
     core.tensorhub_epoch = partial(epoch, core)
+    core.tensorhub_label = partial(label, core)
     if vllm_config.load_config.load_format == NAME:
-        _follow(core, vllm_config)
+        _follow(core, caches, vllm_config)
 
 
-def _forget_after_updates(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What changes weights changes caches and label with them, also when it fails."""
+
+    def change(method: str, *args: Any, **kwargs: Any) -> Any:
+        before = _version(core)
+        try:
+            result = original(method, *args, **kwargs)
+        except Exception:
+            with suppress(Exception):  # of workers that are gone
+                after = _version(core)
+                if after != before:
+                    core.tensorhub_label(after or 0)
+            raise
+        after = _version(core)
+        if after != before or not after:  # else it may be a text of somebody's own
+            core.tensorhub_label(after or 0)
+        return result
+
     @wraps(original)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(method, *args, **kwargs)
-        if method == "update_weights":
-            forget(core)
+        if method == "finish_weight_update" and caches.why_stale():
+            raise StaleCaches(caches.refusal)
+        if method == "start_weight_update":
+            return change(method, *args, **kwargs)
+        if method not in CHANGES:
+            answers = original(method, *args, **kwargs)
+            return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
+        caches.forget()  # or nothing changes
+        caches.is_stale = True
+        try:
+            result = change(method, *args, **kwargs)
+        finally:
+            why = caches.why_stale()
+            if why and not core.is_scheduler_paused():
+                core.pause_scheduler("keep", False)
+        if why:
+            raise StaleCaches(f"{why}; the engine stands still until somebody resumes it")
         return result
 
     return collective_rpc
 
 
-def _only_if_whole(core: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _version(core: Any) -> int | None:
+    """That all workers have; 0: none of the store's; None: they are not in the store."""
+    versions = set(core.model_executor.collective_rpc("tensorhub_version"))
+    return versions.pop() if len(versions) == 1 else 0
+
+
+def _only_if_whole(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def resume_scheduler(*args: Any, **kwargs: Any) -> Any:
         # Where all data parallel ranks stand still they resume as one, or none does: the others would wait for it.
-        together = getattr(core, "ignore_start_dp_wave", False)
-        core.model_executor.collective_rpc("tensorhub_guard_all" if together else "tensorhub_guard")
+        stale = caches.why_stale()
+        if getattr(core, "ignore_start_dp_wave", False):
+            core.model_executor.collective_rpc("tensorhub_guard_all", args=(stale,))
+        else:
+            core.model_executor.collective_rpc("tensorhub_guard")
+        if stale:
+            raise StaleCaches(stale)
         return original(*args, **kwargs)
 
     return resume_scheduler
@@ -120,7 +169,7 @@ async def of_all_cores(client: Any, method: str, *arguments: Any) -> list[Any]:
 # --- following ---
 
 
-def _follow(core: Any, vllm_config: Any) -> None:
+def _follow(core: Any, caches: Caches, vllm_config: Any) -> None:
     start, joining = parse(vllm_config.load_config.model_loader_extra_config, vllm_config)
     if start.follow is None:
         return
@@ -131,7 +180,7 @@ def _follow(core: Any, vllm_config: Any) -> None:
             "set VLLM_ENABLE_V1_MULTIPROCESSING=1, or update it by tensorhub_start_fetch and tensorhub_install"
         )
     alone = not shares_experts(vllm_config)
-    parallel, whole = vllm_config.parallel_config, Core(core, alone=alone)
+    parallel, whole = vllm_config.parallel_config, Core(core, caches, alone=alone)
     here: CoreFollower | OtherRank
     if alone:
         here = CoreFollower(whole, joining, start)
@@ -139,7 +188,7 @@ def _follow(core: Any, vllm_config: Any) -> None:
         here = CoreFollower(FirstRank(whole, store_of(core), parallel.data_parallel_size), joining, start)
     else:
         here = OtherRank(whole, store_of(core), parallel.data_parallel_rank, joining, start)
-    core.tensorhub_status, core.tensorhub_starts = here.status, whole.starts
+    core.tensorhub_status, core.tensorhub_starts, core.tensorhub_label = here.status, whole.starts, whole.relabel
     original = core.shutdown
 
     @wraps(original)
@@ -170,7 +219,7 @@ class CoreFollower(Follower):
         self._when, self._patience_s = start.follow, start.follow_patience_s
         self._client: Client | None = None
         self._began_at = time.monotonic()
-        self._closed = False
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tensorhub-follow", daemon=True)
 
     def start(self) -> None:
@@ -187,9 +236,14 @@ class CoreFollower(Follower):
 
     def close(self) -> None:
         """Called in the core's loop, so what is under way there is not waited for."""
-        self._closed = True
+        self._end.set()
+
+    @property
+    def _closed(self) -> bool:
+        return self._end.is_set()
 
     def _run(self) -> None:
+        delay_s, version = RETRY_DELAY_S, 0
         try:
             while not self._closed:
                 try:
@@ -197,7 +251,9 @@ class CoreFollower(Follower):
                 except Exception as error:  # whatever it is, the next version may succeed
                     if not self._closed:
                         logger.warning("%s: following goes on after %s: %s", self.worker, type(error).__name__, error)
-                        time.sleep(RETRY_DELAY_S)
+                        delay_s = RETRY_DELAY_S if version != self.version else min(2 * delay_s, RETRY_DELAY_MAX_S)
+                        version = self.version
+                        self._end.wait(delay_s)
         finally:
             if self._client is not None:
                 self._client.close()
@@ -225,12 +281,25 @@ class CoreFollower(Follower):
                 await self.engine.rpc("tensorhub_discard")
                 return
             version = other
-            while not (self.is_paused or await self._core.is_available()):
-                await self.sleep(POLL_INTERVAL_S)
+            if not await self._may_install():
+                return  # there may be a newer one by now
             await self.fetch(version)
             other = None if self._when == "now" else await self._idle_moment(version)
         await self.prepare(version)
         await self.install(version)
+
+    async def _may_install(self) -> bool:
+        """Whether it was so at once: else it has waited until another client has resumed this engine, or woken it up.
+        StaleCaches: it cannot be paused and forget."""
+        if self.is_paused:
+            return True
+        at_once = await self._core.is_available()
+        while not await self._core.is_available():
+            await self.sleep(POLL_INTERVAL_S)
+        held_by = await self._core.held_by()
+        if held_by:
+            raise StaleCaches(held_by)
+        return at_once
 
     async def _idle_moment(self, version: int) -> int | None:
         """Return when there is one, or another version that is to be run instead of this one before there was."""

@@ -49,12 +49,19 @@ class EngineOwner(Protocol):
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every vLLM worker; their answers in rank order."""
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Stand still and forget what was computed. What fails leaves it running."""
+
+    async def forget(self) -> None:
+        """What was computed with other weights; raises what keeps it from that."""
 
     async def resume(self) -> None: ...
 
     def running(self) -> Mapping[str, int]:
         """Requests that have not ended, with the tokens each has produced."""
+
+    def departed(self) -> Sequence[str]:
+        """Requests that somebody has aborted since the pause, or since this was asked before."""
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         """Tokens come from `version` from here on."""
@@ -99,7 +106,7 @@ class Follower:
         self._said = ""  # why there is nothing to run
         self.version = 0  # installed; 0: what the engine was started with
         self.is_broken = False  # an installation failed half way: nothing may be generated
-        self.is_paused = False
+        self.is_paused = False  # and if nothing is broken or installed: because it cannot forget
         self.installing_since: float | None = None  # monotonic seconds
         self.last_update = LastUpdate()
         self._pull_s = 0.0  # of the version that is being taken
@@ -107,20 +114,25 @@ class Follower:
 
     @property
     def is_whole(self) -> bool:
-        """Its weights are of one version, or will be when the installation under way has ended."""
-        return not self.is_broken or (self.installing_since is not None and self._was_whole)
+        """It answers from one version, or will when the installation under way has ended."""
+        return not (self.is_broken or self.is_paused) or (self.installing_since is not None and self._was_whole)
 
     async def follow(self) -> None:
         """Runs as long as the engine."""
-        delay_s = RETRY_DELAY_S
-        while self.until is None or step_of(self.version) < self.until:
+        delay_s, said = RETRY_DELAY_S, ""
+        while self.is_paused or self.until is None or step_of(self.version) < self.until:
             try:
+                if self.is_paused and not self.is_broken:
+                    await self._go_on()
                 version = await self.next_version()
                 if version is not None:
                     await self.take(version)
-                    delay_s = RETRY_DELAY_S
+                    delay_s, said = RETRY_DELAY_S, ""
             except TensorHubError as error:
-                logger.warning("%s: going on with version %d: %s", self.worker, self.version, error)
+                if str(error) != said:  # else it is what it was
+                    how = "standing still" if self.is_paused else "going on"
+                    logger.warning("%s: %s with version %d: %s", self.worker, how, self.version, error)
+                said = str(error)
                 await self.sleep(delay_s)
                 delay_s = min(2 * delay_s, RETRY_DELAY_MAX_S)
 
@@ -213,7 +225,7 @@ class Follower:
     async def install(self, version: int) -> None:
         """The engine stands still from here to the end."""
         started = time.monotonic()
-        self.installing_since, self._was_whole = started, not self.is_broken
+        self.installing_since, self._was_whole = started, not (self.is_broken or self.is_paused)
         try:
             if not self.is_paused:
                 await self.engine.pause()
@@ -234,10 +246,9 @@ class Follower:
                 # Counted only now: the last tokens before the pause may come after its answer, not after this one.
                 self.engine.switch(version, self.engine.running())
                 self.version = version
-            left = set(self.engine.running())
+            running, departed = set(self.engine.running()), set(self.engine.departed())
             if not self.is_broken:
-                await self.engine.resume()
-                self.is_paused = False
+                await self._go_on()
             if failed:
                 raise UpdateFailed(str(failed[0]["error"]), version=version, phase="install")
             self.last_update = LastUpdate(self._pull_s, time.monotonic() - started, _sources(results))
@@ -246,11 +257,17 @@ class Follower:
                 worker=self.worker,
                 version=version,
                 seconds=time.monotonic() - started,
-                in_flight=sum(request in left for request in frozen),
-                lost=sum(request not in left for request in frozen),
+                in_flight=len(running & frozen.keys()),
+                lost=len(frozen.keys() - running - departed),
             )
         finally:
             self.installing_since = None
+
+    async def _go_on(self) -> None:
+        """Resume; what was computed with other weights is forgotten by then, or it stays as it is."""
+        await self.engine.forget()
+        await self.engine.resume()
+        self.is_paused = False
 
 
 def _sources(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:

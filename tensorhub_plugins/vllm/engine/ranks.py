@@ -26,11 +26,27 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
+from tensorhub_plugins.vllm.engine.caches import StaleCaches
 from tensorhub_plugins.vllm.engine.core import LOOP_TIMEOUT_S, Core, status
 
 logger = get_logger(__name__)
 
-QUESTIONS = frozenset({"is_available", "is_idle", "rpc", "pause", "let_go", "resume", "running", "switch", "settle"})
+QUESTIONS = frozenset(
+    {
+        "is_available",
+        "is_idle",
+        "rpc",
+        "held_by",
+        "pause",
+        "let_go",
+        "forget",
+        "resume",
+        "running",
+        "departed",
+        "switch",
+        "settle",
+    }
+)
 LOOK_S = 3600.0  # for a question; torch logs each wait that ends in vain
 ERROR_LENGTH_MAX = 4000
 ANSWER_TIMEOUT_S = LOOP_TIMEOUT_S + 30.0  # the rank itself says what it has waited for in vain
@@ -67,15 +83,24 @@ class FirstRank:
         """Of all workers: those of the first rank, then of the second, and so on, as their shards are."""
         return [worker for rank in await self._all("rpc", method, *args) for worker in rank]
 
+    async def held_by(self) -> str:
+        return "; ".join(filter(None, await self._all("held_by")))
+
     async def pause(self) -> None:
         # A rank that is asked alone would wait for the others.
         if not await self.is_available():
             raise UsageError("another client has paused this engine, or put it to sleep")
+        held_by = await self.held_by()
+        if held_by:
+            raise StaleCaches(held_by)
         try:
             await self._all("pause")
         except Exception:  # another client was quicker on one of them
             await self._all("let_go")
             raise
+
+    async def forget(self) -> None:
+        await self._all("forget")
 
     async def resume(self) -> None:
         await self._all("resume")
@@ -83,6 +108,9 @@ class FirstRank:
     def running(self) -> dict[str, int]:
         everywhere = [self._core.running(), *self._answers(self._ask("running"))]
         return {request: tokens for rank in everywhere for request, tokens in rank.items()}
+
+    def departed(self) -> list[str]:
+        return [*self._core.departed(), *(name for rank in self._answers(self._ask("departed")) for name in rank)]
 
     def switch(self, version: int, running: Mapping[str, int]) -> None:
         asked = self._ask("switch", version, {})

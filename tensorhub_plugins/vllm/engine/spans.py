@@ -4,7 +4,8 @@ The engine core is the one place where requests and weights change one after the
 are switched while nothing runs, and the scheduler knows how many tokens every request has by then. So this is exact,
 also where requests outlive a change of the weights ("follow": "now", or "idle" when its patience ends).
 
-Only requests whose name asks for it (`NAMED`) are remembered. Who asked keeps the request's name; vLLM adds to it.
+Only requests whose name asks for it (`NAMED`) are remembered. Who asked keeps the request's name; vLLM adds to it, also
+which of several prompts and which of `n` answers one is: of these each has its own versions.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import re
 from collections.abc import Mapping
 
 PREFIX = "tensorhub-"
-NAMED = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
-REQUESTS_MAX = 100_000  # remembered; beyond that the oldest are forgotten, and their answers are not used
+NAMED = re.compile(rf"(?:^([0-9]{{1,9}})_.*?)?({PREFIX}[0-9a-f]{{32}})(?:-([0-9]{{1,7}})(?:-|$))?")  # RANDOM has 8
+REQUESTS_MAX = 100_000  # answers remembered; beyond that those of the oldest are forgotten, and not used
 
 Start = tuple[int, int]  # a version, and the first token that came from it
+Place = tuple[int, int]  # of an answer among those of its request: which prompt, which of `n`
 
 
 class Spans:
@@ -24,40 +26,50 @@ class Spans:
 
     def __init__(self, requests_max: int = REQUESTS_MAX) -> None:
         self.version = 0
+        self._is_known = False  # also that they are of no version
         self._requests_max = requests_max
-        self._starts: dict[str, list[Start]] = {}
+        self._starts: dict[str, dict[Place, list[Start]]] = {}
+        self._count = 0  # of answers
 
     def added(self, request: str) -> None:
         """A request has come, under vLLM's name for it."""
-        found = NAMED.search(request)
+        found = _named(request)
         if found is None:
             return
-        self._starts[found.group()] = [(self.version, 0)]
-        while len(self._starts) > self._requests_max:
-            del self._starts[next(iter(self._starts))]
+        name, place = found
+        answers = self._starts.setdefault(name, {})
+        self._count += place not in answers
+        answers[place] = [(self.version, 0)]
+        while self._count > self._requests_max:
+            self._count -= len(self._starts.pop(next(iter(self._starts))))
 
     def switched(self, version: int, produced: Mapping[str, int]) -> None:
         """The weights are another version from here on. produced: the tokens that each unfinished request has."""
         for request, tokens in produced.items():
-            found = NAMED.search(request)
-            starts = self._starts.get(found.group()) if found is not None else None
+            found = _named(request)
+            starts = None if found is None else self._starts.get(found[0], {}).get(found[1])
             if starts is None:
                 continue
             if starts[-1][1] == tokens:  # none came from the version before
                 starts.pop()
             if not starts or starts[-1][0] != version:
                 starts.append((version, tokens))
-        self.version = version
+        self.version, self._is_known = version, True
 
     def settle(self, version: int, produced: Mapping[str, int]) -> None:
         """The weights turn out to be this version. What came before anybody knew came from it, too."""
-        if self.version == 0:
-            self._starts = {name: [(version, 0)] for name in self._starts}
-            self.version = version
+        if not self._is_known:
+            self._starts = {name: {place: [(version, 0)] for place in got} for name, got in self._starts.items()}
+            self.version, self._is_known = version, True
         elif self.version != version:
             self.switched(version, produced)
 
-    def of(self, name: str) -> list[Start] | None:
-        """Where the versions of this request start, in tokens; None: it is not known (any more)."""
-        starts = self._starts.get(name)
-        return None if starts is None else list(starts)
+    def of(self, name: str) -> list[tuple[Place, list[Start]]]:
+        """Where the versions of each answer of this request start, in tokens. Missing: it is not known."""
+        return sorted((place, list(starts)) for place, starts in self._starts.get(name, {}).items())
+
+
+def _named(request: str) -> tuple[str, Place] | None:
+    """The name in vLLM's name of an answer, `[SAMPLE_]cmpl-NAME[-PROMPT]-RANDOM`, and its place."""
+    found = NAMED.search(request)
+    return None if found is None else (found[2], (int(found[3] or 0), int(found[1] or 0)))

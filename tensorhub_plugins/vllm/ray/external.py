@@ -347,7 +347,7 @@ class External:
             stream.cancel()
             self._streams.pop(name, None)
             self._aborted.discard(name)
-        if starts is None:
+        if starts is None or not all(version for version, _ in starts):
             if not got.token_ids:  # aborted before its engine had heard of it
                 starts = [(self.version, 0)]
             else:

@@ -49,6 +49,7 @@ from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, progress, weights
+from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
@@ -126,16 +127,22 @@ class TensorHubWorkerExtension:
         if updater is not None:
             updater.guard()
 
-    def tensorhub_guard_all(self) -> None:
-        """The same if any worker's of the engine must not be; all of them are asked at once, and nothing runs."""
+    def tensorhub_guard_all(self, stale: str = "") -> None:
+        """The same if any worker's of the engine must not be, or the caches of its core (stale); all of them are asked
+        at once, and nothing runs."""
         updater = attached(self)
         if updater is not None:
-            updater.guard_all()
+            updater.guard(together=True, stale=stale)
 
     def tensorhub_health(self) -> str | None:
         """Why this worker's weights must not be used, or None."""
         updater = attached(self)
         return None if updater is None or updater.is_asleep else updater.poll()["broken"]
+
+    def tensorhub_version(self) -> int | None:
+        """That of its weights; 0: none of the store's; None: it is not in the store."""
+        updater = attached(self)
+        return None if updater is None else updater.poll()["version"]
 
     def tensorhub_digests(self) -> dict[str, Any]:
         """layout, version, runtime {name: hex}, checkpoint {Hugging Face name: hex} or None."""
@@ -292,10 +299,8 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
     ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
     if updater is None or (ours and name == "start_weight_update"):
         return original(*args, **kwargs)
-    updater.before_external_change(name)
-    result = original(*args, **kwargs)
-    updater.mark_unversioned()
-    return result
+    with external_change(updater, name, worker.model_runner.get_model(), worker.vllm_config):
+        return original(*args, **kwargs)
 
 
 def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:

@@ -6,7 +6,8 @@
     Fetching     a version is on its way into host memory (for a direct install: awaited)
                      Fetched > Ready        FetchFailed > Idle
     Ready        it is here and verified, and no peer reads the live weights any more
-                     StartInstall > Installing    Refused, Discard > Idle    StartFetch > Fetching
+                     StartInstall > Installing    Refused, Discard > Idle
+                     StartFetch > Fetching, unless it is of what is in host memory here
     Installing   the live weights are being written; every worker of the engine has agreed to it
                      Installed, InstallFailed > Idle
 
@@ -175,6 +176,11 @@ class Unversioned:
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """They were to be replaced from elsewhere, and were not."""
+
+
+@dataclass(frozen=True)
 class ServeCurrentAs:
     """The live weights came from elsewhere and are this version."""
 
@@ -206,6 +212,7 @@ Event = (
     | Withdrawn
     | Broken
     | Unversioned
+    | Unchanged
     | ServeCurrentAs
     | FallAsleep
     | WakeUp
@@ -383,6 +390,8 @@ class UpdateState:
                 if mended:
                     self.broken = self.report = None
                     self.phase = Idle() if isinstance(phase, Idle) else phase
+            case Unchanged():
+                return self._serve_again()
             case ServeCurrentAs(version):
                 self._must_not_install()
                 self.version, self.broken = version, None
@@ -406,6 +415,8 @@ class UpdateState:
             raise UsageError(f"version {self.phase.version} is still being fetched: poll until it is ready")
         if version == self.version and self.broken is None:
             raise UsageError(f"version {version} is installed already")
+        if isinstance(self.phase, Ready) and self.phase.staged.version == version and self.phase.staged.fetched:
+            return []  # an install of it could not begin
         dropped: list[Effect] = [Drop(self.phase.staged)] if isinstance(self.phase, Ready) else []
         self.phase, self.report = Fetching(version), None
         return [*dropped, Fetch(version, event.deadline, event.in_place)]

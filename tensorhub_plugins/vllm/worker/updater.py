@@ -225,16 +225,13 @@ class Updater:
         self._handle(update_state.Installed())
         return self._result(version, began, None, layout)
 
-    def guard(self) -> None:
-        """Raise BrokenWeights if these weights must not be used."""
+    def guard(self, *, together: bool = False, stale: str = "") -> None:
+        """Raise BrokenWeights if these weights must not be used; together: or any other worker's of the engine, all of
+        which ask at once. stale: why the caches of its core are."""
+        any_broken = together and anyone(self.gather, self._state.broken is not None or bool(stale))
         self._state.guard()
-
-    def guard_all(self) -> None:
-        """The same for all workers of the engine, which ask at once."""
-        any_broken = anyone(self.gather, self._state.broken is not None)
-        self.guard()
         if any_broken:
-            raise BrokenWeights("another worker of this engine; install a version before resuming")
+            raise BrokenWeights(stale or "another worker of this engine; install a version before resuming")
 
     def mark_broken(self, reason: str) -> None:
         """The weights were changed outside of an install: nothing may be computed with them until the next one."""
@@ -246,6 +243,10 @@ class Updater:
         mended: they were mixed before, and are not any more.
         """
         self._handle(update_state.Unversioned(mended))
+
+    def mark_unchanged(self) -> None:
+        """They were to be replaced from elsewhere, and were not: serve them again."""
+        self._handle(update_state.Unchanged())
 
     def before_external_change(self, what: str) -> None:
         """Something else is about to change the weights or move them away: wait until no peer reads them."""
@@ -566,8 +567,8 @@ class Updater:
             if in_host_memory:
                 self._make_room(version)
             self._client.publish(version, live, layout, copy=in_host_memory, timeout_s=timeout_s)
-        size_bytes = sum(tensor.nbytes for tensor in live.values())
-        run_log.record("serve", worker=self._name, version=version, layout=layout, bytes=size_bytes)
+        size = sum(tensor.nbytes for tensor in live.values())
+        run_log.record("serve", worker=self._name, version=version, layout=layout, bytes=size)
         self._handle(update_state.Served(version))
 
     def _make_room(self, version: int) -> None:

@@ -1,0 +1,41 @@
+"""Which requests somebody has aborted while an engine stands still: whoever asked has gone, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+
+class Departures:
+    """owner: who is asked to `abort_requests`, by clients that leave. running: the requests that there are."""
+
+    def __init__(self, owner: Any, running: Callable[[], Mapping[str, int]]) -> None:
+        self._gone: set[str] | None = None
+        original = owner.abort_requests
+
+        @wraps(original)
+        def abort_requests(*args: Any, **kwargs: Any) -> Any:
+            if self._gone is None:
+                return original(*args, **kwargs)
+            before = set(running())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._gone |= before - set(running())
+
+        owner.abort_requests = abort_requests
+
+    def begin(self) -> None:
+        """Note them from here on."""
+        self._gone = set()
+
+    def end(self) -> None:
+        self._gone = None
+
+    def take(self) -> list[str]:
+        """Return those since the beginning, or since this was asked before."""
+        gone = sorted(self._gone or ())
+        if self._gone is not None:
+            self._gone = set()
+        return gone

@@ -1,0 +1,42 @@
+"""What else changes the weights of a worker that is in the store: vLLM's own routes, for anybody's back end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tensorhub_plugins.core import Slab
+from tensorhub_plugins.vllm.config import shares_experts
+from tensorhub_plugins.vllm.worker import weights
+from tensorhub_plugins.vllm.worker.contract import preserved
+from tensorhub_plugins.vllm.worker.updater import Updater
+from tensorhub_plugins.vllm.worker.votes import anyone
+
+
+@contextmanager
+def external_change(updater: Updater, what: str, model: torch.nn.Module, vllm_config: Any) -> Iterator[None]:
+    """Around it, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards they are no
+    version of the store. When it fails they are what they were and served as before, or broken."""
+    updater.before_external_change(what)
+    before = Slab.adopt(weights.tensors(model)).manifest()
+    reason = ""
+    try:
+        with preserved(model):
+            yield
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        changed = not reason or bool(Slab.adopt(weights.tensors(model)).damaged(before))
+        if not shares_experts(vllm_config):  # whose ranks are not asked at once
+            failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
+            reason = reason or "another worker of this engine failed" * failed
+        if not reason:
+            updater.mark_unversioned()
+        elif changed:
+            updater.mark_broken(f"{what} failed half way: {reason}")
+        else:
+            updater.mark_unchanged()

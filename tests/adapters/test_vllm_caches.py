@@ -1,0 +1,171 @@
+"""What an engine core has computed changes with its weights, or the engine stands still: with a core made of lists."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
+from tensorhub_plugins.vllm.engine.core_follower import attach
+
+HELD = "1 requests (a) wait for KV of another engine: abort them, or wait until they end"
+
+
+def request(status: str, *, computed: int = 0, resumable: bool = False, name: str = "a") -> Any:
+    return SimpleNamespace(
+        request_id=name, status=SimpleNamespace(name=status), num_computed_tokens=computed, resumable=resumable
+    )
+
+
+class EngineCore:
+    """As vLLM's, as far as weights, caches and pauses go."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.version: int | None = 3  # of the workers
+        self.label = "3"
+        self.paused = False
+        self.fails: set[str] = set()
+        self.model_executor = SimpleNamespace(collective_rpc=self._workers)
+        self.scheduler = SimpleNamespace(
+            requests={},
+            _update_request_as_session=self._go_on,
+            _free_request_blocks=lambda request: self.log.append(f"free {request.request_id}"),
+            encoder_cache_manager=SimpleNamespace(free=lambda request: None),
+        )
+
+    def _go_on(self, session: Any, tokens: int) -> None:
+        self.log.append(f"keeps {session.num_computed_tokens}")
+        session.status.name = "WAITING"
+
+    def _workers(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        if method == "tensorhub_version":
+            return [self.version]
+        self.log.append(method)
+        if method in self.fails:
+            raise RuntimeError(f"{method} failed")
+        if method == "reload_weights":
+            self.version = 0
+        if method == "update_weights":
+            self.version = 4
+        return [None]
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return self._workers(method, *args)
+
+    def reset_prefix_cache(self, running: bool, connector: bool) -> bool:
+        self.log.append("forget")
+        if any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in self.scheduler.requests.values()):
+            raise RuntimeError("This is likely due to remote KV transfer")
+        return True
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def abort_requests(self, names: list[str]) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def set_weight_version(self, version: str) -> None:
+        self.label = version
+
+    def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+        self.log.append("pause")
+        self.paused = True
+
+    def resume_scheduler(self) -> None:
+        self.paused = False
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    made = EngineCore()
+    attach(made, SimpleNamespace(load_config=SimpleNamespace(load_format="auto")))
+    return made
+
+
+@pytest.mark.parametrize("method", ["update_weights", "reload_weights"])
+def test_what_cannot_be_forgotten_keeps_the_weights(core: Any, method: str) -> None:
+    core.scheduler.requests["a"] = request("WAITING_FOR_REMOTE_KVS")
+    with pytest.raises(StaleCaches, match="wait for KV") as raised:
+        core.collective_rpc(method)
+    assert raised.value.message == HELD and core.version == 3 and core.label == "3" and not core.paused
+    core.collective_rpc("finish_weight_update")
+    core.resume_scheduler()
+
+
+def test_new_weights_with_old_caches_answer_nothing(core: Any) -> None:
+    """The update had failed, and finish and resume succeeded: cached prompts were answered wrongly for good."""
+
+    def update(method: str, *args: Any) -> list[Any]:
+        answers = workers(method, *args)
+        if method == "update_weights":
+            core.scheduler.requests["a"] = request("WAITING_FOR_REMOTE_KVS")
+        return answers
+
+    workers, core._workers = core._workers, update
+    with pytest.raises(StaleCaches, match="the weights have changed"):
+        core.collective_rpc("update_weights")
+    assert (core.version, core.label, core.paused) == (4, "4", True)
+    with pytest.raises(StaleCaches, match="wait for KV of another engine"):
+        core.collective_rpc("finish_weight_update")
+    with pytest.raises(StaleCaches, match="wait for KV of another engine"):
+        core.resume_scheduler()
+    assert core.paused and HELD in core.collective_rpc("tensorhub_health")[-1]
+    del core.scheduler.requests["a"]
+    core.collective_rpc("finish_weight_update")
+    core.resume_scheduler()
+    assert not core.paused and core.collective_rpc("tensorhub_health")[-1] is None
+
+
+def test_an_update_that_fails_forgets_as_well(core: Any) -> None:
+    core.fails.add("update_weights")
+    with pytest.raises(RuntimeError, match="update_weights failed"):
+        core.collective_rpc("update_weights")
+    assert core.log[-3:] == ["forget", "update_weights", "forget"] and core.label == "3"
+
+
+def test_weights_of_no_version_have_no_label(core: Any) -> None:
+    core.collective_rpc("reload_weights")
+    assert core.label == "none" and core.log == ["forget", "reload_weights", "forget"]
+    core.set_weight_version("my own")
+    core.collective_rpc("start_weight_update")
+    assert core.label == "none"  # another back end's, of workers without a version
+    core.version = 4
+    core.set_weight_version("my own")
+    core.collective_rpc("update_weights")
+    assert core.label == "my own"  # control: it had this version before
+
+
+def test_a_session_is_let_go_of_and_keeps_its_tokens() -> None:
+    core = EngineCore()
+    caches = Caches(core)
+    waiting = request("WAITING_FOR_STREAMING_REQ", computed=9, resumable=True)
+    ready = request("WAITING", computed=5, resumable=True, name="b")  # its input has come, and no step since
+    running = request("RUNNING", computed=7, resumable=True, name="c")
+    core.scheduler.requests = {"a": waiting, "b": ready, "c": running}
+    caches.forget()
+    caches.forget()
+    assert core.log == ["free a", "free b", "forget", "forget"]
+    assert [one.num_computed_tokens for one in (waiting, ready, running)] == [0, 0, 7]
+    core.scheduler._update_request_as_session(waiting, 1)
+    core.scheduler._update_request_as_session(running, 1)  # control: of this one all is there
+    assert core.log[-2:] == ["keeps 9", "keeps 7"] and waiting.num_computed_tokens == 0
+    caches.forget()
+    assert core.log[-1] == "forget" and "free" not in core.log[-1]
+
+
+def test_sessions_of_a_vllm_that_is_not_known_are_named() -> None:
+    core = EngineCore()
+    del core.scheduler._update_request_as_session
+    core.scheduler.requests = {
+        name: request("WAITING_FOR_STREAMING_REQ", computed=9, resumable=True) for name in "abcd"
+    }
+    said = Caches(core).held_by()
+    assert said == "4 requests (a, b, c, ...) are open streaming-input sessions: abort them, or wait until they end"
