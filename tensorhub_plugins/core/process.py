@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+import stat
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -48,6 +50,44 @@ class Descriptor:
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
+
+
+class ForeignSocket:
+    """A library's connection, by its descriptor, that a forked child does not keep as long as this object lives. The
+    library closes it in this process: the child looks whether the number is still that of the same socket."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._inode = number, _inode_of(number)
+        close_in_children(self)
+
+    def close(self) -> None:
+        """In a child."""
+        if self._inode and self._inode == _inode_of(self._number):
+            os.close(self._number)
+
+
+class ForeignPort:
+    """A library's listening socket and all that it accepts, by their port: as `ForeignSocket`."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        close_in_children(self)
+
+    def close(self) -> None:
+        """In a child."""
+        for number in filter(_inode_of, map(int, os.listdir("/proc/self/fd"))):
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+                name = found.getsockname()
+                if found.family in (socket.AF_INET, socket.AF_INET6) and name[1] == self._port:
+                    os.close(number)
+
+
+def _inode_of(number: int) -> int:
+    """0: it is no socket."""
+    with suppress(OSError):
+        status = os.fstat(number)
+        return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
+    return 0
 
 
 def close_at_exit(link: Closable) -> None:

@@ -282,8 +282,8 @@ class Client:
         wanted: of a checkpoint only these tensors or parts of them, in one slab, and offered to nobody. UsageError if
         they are none of what is published.
         borrow: where another rollout of this host has the whole shard in memory that can be shared, use that, and take
-        none. Nothing may be written to these tensors. They are offered until the next such fetch begins, and until they
-        are released, too, the other one has new memory for what comes next.
+        none. Nothing may be written to these tensors; a forked child does not have them. They are offered until the
+        next such fetch begins, and until they are released, too, the other one has new memory for what comes next.
         """
         arguments.check_layouts(layouts)
         live, only = None, None if wanted is None else TensorTable.of(wanted)

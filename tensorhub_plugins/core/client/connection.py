@@ -267,7 +267,9 @@ class HubLink:
         if isinstance(message, messages.Alive) and message.idle:
             log.warning("%s: %s kept a place here without reading, and has lost it", self._name, message.idle)
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
-            self._welcomed.set_result(None)
+            self._look_at_handshakes()  # from now on a child may be forked, and is not to keep this connection
+            if not self._welcomed.done():
+                self._welcomed.set_result(None)
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
             self._machine.room_bytes = min(self._copies.room_bytes(), messages.COUNT_MAX)  # for the next heartbeat
         if self._copies is not None and isinstance(message, messages.Alive) and message.hold:

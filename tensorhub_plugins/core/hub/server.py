@@ -29,8 +29,9 @@ from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
+from tensorhub_plugins.core.process import ForeignPort
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session
+from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Role
@@ -123,6 +124,7 @@ class Server:
             self._free()
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would let workers connect to nobody
         self._stop = threading.Event()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
         self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)

@@ -8,6 +8,7 @@ memory is the kernel's, and stays as it is until the last of them lets go of it.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import select
 import threading
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 
 from tensorhub_plugins.core.memory.pinning import Pinned
-from tensorhub_plugins.core.process import Descriptor
+from tensorhub_plugins.core.process import Descriptor, close_in_children
+
+MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # mman.h: the mmap module has the latter from Python 3.13 on
 
 
 class Loans:
@@ -113,6 +116,28 @@ class Borrowed:
     def __del__(self) -> None:
         with suppress(AttributeError, OSError, TypeError):  # half made, or at the interpreter's end
             self.drop()
+
+
+class KeptFromChildren:
+    """A mapping of another process' memory, as long as this object lives: a forked child does not have it.
+
+    The child has no loan, either, so the memory's owner writes the next version there. The child would read that under
+    tensors of this one, without a word. So whoever touches them there dies of SIGSEGV; and nothing else comes to lie at
+    their addresses, which they could be taken for, or which they would unmap in the end."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._address = np.frombuffer(mapped, np.uint8).ctypes.data
+        self._size_bytes = len(mapped)
+        self._map = ctypes.CDLL(None, use_errno=True).mmap
+        self._map.restype = ctypes.c_void_p
+        mapped.madvise(mmap.MADV_DONTFORK)
+        close_in_children(self)
+
+    def close(self) -> None:
+        """In a child, before it does anything else."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
+        size_bytes = ctypes.c_size_t(self._size_bytes)
+        self._map(ctypes.c_void_p(self._address), size_bytes, 0, flags, -1, ctypes.c_long(0))
 
 
 def is_over(fd: int) -> bool:

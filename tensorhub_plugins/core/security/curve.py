@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tensorhub_plugins.core.process import ForeignSocket
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABLE
@@ -85,8 +86,9 @@ class Handshakes:
         self._keys = keys
         self._closed_times, self._closed_first = 0, 0.0  # that the hub has ended a handshake without a word
         self._redial_at: float | None = None
+        self._connection: ForeignSocket | None = None
         self.shut_out = ""  # why the hub does not let us in, as far as is known
-        self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE)
+        self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE | zmq.EVENT_CONNECTED)
         self.socket.setsockopt(zmq.LINGER, 0)
 
     def problem(self, now: float) -> str | None:
@@ -95,7 +97,10 @@ class Handshakes:
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
-                found = self._heard(int(event["event"]), now)
+                if event["event"] == zmq.EVENT_CONNECTED:  # a child that kept it would hide our death
+                    self._connection = ForeignSocket(int(event["value"]))
+                else:
+                    found = self._heard(int(event["event"]), now)
         with contextlib.suppress(zmq.ZMQError):
             if found is not None:  # not twenty times a second; after a refusal ZeroMQ would not try again at all
                 self._redial_at = now + REDIAL_S

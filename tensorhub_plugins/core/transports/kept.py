@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from tensorhub_plugins.core.memory.loans import is_over
+from tensorhub_plugins.core.process import close_in_children
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -33,6 +34,7 @@ class Kept(Generic[Key, Value]):
         self._entries: OrderedDict[Key, tuple[int, Value]] = OrderedDict()  # least recently used first; with the pipe
         self._watcher: threading.Thread | None = None
         self._wake_out, self._wake_in = socket.socketpair()
+        close_in_children(self._wake_out, self._wake_in)
         self._closed = False
 
     def values(self) -> list[Value]:
@@ -75,6 +77,8 @@ class Kept(Generic[Key, Value]):
             self._closed = True
             dropped = [self._drop(key) for key in list(self._entries)]
             watcher, self._watcher = self._watcher, None
+            with contextlib.suppress(OSError):  # closed before
+                self._wake_in.shutdown(socket.SHUT_WR)  # also where a child that was forked in this moment has it, too
             self._wake_in.close()
         if watcher is not None:
             watcher.join()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import gc
+import mmap
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -17,8 +20,11 @@ from tensorhub_plugins.core.memory.loans import Loans
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS
 from tensorhub_plugins.core.transports.offer import Offer
+from tensorhub_plugins.core.transports.shm import memory_file
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache
 from tensorhub_plugins.core.transports.shm.source import ShmSource
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, for what this is about
 
 SHM = {"transports": ("shm", "tcp")}
 
@@ -168,6 +174,60 @@ def test_without_a_loan_it_would_be_written_to(fleet, monkeypatch):
     first.unpublish(1)
     first.publish(2, tensors_of(2), RUNTIME)
     assert same_bytes(fetched.tensors(), tensors_of(2))
+
+
+@pytest.mark.parametrize("layout", [RUNTIME, CHECKPOINT], ids=["shared", "private"])
+@pytest.mark.parametrize("is_kept", [True, False], ids=["", "control"])
+def test_a_forked_child_does_not_read_a_later_version_under_borrowed_tensors(stage, monkeypatch, layout, is_kept):
+    """It dies, as it has neither the memory nor a loan. The control: its lender has written the next version there."""
+    if not is_kept:
+        monkeypatch.setattr(memory_file, "KeptFromChildren", lambda mapped: None)
+    first, second = (stage.client(f"rollout-{k}", **SHM) for k in range(2))
+    first.retain(0)
+    stage.client("trainer", **SHM).publish(1, tensors_of(1), layout)
+    lent = first.fetch(1, (layout,), serve=True)
+    fetched = second.fetch(1, (layout,), borrow=True)
+    tensors, kind = fetched.tensors(), fetched.slab.kind
+    assert kind == "borrowed" and same_bytes(tensors, tensors_of(1))
+    go_on, goes_on = os.pipe()
+    child = os.fork()
+    if not child:
+        faulthandler.disable()  # it is meant to die
+        os.read(go_on, 1)
+        mmap.mmap(-1, SIZE)  # which could come to lie where the tensors were
+        os._exit(1 if same_bytes(tensors, tensors_of(1)) else 2)
+    slab = lent.slab
+    fetched.release()
+    second.close()
+    del tensors, fetched
+    gc.collect()
+    until(lambda: not slab.is_lent)
+    with slab.writable(0, slab.size_bytes) as views:  # as the next fetch does
+        for view in views:
+            view[:] = bytes(len(view))
+    os.write(goes_on, b"x")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(go_on)
+    os.close(goes_on)
+    assert code == (-signal.SIGSEGV if is_kept else 2)
+
+
+def test_a_child_unmaps_nothing_else_in_the_end(fleet):
+    """What it has mapped since is its own."""
+    _, (second, *_) = fleet
+    fetched = second.fetch(1, (RUNTIME,), borrow=True)
+    tensors = fetched.tensors()
+    child = os.fork()
+    if not child:
+        others = [mmap.mmap(-1, SIZE) for _ in range(8)]
+        tensors.clear()
+        del fetched
+        gc.collect()
+        for other in others:
+            other[:] = b"x" * SIZE
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert same_bytes(tensors, tensors_of(1))
 
 
 def test_what_was_borrowed_is_offered_until_the_next_fetch_and_then_given_back(fleet):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -88,6 +91,51 @@ def test_a_forked_child_is_told_what_to_do_and_the_parent_goes_on(stage):
     assert holders(client, 1) == ("a/0",)  # no Bye was said for us
     fetched = stage.client("b").fetch()
     assert torch.equal(fetched.tensors()["w"], torch.ones(3))
+
+
+def connections() -> str:
+    """Of this process: where each of its TCP sockets lies, and whom it is connected to."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(number)) as sock:
+                    if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM:
+                        found.append(str(sock.getsockname()))
+    return " ".join(found)
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["", "control"])
+def test_a_forked_child_has_no_connection(stage, monkeypatch, is_closed):
+    """Neither to the hub nor to a source or a reader; nor the sockets of a hub, or a source, that is in this process,
+    where others would connect to nobody."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, {"w": torch.ones(3)})
+    rollout.fetch()
+    assert connections().count(stage.address.rpartition(":")[2]) >= 3  # it listens, and has accepted two
+    if not is_closed:
+        monkeypatch.setattr(process, "_in_children", WeakSet())
+    assert (in_a_child(lambda: connections() or "none") == "none") == is_closed
+    monkeypatch.undo()
+    assert torch.equal(rollout.fetch().tensors()["w"], torch.ones(3)) and holders(trainer, 1) == ("trainer/0",)
+    trainer._hub._is_to_redial = True  # the next connection, and none of its number that is another's
+    trainer._hub._wake()
+    until(lambda: trainer._hub._dialed == 1)
+    until(lambda: trainer._hub._handshakes._connection is not None)
+    assert holders(trainer, 1) == ("trainer/0",)
+    assert in_a_child(lambda: connections() or "none") == "none"
+
+
+def test_a_number_that_is_another_socket_by_now_is_not_closed(stage):
+    one, other = socket.socketpair()
+    kept = process.ForeignSocket(one.fileno())
+    number = one.fileno()
+    one.close()
+    another = os.dup2(other.fileno(), number)
+    assert in_a_child(lambda: os.readlink(f"/proc/self/fd/{another}")[:7]) == "socket:"
+    os.close(another)
+    other.close()
+    del kept
 
 
 @pytest.fixture

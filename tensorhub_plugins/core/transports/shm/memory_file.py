@@ -24,7 +24,7 @@ from tensorhub_plugins.core.manifest import (
     Manifest,
 )
 from tensorhub_plugins.core.memory.copying import copy_views
-from tensorhub_plugins.core.memory.loans import Borrowed, Loan, bytes_over
+from tensorhub_plugins.core.memory.loans import Borrowed, KeptFromChildren, Loan, bytes_over
 from tensorhub_plugins.core.memory.pinning import Pinned, pin_lent
 from tensorhub_plugins.core.transports.kept import Kept
 from tensorhub_plugins.core.transports.stream.channel import IOV_MAX, remaining_buffers
@@ -104,12 +104,14 @@ class _Mapping:
         self.access_count = 0
         self.memory: memoryview | None = None
         self.pinned: Pinned | None = None
+        self.kept: KeptFromChildren | None = None
 
     def map(self, fd: int, size_bytes: int) -> memoryview | None:
         # Out of address space, or of mappings: preadv needs none. ValueError: an empty file has nothing to map.
         if self.memory is None:
             with contextlib.suppress(OSError, ValueError):
-                self.memory = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+                mapped = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ)
+                self.memory, self.kept = memoryview(mapped), KeptFromChildren(mapped)
         return self.memory
 
     def pin(self, device: Device | None) -> None:
@@ -162,7 +164,7 @@ class MappingCache:
         if not is_shared:
             with contextlib.suppress(OSError, ValueError):
                 mapped = mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_PRIVATE)
-                memory = bytes_over(memoryview(mapped), loan)
+                memory = bytes_over(memoryview(mapped), loan, KeptFromChildren(mapped))
         elif (mapping := self.kept.get(_identity(fd), os.dup(owner_liveness_fd), _Mapping)) is not None:
             with self._guard:
                 shared = mapping.map(fd, os.fstat(fd).st_size)
