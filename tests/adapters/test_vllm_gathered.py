@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("transformers")
+pytest.importorskip("requests")
 
+import requests
 from vllm_engines import Engine, checkpoint, wait_until
+from vllm_servers import make_two_models, serving
 
 from recipes.verl_grpo.make_model import make_tokenizer
 from tensorhub_plugins.core import Client, Server, UsageError
@@ -196,3 +201,77 @@ def test_what_steps_gather_is_of_one_version(task: str, models: Any, hub: Server
             if task == "token_embed":
                 engine.call("tensorhub_test_keep_progress")
                 assert [len(each) for each in gather(3, 3)] != rows  # the control: more rows than tokens
+
+
+VERSIONS = 8
+SCORED = {"text_1": "1+2=" * 20, "text_2": ["3*4=12" * length for length in (5, 20, 30)]}
+SERVED = ["--runner", "pooling", "--convert", "embed", "--pooler-config", '{"task": "token_embed"}']
+
+
+@pytest.mark.heavy
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_a_server_says_while_versions_come_is_of_one_of_them(hub: Server, tmp_path: Path) -> None:
+    """Token-wise embeddings of a long prompt, and scores by late interaction, without a pause between requests."""
+    folders = make_two_models(tmp_path / "models")
+    extra = {"hub": hub.address, "run": "r", "model": "actor", "replica": "server", "follow": "now"}
+    prompt = [random.Random(0).randrange(5, 20) for _ in range(900)]
+    options = [*SERVED, "--max-model-len", "1024", "--max-num-batched-tokens", "64", "--enable-chunked-prefill"]
+    with (
+        Client(hub.address, run="r", model="actor", replica="trainer") as trainer,
+        ThreadPoolExecutor(4) as clients,
+    ):
+        trainer.publish(1, checkpoint(folders[0]))
+        with serving(folders[0], tmp_path, extra, *options) as server:
+
+            def embed() -> list[Any]:
+                reply = server.post("pooling", {"model": "actor", "input": prompt})
+                reply.raise_for_status()
+                rows = reply.json()["data"][0]["data"]
+                assert len(rows) == len(prompt)
+                return [number for row in rows[:: len(rows) - 1] for number in row]  # of its first chunk, and its last
+
+            def score() -> list[Any]:
+                reply = server.post("score", {"model": "actor", **SCORED})
+                reply.raise_for_status()
+                return [each["score"] for each in reply.json()["data"]]
+
+            def follow(version: int) -> list[list[Any]]:
+                wait_until(lambda: has(version), f"version {version}", TIMEOUT_S)
+                return [embed(), score()]
+
+            def has(version: int) -> bool:
+                said = requests.get(f"{server.url}/tensorhub", timeout=30).json()["following"]
+                return bool(said["version"] == version)
+
+            right = [follow(1)]
+            trainer.publish(2, checkpoint(folders[1]))
+            right.append(follow(2))
+            assert all(not alike(old, new) for old, new in zip(*right, strict=True))
+            going = True
+
+            def keep(ask: Any, which: int) -> int:
+                count = 0
+                while going:
+                    said = ask()
+                    assert any(alike(said, each[which]) for each in right), said
+                    count += 1
+                return count
+
+            asked = [
+                clients.submit(keep, ask, which) for which, ask in ((0, embed), (1, score), (0, embed), (1, score))
+            ]
+            try:
+                for version in range(3, VERSIONS + 1):
+                    trainer.publish(version, checkpoint(folders[(version - 1) % 2]))
+                    wait_until(lambda version=version: has(version), f"version {version}", TIMEOUT_S)
+                    trainer.unpublish(version - 1)
+            finally:
+                going = False
+            assert min(future.result(TIMEOUT_S) for future in asked) > 0
+            assert server.healthy()
+
+
+def alike(one: list[float], other: list[float]) -> bool:
+    """The same but for what batches of another size round otherwise."""
+    return all(abs(mine - theirs) <= 0.02 * max(1, abs(theirs)) for mine, theirs in zip(one, other, strict=True))
