@@ -40,6 +40,7 @@ from tensorhub_plugins.core.types import (
     Role,
     check_name,
     parse_version,
+    printable,
     version_label,
 )
 
@@ -308,6 +309,8 @@ def _fetch_status(address: str, timeout_s: float, keys: Keys | None) -> dict[str
                 reply = messages.decode_from_hub(socket.recv())
                 if isinstance(reply, messages.Status):
                     return reply.report
+                if isinstance(reply, messages.Refused):
+                    raise UsageError(f"the hub refuses it: {printable(reply.message)}", peer=address, phase="status")
             problem = handshakes.problem(time.monotonic())
             if problem is not None:
                 raise UsageError(problem, phase="status")
@@ -356,8 +359,33 @@ def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[in
     return f"{words}; withdrawn: {', '.join(map(version_label, withdrawn))}" if withdrawn else words
 
 
+def _escaped(found: Any) -> Any:
+    """With no text in it that would control how it is printed: any hub may have sent it."""
+    match found:
+        case str():
+            return printable(found)
+        case dict():
+            return {_escaped(key): _escaped(value) for key, value in found.items()}
+        case list():
+            return [_escaped(each) for each in found]
+        case _:
+            return found
+
+
+def _worker_lines(worker: dict[str, Any]) -> list[str]:
+    host = worker["location"]["host"] or "host unknown"
+    holds = f"[{', '.join(map(version_label, worker['holds']))}]" if worker["holds"] else "nothing"
+    line = (
+        f"  worker {worker['worker']} on {host}: holds {holds}, "
+        f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
+    )
+    corrupt = worker.get("corrupt_segments")
+    return [line, f"    readers got {corrupt} corrupt segments from it: see its log and theirs"] if corrupt else [line]
+
+
 def status_text(report: dict[str, Any]) -> str:
     """The report for people."""
+    report = _escaped(report)
     lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
     for model in report["models"]:
         newest = version_label(model["newest"]) if model["newest"] else "none"
@@ -379,15 +407,7 @@ def status_text(report: dict[str, Any]) -> str:
                 state = f"{state}, pinned"
             lines.append(f"  version {version_label(version['version'])} ({state})")
             lines += [f"    {layout}: {', '.join(workers)}" for layout, workers in version["layouts"].items()]
-        for worker in model["workers"]:
-            host = worker["location"]["host"] or "host unknown"
-            holds = f"[{', '.join(map(version_label, worker['holds']))}]" if worker["holds"] else "nothing"
-            lines.append(
-                f"  worker {worker['worker']} on {host}: holds {holds}, "
-                f"{worker['bytes_held'] / 1e6:.1f} MB, heard {worker['last_heard_s']:.1f} s ago"
-            )
-            if corrupt := worker.get("corrupt_segments"):
-                lines.append(f"    readers got {corrupt} corrupt segments from it: see its log and theirs")
+        lines += [line for worker in model["workers"] for line in _worker_lines(worker)]
         if model.get("over_budget"):
             names = (
                 f"{x['worker']} {x['bytes'] / 1e6:.1f} MB of {x['versions']} versions" for x in model["over_budget"]
@@ -404,6 +424,10 @@ def status_text(report: dict[str, Any]) -> str:
                 f"  lease: {lease['reader']} reads version {version_label(lease['version'])} {lease['layout']} "
                 f"from {sources}, {lease['seconds_left']:.0f} s left"
             )
+        if model.get("left_out"):
+            lines.append(f"  and {model['left_out']} more entries, for which there is no room")
+    if report.get("left_out"):
+        lines.append(f"\nand {report['left_out']} more models, for which there is no room")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias, TypeGuard
 
 import msgspec
@@ -25,7 +26,11 @@ Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a
 HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
 
 
-Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
+# What moves the cursor, ends a line or turns the direction of writing has no place in a name: it would forge lines of
+# logs.
+CONTROL = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+PRINTABLE = rf"^[^{CONTROL}]*\Z"  # of a name, where one is decoded
+Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)]
 
 
 class Location(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +62,7 @@ class ShardKey(msgspec.Struct, frozen=True, array_like=True, order=True, gc=Fals
     """Names one shard of one replica of one version: what a lease is for and what a peer opens."""
 
     version: Annotated[int, msgspec.Meta(ge=1, le=VERSION_MAX)]  # limits hold where one is decoded
-    layout: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+    layout: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)]
     shard: Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)] = 0
     shard_count: Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)] = 1
 
@@ -131,7 +136,16 @@ def check_name(what: str, name: object) -> str:
     """Return the name of a run, model, replica or layout, or raise UsageError."""
     if not is_text(name) or not 1 <= len(name) <= NAME_LENGTH_MAX:
         raise UsageError(f"{what} must be a text of 1 to {NAME_LENGTH_MAX} characters, not {name!r:.80}")
+    if printable(name) != name:
+        raise UsageError(f"{what} has characters that control how it is printed: {name!r:.80}")
     return name
+
+
+def printable(text: str) -> str:
+    """With escapes in the place of characters that control how it is printed."""
+    if text.isascii() and text.isprintable():
+        return text
+    return re.sub(f"[{CONTROL}]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def is_text(name: object) -> TypeGuard[str]:

@@ -20,7 +20,7 @@ from tensorhub_plugins.core.transports import (
     expected,
     unavailable,
 )
-from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text
+from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text, printable
 
 LAYOUTS_MAX = 8  # that one fetch names
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
@@ -52,8 +52,8 @@ def check_budget(budget_bytes: object, over_budget: object) -> None:
 
 def check_job(job: object) -> str:
     """UsageError for what no Hello can hold."""
-    if not is_text(job) or len(job) > NAME_LENGTH_MAX:
-        raise UsageError(f"job={job!r:.80}: a text of at most {NAME_LENGTH_MAX} characters")
+    if not is_text(job) or len(job) > NAME_LENGTH_MAX or printable(job) != job:
+        raise UsageError(f"job={job!r:.80}: a text of at most {NAME_LENGTH_MAX} characters that can be printed")
     return job
 
 

@@ -396,6 +396,8 @@ class Client:
         """The versions that the hub knows, oldest first, and which workers hold them in which layout."""
         reply = self._ask(messages.AskVersions, timeout_s)
         assert isinstance(reply, messages.Versions)
+        if reply.left_out:
+            log.warning("of the versions' layouts and workers %d are left out: there are too many", reply.left_out)
         return list(reply.versions)
 
     def retain(self, newest: int = 1, *, domains: int = 1, across: Across = "host", timeout_s: float = 10.0) -> None:

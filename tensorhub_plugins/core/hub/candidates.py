@@ -33,6 +33,7 @@ from tensorhub_plugins.core.types import Location, distance
 
 HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
 RACK_READERS = 0.5  # what another rack costs
+STALE_MAX = 256  # entries of heaps; four are true of each candidate
 LOCATIONS_CACHED = 8192  # hosts of one hub
 
 
@@ -69,6 +70,7 @@ class Sources:
         self._candidates: dict[bytes, tuple[Candidate, int]] = {}  # with the number of its newest heap entries
         self._heaps: dict[tuple[str, ...], list[_Entry]] = {}
         self._numbers = 0
+        self._entries = 0  # of all heaps, at most
 
     def __len__(self) -> int:
         return len(self._candidates)
@@ -92,17 +94,24 @@ class Sources:
         over_network = (published, candidate.readers + candidate.depth / HOPS_PER_READER)
         for area in _areas(candidate.location):
             cost = within_host if area[0] == "host" else over_network
-            heap = self._heaps.setdefault(area, [])
-            heapq.heappush(heap, (cost, self._numbers, session))
-            if len(heap) > 64 and len(heap) > 4 * len(self._candidates):
-                heap[:] = [entry for entry in heap if self._is_current(entry)]
-                heapq.heapify(heap)
+            heapq.heappush(self._heaps.setdefault(area, []), (cost, self._numbers, session))
+            self._entries += 1
+        self._sweep()
 
     def remove(self, session: bytes) -> None:
         """This session has the shard no longer."""
         self._candidates.pop(session, None)
-        if not self._candidates:
-            self._heaps.clear()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget what is not true any more, and areas where nobody is, once that is most of it."""
+        if self._entries <= STALE_MAX + 16 * len(self._candidates) and self._candidates:
+            return
+        current = ((area, [e for e in heap if self._is_current(e)]) for area, heap in self._heaps.items())
+        self._heaps = {area: heap for area, heap in current if heap}
+        for heap in self._heaps.values():
+            heapq.heapify(heap)
+        self._entries = sum(map(len, self._heaps.values()))
 
     def best(self, reader: Location, judge: Callable[[bytes, int], Verdict]) -> Choice:
         """The best source for a reader at this location. judge(session, distance) is asked in order of cost."""

@@ -44,7 +44,17 @@ from typing_extensions import assert_never
 from tensorhub_plugins.core.hub.beginning import Beginning, changes, over
 from tensorhub_plugins.core.hub.domains import FailureDomains
 from tensorhub_plugins.core.hub.following import Following
-from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, HubLimits
+from tensorhub_plugins.core.hub.limits import (
+    ANNOUNCED_SHARDS_MAX,
+    ANSWER_SIZE_BYTES_MAX,
+    CLAIMS_PER_SESSION_MAX,
+    LEASES_PER_SESSION_MAX,
+    PENDING_ITEMS_MAX,
+    PENDING_PER_SESSION_MAX,
+    SESSIONS_MAX,
+    SESSIONS_OF_PUBLISHERS,
+    HubLimits,
+)
 from tensorhub_plugins.core.hub.namesakes import Namesakes
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
 from tensorhub_plugins.core.hub.permissions import believed, refusal
@@ -53,16 +63,13 @@ from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry, checksum_of
 from tensorhub_plugins.core.hub.report import report, validate
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
-from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Timed, Waiting, Worker
+from tensorhub_plugins.core.hub.state import Claim, History, Lease, Pending, Room, Timed, Waiting, Worker, items_of
 from tensorhub_plugins.core.hub.waiters import ANY_VERSION
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
-PENDING_PER_SESSION_MAX = 256
-LEASES_PER_SESSION_MAX = 1024
-SESSIONS_MAX = 65_536  # workers of one hub; 8,192 were measured
 FAILURES_PER_QUEUE_MAX = 4  # of requests that wait for the same: when so many cannot be served, nor can the rest
 
 
@@ -88,6 +95,7 @@ class Hub:
     def __init__(self, session: bytes, now: float, limits: HubLimits | None = None, lease_key: bytes = b"") -> None:
         self.limits = HubLimits() if limits is None else limits
         self.registry = Registry(session, now, self.limits)
+        self.sessions_max = SESSIONS_MAX  # fewer, where each has a connection and there are not so many
         self._outbox = Outbox()
         self._publishing = Publishing(self.registry, self._outbox)
         self._reading = Reading(self.registry, lease_key)
@@ -273,7 +281,7 @@ class Hub:
             case m.Bye():
                 self._forget(worker, "left")
             case m.Release():
-                self._release(worker, message)
+                self._release(worker, message, now)
             case _:
                 self._request(worker, message, now)
 
@@ -298,8 +306,9 @@ class Hub:
         if isinstance(message, m.Dated) and message.until is not None and message.until.is_over(self.session, now):
             self._outbox.log(f"{worker.name}: a {type(message).__name__} was heard after it was given up: dropped")
             return  # not for good: who has not given up, and thinks our clock earlier than it is, asks again
-        if len(worker.pending) >= PENDING_PER_SESSION_MAX:
-            text = f"more than {PENDING_PER_SESSION_MAX} requests pending"
+        items = worker.pending_items + items_of(message)
+        if len(worker.pending) >= PENDING_PER_SESSION_MAX or items > PENDING_ITEMS_MAX:
+            text = f"more than {PENDING_PER_SESSION_MAX} requests pending, or {PENDING_ITEMS_MAX} shards in them"
             self._outbox.refuse(worker, request_id, "UsageError", text)
             return
         problem = (over(worker) or self._namesakes.taken(worker)) if changes(message) else None
@@ -319,7 +328,9 @@ class Hub:
                 worker.history.retain(newest, domains, across, serial)
                 self._outbox.reply(worker, m.Done(request_id, serial))
             case m.AskVersions():
-                self._outbox.reply(worker, m.Versions(request_id, worker.history.version_infos()))
+                room = Room(ANSWER_SIZE_BYTES_MAX)
+                infos = worker.history.version_infos(room)
+                self._outbox.reply(worker, m.Versions(request_id, infos, room.left_out))
             case _:
                 assert_never(message)
 
@@ -367,7 +378,7 @@ class Hub:
         self._following.direct(history, self._following.announced(history, hello.directive, now), welcomed=session)
         if known is not None:
             worker = known
-            worker.hello = hello
+            worker.hello = _without_records(hello)
             if hello.mark == history.directive.mark:  # else it may not have heard yet what it was answered
                 worker.mark = hello.mark
             self._forget_what_is_not_in(hello, worker)
@@ -376,7 +387,7 @@ class Hub:
         else:
             for squatter in self._of_other_roles(hello, role):
                 self._forget(squatter, "gives its name to a worker that has the run's secret")
-            worker = Worker(session, hello, history, now, role, hello.mark)
+            worker = Worker(session, _without_records(hello), history, now, role, hello.mark)
             self.registry.add_worker(worker)
             for former in self._namesakes.former_lives(worker):
                 self._forget(former, "has started again: this was its former life")
@@ -403,8 +414,12 @@ class Hub:
             return f"shard {hello.shard} of {hello.shard_count}: shards count from 0"
         if known is not None and not _is_same(known.hello, hello):
             return f"this session is {known.name} of {known.history.name}, and stays that: begin another one"
-        if known is None and len(self.registry.workers) >= SESSIONS_MAX:
-            return f"{SESSIONS_MAX} workers are known to this hub, and it takes no more: start another one"
+        most = min(SESSIONS_MAX, self.sessions_max) - (SESSIONS_OF_PUBLISHERS if role == "reader" else 0)
+        if known is None and len(self.registry.workers) >= max(most, self.sessions_max // 2):
+            return (
+                f"{len(self.registry.workers)} workers are known to this hub, and it takes no more (of {role}s): start "
+                "another one, or raise its limit of open files (ulimit -n)"
+            )
         if role == "reader" and self._of_other_roles(hello, role):
             return f"{hello.replica}/{hello.shard} is here with another key than a {role}'s: take another name"
         return None
@@ -417,13 +432,16 @@ class Hub:
 
     def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> None:
         """What it holds, reads and has claimed, which a hub before this one may have known of."""
-        still_asked = set(hello.pending)
+        still_asked, problems = set(hello.pending), []
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in still_asked:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
             problem = self._publishing.hold(worker, announced, now, as_of=hello.request_id)
             if problem:
-                self._outbox.log(f"{worker.name}: {problem}")
+                problems.append(problem)
+        if problems:
+            more = f", and {len(problems) - 1} more of the kind" if problems[1:] else ""
+            self._outbox.log(f"{worker.name}: {problems[0]}{more}")
         for held in hello.leases:
             until = self.registry.lease_until(worker, held.request_id, now + held.seconds_left, now)
             if held.sources and until > now and self._may_read_so(worker, held):
@@ -435,6 +453,7 @@ class Hub:
                     shard_count=held.shard_count,
                     sources=dict(held.sources),
                     deadline=until,
+                    is_announced=True,
                 )
                 self.registry.add_lease(lease)
         for claimed in hello.claims[:CLAIMS_PER_SESSION_MAX]:
@@ -456,24 +475,30 @@ class Hub:
         if before is not None:
             self.registry.end_lease(before)
         most = max(worker.sources[source] for source in held.sources.values())
-        if len(worker.leases) < LEASES_PER_SESSION_MAX and most < LEASES_PER_SOURCE_MAX:
+        if (
+            len(worker.leases) < LEASES_PER_SESSION_MAX
+            and most < LEASES_PER_SOURCE_MAX
+            and worker.announced_shards + len(held.sources) <= ANNOUNCED_SHARDS_MAX
+            and (worker.role != "reader" or self.registry.readers_records < self.registry.readers_records_max)
+        ):
             return True
         self._outbox.log(f"{worker.name}: a lease too many of one reader, not believed")
         return False
 
     def _forget_what_is_not_in(self, hello: m.Hello, worker: Worker) -> None:
-        announced = {holding.key for holding in hello.holdings}
+        announced, pending_ids = {holding.key for holding in hello.holdings}, set(hello.pending)
+        leases = {held.request_id for held in hello.leases}
         for holding in [h for key, h in worker.holdings.items() if key not in announced]:
             self.registry.remove_holding(holding)
         for lease in list(worker.leases.values()):
-            if lease.request_id not in hello.pending:
+            if lease.request_id not in (leases if lease.is_announced else pending_ids):
                 self.registry.end_lease(lease)
         for claim in list(worker.claims.values()):
-            if claim.key not in hello.claims and claim.request_id not in hello.pending:
+            if claim.key not in hello.claims and claim.request_id not in pending_ids:
                 self.registry.remove_claim(claim)
         for key in [key for key in worker.aside if key not in announced]:
             self.registry.take_from_aside(worker, key)
-        for pending in [p for request_id, p in worker.pending.items() if request_id not in hello.pending]:
+        for pending in [p for request_id, p in worker.pending.items() if request_id not in pending_ids]:
             self.registry.waiters.remove(pending)  # it has had its answer, from a hub before us
 
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
@@ -520,7 +545,7 @@ class Hub:
             worker.holdings_checksum = checksum_of(worker)
         return leases == said and heartbeat.holdings_checksum in (0, worker.holdings_checksum)
 
-    def _release(self, worker: Worker, release: m.Release) -> None:
+    def _release(self, worker: Worker, release: m.Release, now: float) -> None:
         request_id, shard = release.request_id, release.shard
         pending = worker.pending.get(request_id)
         if pending is not None:  # the reader gave up before it was answered
@@ -532,7 +557,7 @@ class Hub:
         if lease is None:
             return
         if shard is not None and release.corrupt:
-            self._publishing.doubt(lease, shard, release.corrupt)
+            self._publishing.doubt(lease, shard, release.corrupt, now)
         for each in list(lease.sources) if shard is None else [shard]:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:
@@ -549,6 +574,11 @@ class Hub:
         self.registry.remove_worker(worker)
 
 
+def _without_records(hello: m.Hello) -> m.Hello:
+    """What is kept of it as it was said: the rest is in the registry, or over."""
+    return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
+
+
 def _senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
     if not isinstance(message, m.Acquire):
         return None
@@ -557,6 +587,8 @@ def _senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
         return f"{worker.name} has {LEASES_PER_SESSION_MAX} leases: end some of them"
     if not message.shards:
         return None
+    if len(message.shards) > m.GRANTS_MAX:
+        return f"{len(message.shards)} shards were asked for, and none may ask for more than {m.GRANTS_MAX} at once"
     if max(message.shards) >= message.shard_count:
         return f"shard {max(message.shards)} of {message.shard_count} was asked for: shards count from 0"
     if len(set(message.shards)) < len(message.shards):

@@ -5,11 +5,28 @@ from __future__ import annotations
 import msgspec
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.protocol.messages import FROM_HUB_SIZE_BYTES_MAX, GRANTS_MAX, HOLDINGS_MAX
 
 HEARTBEAT_S_MIN = 0.01  # more often, and the hub does nothing else
 DAY_S = 86_400.0
 READERS_MAX = 65_536  # as many as a version has shards
+
+# What one session may add to the hub's records, whatever it says; what a Hello leaves out is over. What a version has
+# is bounded by that, as it is a session's (its holdings, leases, claims), and goes with it.
+SESSIONS_MAX = 65_536  # workers of one hub; 8,192 were measured
+SESSIONS_OF_PUBLISHERS = 8_192  # of them, kept for the run's secret: readers' keys take the others at most
+PENDING_PER_SESSION_MAX = 256
+PENDING_ITEMS_MAX = 4 * HOLDINGS_MAX  # shards and sessions that these name: all that a worker can hold, four times
+LEASES_PER_SESSION_MAX = 1024
+ANNOUNCED_SHARDS_MAX = 2 * GRANTS_MAX  # that a Hello says it reads: one read of the most shards, and the next
 CLAIMS_PER_SESSION_MAX = 8  # versions that one worker converts at a time: one, and what it has not given up yet
+LAYOUTS_PER_READER_MAX = 16  # the checkpoint, its engine's own, and those of the versions before an upgrade
+# What all readers' keys have together: 8,192 workers with two versions in 128 shards, 1 GB. Publishers go on beyond it.
+RECORDS_OF_READERS_MAX = 2_000_000
+DOUBTS_MAX = 16  # of readers, that one source hears of in DOUBT_AGAIN_S: for each it digests what is doubted
+DOUBT_AGAIN_S = 60.0
+# Versions and status are cut at half of what a client takes, and say by how much.
+ANSWER_SIZE_BYTES_MAX = FROM_HUB_SIZE_BYTES_MAX // 2
 
 # Each limit: from, to, and what it does, also for the flags of `tensorhub server`.
 LIMITS: dict[str, tuple[float, float, str]] = {

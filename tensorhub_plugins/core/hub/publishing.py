@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tensorhub_plugins.core.hub.domains import needs_its_domain
+from tensorhub_plugins.core.hub.limits import (
+    DOUBT_AGAIN_S,
+    DOUBTS_MAX,
+    LAYOUTS_PER_READER_MAX,
+)
 from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.permissions import Standing, nobody_has_published, standing
 from tensorhub_plugins.core.hub.registry import Registry
@@ -106,7 +111,7 @@ class Publishing:
         if problem is not None or self._waits(worker, announced, as_of, offered, now):
             return problem
         version = history.version(key.version)
-        problem = _other_bytes(history, announced)
+        problem = _other_bytes(worker, announced)
         if problem is not None:
             return problem
         mine = worker.holdings.get(key)
@@ -152,7 +157,7 @@ class Publishing:
         before = self._registry.take_from_aside(worker, key)
         waits = self._standing(worker, announced, offered, now) == "aside"
         if not waits and (before is not None or not offered):  # a Publish of other bytes is refused
-            waits = _other_bytes(worker.history, announced) is not None
+            waits = _other_bytes(worker, announced) is not None
         if waits:
             self._registry.put_aside(worker, key, Aside(announced, as_of, offered))
         return waits
@@ -175,6 +180,8 @@ class Publishing:
         is_known, count = key in worker.holdings or key in worker.aside, len(worker.holdings) + len(worker.aside)
         if count >= m.HOLDINGS_MAX and not is_known:
             return f"more than {m.HOLDINGS_MAX} shards held by one worker"
+        if worker.role == "reader" and not is_known and (problem := self._is_too_much(worker, key)) is not None:
+            return problem
         recovers = not is_new and (self._registry.recovering(now) or not worker.history.newest_visible)
         if not recovers and (problem := too_far_ahead(worker.history, key.version)) is not None:
             return problem
@@ -184,6 +191,14 @@ class Publishing:
         if self._standing(worker, announced, offered, now) == "refused":
             return nobody_has_published(key)
         return None
+
+    def _is_too_much(self, worker: Worker, key: ShardKey) -> str | None:
+        """Why this reader may hold no more."""
+        if self._registry.readers_records >= self._registry.readers_records_max:
+            return f"workers with a reader's key have {self._registry.readers_records} shards, and may have no more"
+        if key.layout in worker.layouts or len(worker.layouts) < LAYOUTS_PER_READER_MAX:
+            return None
+        return f"more than {LAYOUTS_PER_READER_MAX} layouts of one worker with a reader's key"
 
     def replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
         """Rule 2: whether worker's replica by itself holds every shard."""
@@ -212,20 +227,25 @@ class Publishing:
 
     # --- a shard is doubted ---
 
-    def doubt(self, lease: Lease, shard: int, segments: tuple[int, ...]) -> None:
+    def doubt(self, lease: Lease, shard: int, segments: tuple[int, ...], now: float) -> None:
         """A reader got other bytes than were published. Who sent them is told, and compares its own with their digests:
-        a reader alone, which may lie or sit behind a broken wire, withdraws nobody's copy."""
+        a reader alone, which may lie or sit behind a broken wire, withdraws nobody's copy. Its word is passed on once
+        in DOUBT_AGAIN_S."""
         source, key = self._registry.workers.get(lease.sources.get(shard, b"")), lease.key(shard)
         if source is None:
             return
         source.corrupt_segments += len(segments)
         source.history.corrupt_segments += len(segments)
         held = source.holdings.get(key)
-        if held is not None and not held.is_doubted:
-            held.is_doubted = True
+        source.doubts = {doubt: at for doubt, at in source.doubts.items() if now < at + DOUBT_AGAIN_S}
+        doubt = key, lease.reader.session
+        if doubt in source.doubts or len(source.doubts) >= DOUBTS_MAX:
+            return
+        if held is not None and all(other != key for other, _ in source.doubts):
             self._outbox.log(
                 f"{source.history.name}: {lease.reader.name} got corrupt bytes of {key} from {source.name}"
             )
+        source.doubts[doubt] = now
         self._outbox.send(source.session, m.Alive(doubted=(key, segments)))
 
     # --- a shard is given up ---
@@ -300,11 +320,16 @@ class Publishing:
         )
 
 
-def _other_bytes(history: History, announced: m.Holding) -> str | None:
+def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
     """Why this cannot be that version's shard; None: it is from now on, if nobody has said so before."""
-    key, version = announced.key, history.version(announced.key.version)
+    key, history = announced.key, worker.history
+    version = history.version(key.version)
     shard, said = (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
     known = history.roots.get(key.version, {}).get(shard)
+    if worker.role != "reader":
+        version.by_readers.discard(shard)
+    elif known is None and shard not in version.contents:
+        version.by_readers.add(shard)
     root, _ = version.contents.setdefault(shard, said if known is None else known)
     if root == announced.root:
         return None

@@ -9,16 +9,17 @@ true.
 from __future__ import annotations
 
 import heapq
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.hub.candidates import Candidate, Sources
 from tensorhub_plugins.core.hub.copies import Counted
-from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, HubLimits
+from tensorhub_plugins.core.hub.limits import CLAIMS_PER_SESSION_MAX, RECORDS_OF_READERS_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import UplinkBudget
 from tensorhub_plugins.core.hub.state import (
     Aside,
@@ -38,9 +39,10 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 Key = TypeVar("Key")
+Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  # of what has a timer; None: recovery
 CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
-TIMERS_SWEPT_EVERY = 100_000
+TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
 
@@ -82,8 +84,10 @@ class Registry:
         self.waiters = Waiters()
         self.uplink = UplinkBudget(limits.uplink_readers_max)
         self._marks = 0
-        self._timers: list[tuple[float, int, Timed]] = []
-        self._timers_set = 0
+        self._timers: list[tuple[float, int, Reference]] = []
+        self._timers_set, self._timers_max = 0, TIMERS_KEPT_MIN
+        self.readers_records_max = RECORDS_OF_READERS_MAX
+        self.readers_records = 0  # what all workers with a reader's key hold, say that they hold, and read
 
     def recovering(self, now: float) -> bool:
         """Within the time in which some workers may not have said Hello yet (rule 6)."""
@@ -108,10 +112,12 @@ class Registry:
     def schedule(self, when: float, record: Timed) -> None:
         """`pop_due` returns this record when its time has come, if it is still there."""
         self._timers_set += 1
-        heapq.heappush(self._timers, (when, self._timers_set, record))
-        if self._timers_set % TIMERS_SWEPT_EVERY == 0:  # most of what has a deadline ends long before it
-            self._timers = [timer for timer in self._timers if self._is_alive(timer[2])]
+        reference = None if record is None else weakref.ref(record)
+        heapq.heappush(self._timers, (when, self._timers_set, reference))
+        if len(self._timers) > self._timers_max:  # most of what has a deadline ends long before it
+            self._timers = [timer for timer in self._timers if timer[2] is None or self._is_alive(timer[2]())]
             heapq.heapify(self._timers)
+            self._timers_max = max(TIMERS_KEPT_MIN, 2 * len(self._timers))
 
     def schedule_silence(self, worker: Worker) -> None:
         """When it will have been silent for too long."""
@@ -120,8 +126,9 @@ class Registry:
     def pop_due(self, now: float) -> Iterable[Timed]:
         """The records whose time has come, each once."""
         while self._timers and self._timers[0][0] <= now:
-            _, _, record = heapq.heappop(self._timers)
-            if self._is_alive(record):
+            _, _, reference = heapq.heappop(self._timers)
+            record = None if reference is None else reference()
+            if reference is None or self._is_alive(record):
                 yield record
 
     def next_timer(self, now: float) -> float:
@@ -141,7 +148,7 @@ class Registry:
             case Claim():
                 return record.version.claims.get(record.key) is record
             case None:
-                return True
+                return False
             case _:
                 assert_never(record)
 
@@ -218,6 +225,7 @@ class Registry:
     def add_holding(self, holding: Holding, version: Version) -> None:
         """A worker has a shard, or begins to read it."""
         worker, key = holding.worker, holding.key
+        self._count_record(worker, 1, key.layout)
         worker.holdings[key] = holding
         by_shard = version.holdings.setdefault((key.layout, key.shard_count), {})
         by_shard.setdefault(key.shard, {})[worker.session] = holding
@@ -243,6 +251,9 @@ class Registry:
         worker, key = holding.worker, holding.key
         worker.holdings.pop(key, None)
         worker.holdings_checksum = 0
+        self._count_record(worker, -1, key.layout)
+        if key not in worker.reading:
+            worker.depth.pop(key, None)
         version = worker.history.versions[key.version]
         version.may_be_lost = True
         self.count_copy(holding, held=False)
@@ -282,13 +293,26 @@ class Registry:
             sources.remove(worker.session)
             if not sources:
                 del version.sources[key]
+        shard = key.layout, key.shard_count, key.shard
+        if shard in version.by_readers and key not in version.sources and not version.holders(key):
+            version.by_readers.discard(shard)  # what is no publisher's word is not remembered
+            version.contents.pop(shard, None)
         self.waiters.mark_changed(history, key.version, room=True)
+
+    def _count_record(self, worker: Worker, change: int, layout: str = "") -> None:
+        """That this worker has so many more. layout: of what it holds or says that it holds."""
+        if worker.role == "reader":
+            self.readers_records += change
+            if layout:
+                _add(worker.layouts, layout, change)
 
     # --- what readers say of versions that no publisher has named ---
 
     def put_aside(self, worker: Worker, key: ShardKey, said: Aside) -> None:
         """Keep it until one does."""
         worker.holdings_checksum = 0
+        self.take_from_aside(worker, key)
+        self._count_record(worker, 1, key.layout)
         worker.aside[key] = said
         worker.history.aside.setdefault(key.version, {})[worker.session] = worker
 
@@ -297,6 +321,7 @@ class Registry:
         said = worker.aside.pop(key, None)
         if said is not None:
             worker.holdings_checksum = 0
+            self._count_record(worker, -1, key.layout)
             waiting = worker.history.aside[key.version]
             if all(other.version != key.version for other in worker.aside):
                 del waiting[worker.session]
@@ -344,6 +369,8 @@ class Registry:
         if before is not None:  # a Hello that names a number twice
             self.end_lease(before)
         reader.leases[lease.request_id] = lease
+        self._count_record(reader, len(lease.sources))
+        reader.announced_shards += len(lease.sources) * lease.is_announced
         self.schedule(min(lease.deadline, self.idle_at(lease)), lease)
         for session in lease.shards_of:
             reader.sources[session] += 1
@@ -406,6 +433,8 @@ class Registry:
         reader, key = lease.reader, lease.key(shard)
         session = lease.sources.pop(shard, None)
         if session is not None:
+            self._count_record(reader, -1)
+            reader.announced_shards -= lease.is_announced
             self._let_go(lease, key, session)
         if not lease.sources:
             reader.leases.pop(lease.request_id, None)

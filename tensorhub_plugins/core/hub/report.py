@@ -3,53 +3,100 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import msgspec
 
 from tensorhub_plugins.core.hub.copies import Copies, Counted
+from tensorhub_plugins.core.hub.limits import ANSWER_SIZE_BYTES_MAX
 from tensorhub_plugins.core.hub.publishing import spenders
 from tensorhub_plugins.core.hub.registry import Registry, checksum_of
-from tensorhub_plugins.core.hub.state import History, Holding, Lease, Version, Worker
+from tensorhub_plugins.core.hub.state import History, Holding, Lease, Room, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
+MODEL_SIZE_BYTES = 16_384  # what is said of any, with the longest names and WITHDRAWN_MAX versions
+Record = TypeVar("Record")
 
-def report(registry: Registry, now: float) -> dict[str, object]:
-    """All of the state as plain lists and dicts, for `tensorhub status`."""
-    models = [
-        {
-            "run": history.run,
-            "model": history.model,
-            "newest": history.newest_visible,
-            "newest_attempt": attempt_of(history.newest_visible),
-            "newest_step": step_of(history.newest_visible),
-            "retain_newest": history.retain_newest,
-            "retain_domains": history.retain_domains,
-            "retain_across": history.retain_across,
-            "missing_copies": [
-                {**_number(number), "why": missing.why} for number, missing in history.missing.items() if missing.why
-            ],
-            "bytes_published": history.published_size_bytes,
-            "bytes_retained": sum(h.size_bytes for h in _retained(history)),
-            "budget_bytes": registry.limits.published_bytes_max or None,
-            "over_budget": [
-                {"worker": name, "bytes": size, "versions": count}
-                for name, size, count in (spenders(history) if history.is_over_budget else [])
-            ],
-            "pinned": history.directive.pin or None,
-            "withdrawn": list(history.directive.withdrawn),
-            "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
-            "corrupt_segments": history.corrupt_segments,
-            "versions": [_version(info) for info in history.version_infos()],
-            "workers": [_worker(worker, now) for worker in history.workers.values()],
-            "leases": [
-                _lease(registry, lease, now) for worker in history.workers.values() for lease in worker.leases.values()
-            ],
-        }
-        for history in registry.histories.values()
-    ]
-    return {"hub": registry.session.hex(), "up_s": round(now - registry.started, 3), "models": models}
+
+def report(registry: Registry, now: float, size_bytes_max: int = ANSWER_SIZE_BYTES_MAX) -> dict[str, object]:
+    """All of the state as plain lists and dicts, for `tensorhub status`. What would be too long is cut: `left_out` says
+    how many entries are missing. Models with a worker that has the run's secret come first, each with its share."""
+    own = {h.id for h in registry.histories.values() if any(w.role != "reader" for w in h.workers.values())}
+    histories = sorted(registry.histories.values(), key=lambda history: history.id not in own)
+    left, models = size_bytes_max, []
+    for index, history in enumerate(histories):
+        sharing = len(own) - index if index < len(own) else len(histories) - index
+        room = Room(left // sharing)
+        left -= room.size_bytes
+        model = _model(registry, history, now, room)
+        if model is not None:
+            models.append(model)
+        left += room.size_bytes
+    return {
+        "hub": registry.session.hex(),
+        "up_s": round(now - registry.started, 3),
+        "models": models,
+        "left_out": len(histories) - len(models),
+    }
+
+
+def _model(registry: Registry, history: History, now: float, room: Room) -> dict[str, object] | None:
+    """None: there is no room even for its name."""
+    if not room.takes(MODEL_SIZE_BYTES):
+        return None
+    room.left_out = 0
+    names = Room(room.size_bytes // 2)
+    room.size_bytes -= names.size_bytes
+    versions = [_version(info) for info in history.version_infos(names)]
+    room.size_bytes, room.left_out = room.size_bytes + names.size_bytes, names.left_out
+    workers = sorted(history.workers.values(), key=lambda worker: worker.role == "reader")
+    leases = (lease for worker in workers for lease in worker.leases.values())
+    return {
+        "run": history.run,
+        "model": history.model,
+        "newest": history.newest_visible,
+        "newest_attempt": attempt_of(history.newest_visible),
+        "newest_step": step_of(history.newest_visible),
+        "retain_newest": history.retain_newest,
+        "retain_domains": history.retain_domains,
+        "retain_across": history.retain_across,
+        "missing_copies": [
+            {**_number(number), "why": missing.why} for number, missing in history.missing.items() if missing.why
+        ],
+        "bytes_published": history.published_size_bytes,
+        "bytes_retained": sum(h.size_bytes for h in _retained(history)),
+        "budget_bytes": registry.limits.published_bytes_max or None,
+        "over_budget": [
+            {"worker": name, "bytes": size, "versions": count}
+            for name, size, count in (spenders(history) if history.is_over_budget else [])
+        ],
+        "pinned": history.directive.pin or None,
+        "withdrawn": list(history.directive.withdrawn),
+        "attempt": history.directive.attempts[-1].number if history.directive.attempts else 0,
+        "corrupt_segments": history.corrupt_segments,
+        "versions": versions,
+        "workers": _some(room, workers, lambda worker: _worker(worker, now)),
+        "leases": _some(room, leases, lambda lease: _lease(registry, lease, now)),
+        "left_out": room.left_out,
+    }
+
+
+def _some(
+    room: Room, records: Iterable[Record], shown: Callable[[Record], dict[str, object]]
+) -> list[dict[str, object]]:
+    """The first of them, as many as there is room for."""
+    found: list[dict[str, object]] = []
+    for record in records:
+        if room.is_full:
+            room.left_out += 1
+            continue
+        entry = shown(record)
+        if room.takes(len(msgspec.msgpack.encode(entry))):
+            found.append(entry)
+    return found
 
 
 def _retained(history: History) -> list[Holding]:
@@ -149,6 +196,13 @@ def validate(registry: Registry) -> None:
     """Assert what is true between any two calls of handle."""
     for session, worker in registry.workers.items():
         _validate_worker(registry, session, worker)
+    readers = [worker for worker in registry.workers.values() if worker.role == "reader"]
+    shards = sum(len(lease.sources) for worker in readers for lease in worker.leases.values())
+    for worker in registry.workers.values():
+        announced = [len(lease.sources) for lease in worker.leases.values() if lease.is_announced]
+        assert worker.announced_shards == sum(announced)
+    assert registry.readers_records == shards + sum(len(w.holdings) + len(w.aside) for w in readers)
+    assert all(w.layouts == Counter(key.layout for key in (*w.holdings, *w.aside)) for w in readers)
     for history in registry.histories.values():
         for number, workers in history.aside.items():
             assert workers and all(any(key.version == number for key in w.aside) for w in workers.values())

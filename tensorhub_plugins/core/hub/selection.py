@@ -173,10 +173,12 @@ class UplinkBudget:
 
     def release(self, data_center: str, model: Model) -> list[Model]:
         """A lease has ended: the models that are to try again."""
-        crossing = self._crossing.setdefault(data_center, Counter())
+        crossing = self._crossing.get(data_center, Counter())
         crossing[model] -= 1
         if crossing[model] <= 0:  # below: a worker said Hello again from another place
             del crossing[model]
+        if not crossing:
+            self._crossing.pop(data_center, None)
         return list(self._waiting.pop(data_center, {}))
 
     def total(self) -> int:

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -34,7 +35,7 @@ from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.types import Role
+from tensorhub_plugins.core.types import Role, printable
 
 log = logging.getLogger("tensorhub.hub")
 
@@ -45,6 +46,7 @@ BARRED_MAX = 4096  # such sessions
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
 REFUSALS_LOGGED_PER_S = 10
+LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine two enums costs as much as to send
 
 
@@ -127,6 +129,8 @@ class Server:
         self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would let workers connect to nobody
         self._stop = threading.Event()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
+        self._logged_at = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S)
+        self._left_out = 0  # lines
         self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
         self._thread.start()
 
@@ -264,7 +268,7 @@ class Server:
                 case hub.Send(session, message):
                     self._tell(session, message)
                 case hub.Log(text, is_warning):
-                    log.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
+                    self._log(logging.WARNING if is_warning else logging.INFO, text)
 
     def _tell(self, session: bytes, message: messages.HubMessage) -> None:
         identity = self._names.identity(session)
@@ -282,11 +286,23 @@ class Server:
         except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
             log.debug("message to %s dropped: %s", public_name(identity).hex()[:8], error)
 
+    def _log(self, level: int, text: str) -> None:
+        """A line, whatever is in it; what peers bring about fills no disk."""
+        now = self._clock()
+        if now - self._logged_at[0] <= 1.0:
+            self._left_out += 1
+            return
+        self._logged_at.append(now)
+        if self._left_out:
+            log.warning("%d lines are left out: there were more than %d in a second", self._left_out, LOGGED_PER_S)
+            self._left_out = 0
+        log.log(level, "%s", printable(text))
+
     def _log_refusal(self, identity: bytes, error: ProtocolError) -> None:
         now = self._clock()
         if now - self._refused_at[0] > 1.0:
             self._refused_at = [*self._refused_at[1:], now]
-            log.warning("refused a message from %s: %s", public_name(identity).hex()[:8], error)
+            self._log(logging.WARNING, f"refused a message from {public_name(identity).hex()[:8]}: {error}")
 
 
 def _frame(message: messages.HubMessage) -> bytes:

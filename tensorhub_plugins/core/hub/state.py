@@ -17,6 +17,7 @@ from tensorhub_plugins.core.hub.copies import Copies, Counted
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import is_superseded
 from tensorhub_plugins.core.types import (
+    CHECKPOINT,
     Across,
     Role,
     ShardKey,
@@ -25,7 +26,29 @@ from tensorhub_plugins.core.types import (
 
 GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: who says otherwise is no member
 ROOTS_KEPT_MAX = 65_536  # shards of versions that nobody holds any more: 250 versions of 256 shards, some 16 MB
+VERSION_SIZE_BYTES = 64  # of one in an answer, about, without the names
 SHOWN_MAX = m.WITHDRAWN_MAX + 1  # so one is left if all that a directive can name are withdrawn
+
+
+@dataclass(slots=True)
+class Room:
+    """How much more an answer may hold, and how many entries were left out of it."""
+
+    size_bytes: int
+    left_out: int = 0
+    is_full: bool = False  # something did not fit: what comes after it is left out, too
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether an entry of this size is still put in."""
+        fits = size_bytes <= self.size_bytes and not self.is_full
+        self.is_full |= not fits
+        self.size_bytes -= size_bytes if fits else 0
+        self.left_out += not fits
+        return fits
+
+
+def _size_bytes(name: str) -> int:
+    return 8 + (len(name) if name.isascii() else 4 * len(name))
 
 
 @dataclass(slots=True)
@@ -42,7 +65,6 @@ class Holding:
     offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
     unpublishing: int | None = None  # the request that withdraws it
     must_retain: bool = False  # the worker wanted to give it up, and it is the last copy
-    is_doubted: bool = False  # a reader got other bytes from it than were published
     counted: Counted = Counted()  # noqa: RUF009  (a tuple) kept by `Registry.count_copy`
 
     @property
@@ -56,8 +78,14 @@ class Holding:
         return self.unpublishing is None or self.must_retain
 
 
+class _Referred:
+    """What timers refer to, without keeping it."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False, slots=True)
-class Lease:
+class Lease(_Referred):
     """A reader may read these sources until the deadline."""
 
     reader: Worker
@@ -69,6 +97,7 @@ class Lease:
     deadline: float
     serves: bool = False  # what is read is passed on while it arrives
     beside: bool = False  # other sources are read from, too
+    is_announced: bool = False  # a Hello has said so, and we have not granted it
     shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
 
     def __post_init__(self) -> None:
@@ -93,7 +122,7 @@ class Bound:
 
 
 @dataclass(eq=False, slots=True)
-class Claim:
+class Claim(_Referred):
     """This worker is to convert a shard into a layout that nobody holds, until the deadline."""
 
     worker: Worker
@@ -106,8 +135,19 @@ class Claim:
 Waiting: TypeAlias = m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin  # may take a while
 
 
+def items_of(message: m.Request) -> int:
+    """How many shards and sessions a request names, that wait with it."""
+    match message:
+        case m.Unpublish():
+            return len(message.keys)
+        case m.Acquire():
+            return sum(map(len, (message.shards, message.avoid, message.exclude, message.beside)))
+        case _:
+            return 0
+
+
 @dataclass(eq=False, slots=True)
-class Pending:
+class Pending(_Referred):
     """A request that has no answer yet."""
 
     worker: Worker
@@ -138,7 +178,7 @@ class Aside(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class Worker(_Referred):
     """One session: who it is, and what it holds and reads."""
 
     session: bytes
@@ -161,6 +201,7 @@ class Worker:
     passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same for leases that serve
     depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to a worker that has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
+    pending_items: int = 0  # `items_of` them
     replies: dict[int, m.Reply] = field(default_factory=dict)
     replies_size_bytes: int = 0  # of them, about
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
@@ -168,6 +209,9 @@ class Worker:
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
     corrupt_segments: int = 0  # that readers got from it
+    doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # by readers, that it heard of lately
+    announced_shards: int = 0  # that it reads, as its Hello has said
+    layouts: Counter[str] = field(default_factory=Counter)  # of a reader: how many shards it has of each
     room_bytes: int = 0  # for copies that others need, as it said last
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
@@ -201,6 +245,7 @@ class Version:
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
     # (layout, shard_count) -> shard -> session -> holding
     contents: Contents = field(default_factory=dict)
+    by_readers: set[tuple[str, int, int]] = field(default_factory=set)  # of the contents, what only they have said
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
@@ -217,6 +262,12 @@ class Version:
     def layouts(self) -> Iterator[tuple[str, int]]:
         """(layout, shard count) of all that anybody holds."""
         return iter(self.holdings)
+
+    def complete_holders(self, layout: str) -> list[Worker]:
+        """Who has any shard of this layout, whole."""
+        cuts = (by_shard for (name, _), by_shard in self.holdings.items() if name == layout)
+        held = (h for by_shard in cuts for holders in by_shard.values() for h in holders.values() if h.complete)
+        return list({h.worker.session: h.worker for h in held}.values())
 
     def held_text(self) -> str:
         """The layouts that are held, for people."""
@@ -412,17 +463,22 @@ class History:
         """The version below which a worker that has seen this one does not go: none, if that is over."""
         return 0 if self.is_over(seen) else seen
 
-    def version_infos(self) -> tuple[VersionInfo, ...]:
-        """What `Client.versions` returns, oldest version first."""
-        infos = []
-        for number, version in sorted(self.versions.items()):
-            layouts: dict[str, list[str]] = {}
-            for (layout, _), by_shard in version.holdings.items():
-                names = layouts.setdefault(layout, [])
-                for holders in by_shard.values():
-                    names.extend(h.worker.name for h in holders.values() if h.complete and h.worker.name not in names)
-            infos.append(VersionInfo(number, version.visible, {k: tuple(sorted(v)) for k, v in layouts.items()}))
-        return tuple(infos)
+    def version_infos(self, room: Room) -> tuple[VersionInfo, ...]:
+        """What `Client.versions` returns, oldest version first. room: for what does not fit the newest versions come
+        first, then the checkpoint, and who has the run's secret."""
+        found: list[VersionInfo] = []
+        for number in sorted(self.versions, reverse=True):
+            version = self.versions[number]
+            layouts: dict[str, tuple[str, ...]] = {}
+            fits = room.takes(VERSION_SIZE_BYTES)
+            for layout in sorted({each for each, _ in version.holdings}, key=lambda name: (name != CHECKPOINT, name)):
+                if fits and room.takes(_size_bytes(layout)):
+                    holders = version.complete_holders(layout)
+                    names = (w.name for w in sorted(holders, key=lambda w: (w.role == "reader", w.name)))
+                    layouts[layout] = tuple(sorted({name for name in names if room.takes(_size_bytes(name))}))
+            if fits:
+                found.append(VersionInfo(number, version.visible, layouts))
+        return tuple(reversed(found))
 
 
 Timed: TypeAlias = Worker | Lease | Pending | Claim | None  # what has a deadline; None: the hub's own recovery

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tensorhub_plugins.core.hub.state import History, Pending
+from tensorhub_plugins.core.hub.state import History, Pending, items_of
 from tensorhub_plugins.core.protocol import messages as m
 
 ANY_VERSION = 0  # in the place of a version: that one becomes visible, or is lost
@@ -34,6 +34,7 @@ class Waiters:
         self._arrivals += 1
         pending.order = self._arrivals
         pending.worker.pending[pending.message.request_id] = pending
+        pending.worker.pending_items += items_of(pending.message)
         pending.worker.history.waiting[pending.id] = pending
         if isinstance(pending.message, m.Begin):
             pending.worker.history.beginning[pending.id] = pending
@@ -42,7 +43,8 @@ class Waiters:
     def remove(self, pending: Pending) -> None:
         """It was answered, or is not wanted any more."""
         history = pending.worker.history
-        pending.worker.pending.pop(pending.message.request_id, None)
+        if pending.worker.pending.pop(pending.message.request_id, None) is not None:
+            pending.worker.pending_items -= items_of(pending.message)
         history.waiting.pop(pending.id, None)
         history.beginning.pop(pending.id, None)
         history.ready.pop(pending.id, None)

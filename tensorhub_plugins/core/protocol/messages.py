@@ -23,6 +23,7 @@ from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, Mark, Step, is_superseded, merged
 from tensorhub_plugins.core.types import (
     DECODE_ERRORS,
+    PRINTABLE,
     SHARDS_MAX,
     Across,
     Location,
@@ -44,7 +45,8 @@ HOLDINGS_MAX = 8192  # of one worker: its shard in some layouts of some versions
 FROM_CLIENT_SIZE_BYTES_MAX = 4 << 20  # a hello with 1,024 holdings is below 200 KB
 FROM_HUB_SIZE_BYTES_MAX = 16 << 20  # status of 8,192 workers is about 4 MB
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
+Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # what may be empty
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, by its public name
 HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # one life of the hub; b"": none is known
@@ -56,13 +58,13 @@ Layouts = Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=8)]
 Sessions = Annotated[tuple[Session, ...], msgspec.Meta(max_length=1024)]
 Requests = Annotated[tuple[Count, ...], msgspec.Meta(max_length=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
-Scheme = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
-Endpoint = Annotated[str, msgspec.Meta(max_length=256)]
+Scheme = Annotated[str, msgspec.Meta(min_length=1, max_length=32, pattern=PRINTABLE)]
+Endpoint = Word
 Endpoints = Annotated[dict[Scheme, Endpoint], msgspec.Meta(max_length=8)]  # of one worker: one for each transport
 Shard = Annotated[int, msgspec.Meta(ge=0, lt=SHARDS_MAX)]
 ShardCount = Annotated[int, msgspec.Meta(ge=1, le=SHARDS_MAX)]
 Domains = Annotated[int, msgspec.Meta(ge=1, le=DOMAINS_MAX)]
-Processes = Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=1024)]
+Processes = Annotated[tuple[Word, ...], msgspec.Meta(max_length=1024)]
 ErrorCode: TypeAlias = Literal[
     "DeadlineExceeded", "NotPublished", "ProtocolError", "Superseded", "UsageError", "VersionGone"
 ]
@@ -220,9 +222,9 @@ class Hello(_Message, frozen=True):
     generation: Count = 0
     directive: Directive = NO_DIRECTIVE
     hub: HubLife | None = None
-    process: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    process: Word = ""
     mark: Mark = b""
-    job: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    job: Word = ""
     welcomed: HubLife = b""
     retain_domains: Domains = 1
     retain_across: Across = "host"
@@ -393,7 +395,7 @@ class Begin(_Message, frozen=True):
     request_id: Count
     step: Step
     timeout_s: Seconds
-    word: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    word: Word = ""
     gone: Processes = ()
     waits: bool = False
     until: Until | None = None
@@ -526,10 +528,12 @@ class Refused(_Message, frozen=True):
 
 
 class Versions(_Message, frozen=True):
-    """Answers AskVersions: all versions of the history that the hub knows of, in order."""
+    """Answers AskVersions: the versions of the history that the hub knows of, in order. left_out: names, layouts and
+    versions for which there was no room."""
 
     request_id: Count
     versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
+    left_out: Count = 0
 
 
 class Status(_Message, frozen=True):

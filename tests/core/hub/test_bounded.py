@@ -7,17 +7,19 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import zmq
 from hub_peer import ask, peer
 from hub_scenarios import Scenario
 
-from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub, outbox, rates, server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.server import Server, start_server
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, SHARDS_MAX, Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, SHARDS_MAX, Location, ShardKey, check_name, printable
 
 LONG = "x" * 257
 KEY = ShardKey(1, CHECKPOINT)
@@ -80,7 +82,12 @@ def test_the_largest_answer_can_be_decoded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shards", "words"), [((0,) * 65536, "asked for twice"), ((0, 2), "shard 2 of 2 was asked for")]
+    ("shards", "words"),
+    [
+        ((0,) * 65536, "65536 shards were asked for"),
+        ((0,) * m.GRANTS_MAX, "asked for twice"),
+        ((0, 2), "shard 2 of 2 was asked for"),
+    ],
 )
 def test_an_acquire_that_makes_no_sense_is_refused_at_once(shards: tuple[int, ...], words: str) -> None:
     story = Scenario()
@@ -102,6 +109,62 @@ def test_a_serial_that_leaves_operators_none_is_not_believed() -> None:
     assert isinstance(story.inbox["trainer/0"][-1], m.Done)
     story.join("third/0", directive=m.Directive(1000, 0, ()))  # the control
     assert story.hub.registry.histories["run", "actor"].directive.serial == 1000
+
+
+@pytest.mark.parametrize("sign", ["\n", "\r", "\x1b[2J", "\x00", "\u202e", "\u2028", "\x85"])
+def test_what_would_forge_lines_does_not_decode(sign: str) -> None:
+    bad = f"a{sign}"
+    key = ShardKey(1, bad)
+    said: list[m.ClientMessage] = [
+        *(hello(**{field: bad}) for field in ("run", "model", "replica", "process", "job")),
+        *(hello(location=Location(*(bad if n == at else "" for n in range(3)))) for at in range(3)),
+        *(hello(endpoints=endpoints) for endpoints in ({bad: ""}, {"tcp": bad})),
+        hello(holdings=(m.Holding(key, b"r" * 16, 1),)),
+        hello(leases=(m.HeldLease(1, 1, bad, {0: b"s" * 16}, 1.0),)),
+        hello(claims=(key,)),
+        m.Publish(1, m.Holding(key, b"r" * 16, 1)),
+        m.Unpublish(1, (key,), 1.0),
+        m.Acquire(1, 1, 0, (bad,), 1.0),
+        m.Abandon(1, key),
+        m.Begin(1, 0, 1.0, bad),
+        m.Begin(1, 0, 1.0, "", (bad,)),
+    ]
+    for message in said:
+        with pytest.raises(ProtocolError, match="malformed message") as refused:
+            m.decode_from_client(m.encode(message))
+        assert refused.value.message == printable(refused.value.message)
+    with pytest.raises(UsageError, match="control how it is printed"):
+        check_name("replica", bad)
+
+
+def test_the_control_names_of_all_languages_do() -> None:
+    for name in ("trainer 1", "modèle-é", "模型", "a/b:c=d\\n", "x" * 256):
+        assert m.decode_from_client(m.encode(hello(replica=name))) == hello(replica=name)
+        assert check_name("replica", name) == printable(name) == name
+
+
+def test_what_is_printed_is_escaped_and_of_one_line(running: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with peer(running.address) as stranger:
+        stranger.send(b"\n2026-01-01 tensorhub.hub INFO forged")
+        stranger.recv()
+        unknown = msgspec.msgpack.encode(["Hel\nlo\x1b[2J", "r"])
+        stranger.send(m.encode(m.Bye())[:3] + unknown)
+        stranger.recv()
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(lines) == 2 and all(line.isprintable() for line in lines)
+    report = fetch_status(running.address)
+    report["models"] = [{**MODEL, "run": "r\nhub forged", "versions": [], "workers": [], "leases": []}]
+    assert "r\\nhub forged/m" in status_text(report)
+
+
+MODEL = {"run": "r", "model": "m", "newest": 0}
+
+
+def test_lines_are_left_out_beyond_so_many_a_second(running: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    before = len(caplog.records)
+    running._carry_out([hub.Log(f"line {n}") for n in range(3 * server.LOGGED_PER_S)])
+    assert len(caplog.records) - before <= server.LOGGED_PER_S
 
 
 # --- what is kept ---
@@ -167,6 +230,13 @@ def test_the_control_an_endless_queue_takes_it_all() -> None:
         port = router.bind_to_random_port("tcp://127.0.0.1")
         assert taken_from_a_flood(f"tcp://127.0.0.1:{port}") == FLOOD
     context.term()
+
+
+def test_a_refusal_is_a_refusal_for_commands(running: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tensorhub status` said that no hub answers."""
+    monkeypatch.setattr(server, "_frame", lambda message: m.encode(m.Refused(1, "UsageError", "too\nlong")))
+    with pytest.raises(UsageError, match=r"the hub refuses it: too\\nlong"):
+        fetch_status(running.address)
 
 
 # --- how much one session may say ---

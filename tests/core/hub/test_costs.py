@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from hub_scenarios import Scenario, source_of
 
-from tensorhub_plugins.core.hub.hub import LEASES_PER_SESSION_MAX
-from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey

@@ -341,3 +341,28 @@ def stands_still(sock: socket.socket) -> bool:
         threading.Event().wait(0.01)
         waiting.append(int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder))
     return waiting[0] > 0 and len(set(waiting)) == 1
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_nobody_has_a_source_take_more_than_there_is_to_ask_for(opened, caplog):
+    """128 connections that announced 4 MiB, and sent most of it before any lease was looked at, took 500 MB."""
+    size = messages.OPENING_SIZE_BYTES_MAX
+    begin = GREETING + (frame(StreamOpen(KEY, 1)) if opened else b"")
+    with served(TcpTransport(limits=TransportLimits(hello_s=0.3))) as (offer, endpoint):
+        size += 6 * offer.manifest.segment_count * opened
+        for more, words in ((size + 1000, "the limit is"), (size - 1000, "in time")):
+            caplog.clear()
+            sent = begin + HEADER.pack(CONTROL, 0, 0, more) + bytes(100)
+            with connected(endpoint, sent) as greedy, contextlib.suppress(OSError):
+                while greedy.recv(1 << 16):
+                    pass
+            until(lambda words=words: words in caplog.text)
+
+
+def test_the_control_whatever_may_be_read_can_be_asked_for():
+    for count in (1, 2, 255, 700_000):
+        worst = [(at + (1 << 16) * (count > 9), at + 1 + (1 << 16) * (count > 9)) for at in range(0, count, 2)]
+        size = len(msgspec.msgpack.encode(messages.StreamRead(worst, 3600.0)))
+        assert size <= messages.request_size_bytes_max(count) or size > messages.REQUEST_SIZE_BYTES_MAX
+    assert messages.request_size_bytes_max(None) == 64 << 10
+    assert messages.request_size_bytes_max(1 << 40) == messages.REQUEST_SIZE_BYTES_MAX

@@ -40,6 +40,8 @@ CONTROL, SEGMENT, ALIVE, READY = 1, 2, 3, 4
 NO_MANIFEST = msgspec.msgpack.encode(None)
 
 REQUEST_SIZE_BYTES_MAX = 4 << 20  # every second segment of a 1 TB shard named one by one is 2 MB
+OPENING_SIZE_BYTES_MAX = 64 << 10  # of a request before a lease was accepted: a name and a proof are below 6 KB
+RUN_SIZE_BYTES_MAX = 11  # of two numbers below 2**32 and the array that they are in
 REPLY_SIZE_BYTES_MAX = 256 << 20  # a manifest: about 100 bytes a tensor, 16 a segment
 READ_S_MAX = 3600.0  # whatever a reader asks for
 
@@ -103,6 +105,13 @@ StreamReply: TypeAlias = StreamOpened | StreamRefused | StreamFinished
 # Made here and not by decode(type=...): two threads that do so for the first time at once crash msgspec 0.21.
 request_decoder = msgspec.msgpack.Decoder[StreamRequest](StreamRequest)
 reply_decoder = msgspec.msgpack.Decoder[StreamReply](StreamReply)
+
+
+def request_size_bytes_max(segments: int | None) -> int:
+    """How long a request may be: with every second segment of what was opened. None: nothing was opened so far. So no
+    stranger has a source take more than 64 KiB, and nobody more than what there is to ask for."""
+    runs = 0 if segments is None else (segments + 1) // 2
+    return min(OPENING_SIZE_BYTES_MAX + RUN_SIZE_BYTES_MAX * runs, REQUEST_SIZE_BYTES_MAX)
 
 
 def check_hello(greeting: bytearray) -> None:

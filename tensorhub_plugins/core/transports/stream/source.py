@@ -32,7 +32,6 @@ from tensorhub_plugins.core.transports.stream.messages import (
     PROTOCOL,
     READ_S_MAX,
     READY,
-    REQUEST_SIZE_BYTES_MAX,
     SEGMENT,
     StreamFinish,
     StreamFinished,
@@ -43,6 +42,7 @@ from tensorhub_plugins.core.transports.stream.messages import (
     StreamRequest,
     check_hello,
     request_decoder,
+    request_size_bytes_max,
 )
 
 BACKLOG = 128
@@ -300,7 +300,8 @@ class ReaderConnection:
         if kind != CONTROL:
             raise ProtocolError(f"a frame of kind {kind} where a request should be")
         deadline = time.monotonic() + self._limits.hello_s
-        request: StreamRequest = self._channel.receive_rest(request_decoder, length, REQUEST_SIZE_BYTES_MAX, deadline)
+        most = request_size_bytes_max(None if self._offer is None else self._offer.manifest.segment_count)
+        request: StreamRequest = self._channel.receive_rest(request_decoder, length, most, deadline)
         return request
 
     def _answer(self, request: StreamRequest) -> None:
