@@ -194,6 +194,7 @@ class TensorHubServer(vLLMHttpServer):
     def _heartbeat(self, *, ready: bool, silent_s: float) -> dict[str, Any]:
         last = LastUpdate() if self.follower is None else self.follower.last_update
         return {
+            "refusal": (0, "") if self.follower is None else self.follower.refusal,
             "worker": self.worker,
             "node": ray.get_runtime_context().get_node_id(),
             "follows": self.follows,
@@ -213,8 +214,7 @@ class TensorHubServer(vLLMHttpServer):
         if not self.follows or self._client is None or self.follower is None:
             return not self.follows
         done = self.follower.until is not None and step_of(self.follower.version) >= self.follower.until
-        refused = max(self.follower.refused, default=0) > self.follower.version
-        return done or refused or self._client.pinned is not None
+        return done or self.follower.refusal[0] > 0 or self._client.pinned is not None
 
     def _why_not(self) -> str:
         """It takes no new work, though it could answer."""

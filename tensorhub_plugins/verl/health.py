@@ -20,6 +20,8 @@ class Replica:
     heard_at: float
     ready: bool = False
     version: int = 0
+    installed_at: float = 0.0  # when this version was first heard of
+    refused: int = 0  # a newer version, which it cannot install
     stays: bool = False  # it will not go on to a newer version: pinned, or not one that follows
     is_joining: bool = False  # not in rotation yet, because the others are further
     is_draining: bool = False
@@ -47,7 +49,7 @@ class Watch:
         if name in self.replicas:
             self.replicas[name].is_draining = draining
 
-    def heard(self, name: str, now: float, *, ready: bool, version: int, stays: bool = False) -> bool:
+    def heard(self, name: str, now: float, *, ready: bool, version: int, stays: bool = False, refused: int = 0) -> bool:
         """An answer. Returns whether this brings it back into rotation after a loss."""
         replica = self.replicas.get(name)
         if replica is None:
@@ -57,7 +59,9 @@ class Watch:
         if replica.is_joining and ready and replica.catch_up_to is None:
             replica.catch_up_to = self.newest()  # it has started by now, which took a while
         replica.heard_at = now
-        replica.ready, replica.version, replica.stays = ready, version, stays
+        if replica.version != version:
+            replica.installed_at = now
+        replica.ready, replica.version, replica.stays, replica.refused = ready, version, stays, refused
         is_out = replica.lost or replica.is_joining
         if is_out and ready and version >= min(replica.catch_up_to or 0, self.newest()):
             was_lost, replica.lost, replica.is_joining = replica.lost, False, False
@@ -113,10 +117,26 @@ class Watch:
             if (_serves(r) or (r.version == 0 and not _is_out(r))) and r.version < version and not r.stays
         ]
 
-    def lags(self) -> list[int]:
-        """By how many steps those in rotation are behind the newest of them, one at least if of a former attempt."""
-        newest = self.newest()
+    def lags(self, published: int = 0) -> list[int]:
+        """By how many steps those in rotation are behind the newest version, one at least if of a former attempt.
+
+        published: by the trainer, which may be more than any of them has."""
+        newest = max(self.newest(), published)
         return [steps_behind(r.version, newest) for r in self.replicas.values() if _serves(r)]
+
+    def ages(self, now: float) -> list[float]:
+        """Seconds since each of those in rotation has had its last version."""
+        return [now - r.installed_at for r in self.replicas.values() if _serves(r)]
+
+    def refusing(self, published: int = 0) -> list[str]:
+        """Those that cannot install the trainer's newest version. published: that one; 0 where it is not known."""
+        return [name for name, r in self.replicas.items() if not r.gone and r.refused >= max(published, 1)]
+
+    def is_stuck(self, published: int = 0) -> bool:
+        """Whether all of them refuse that version, and none has another one to go on with."""
+        there = [name for name, r in self.replicas.items() if not (r.gone or r.is_draining)]
+        serves = any(_serves(r) for r in self.replicas.values())
+        return bool(there) and not serves and set(there) <= set(self.refusing(published))
 
 
 def _serves(replica: Replica) -> bool:

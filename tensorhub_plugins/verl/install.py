@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.verl import driver, steps
+from tensorhub_plugins.verl import driver, routing, steps
 from tensorhub_plugins.verl.config import ROLLOUT
 
 
@@ -17,6 +17,7 @@ def register() -> None:
     _ROLLOUT_REGISTRY[(ROLLOUT, "async")] = "verl.workers.rollout.vllm_rollout.ServerAdapter"
     driver.look_at_configuration()
     steps.watch()
+    routing.watch_client()
 
 
 def _replica() -> type:

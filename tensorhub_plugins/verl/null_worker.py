@@ -1,11 +1,15 @@
 """Stands where verl's manager expects the workers of the pull-mode replicas, which have nothing to do in an update.
 
 So an update is over when the trainer has published. Where validation comes next that is too early: verl starts it at
-once, and logs it as of this step. Then this worker is done when the replicas in rotation have the version.
+once, and logs it as of this step. Then this worker is done when the replicas in rotation have the version. After the
+first update it is done when one of them has it, or with an error if none can install it: then nothing would ever be
+generated.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,26 +68,32 @@ class NullWorker:
         self._timeout_s = timeout_s
         self._is_first = True
         self._attempt = 0  # of the trainer
+        self._waited_s = 0.0  # for the replicas, at the last update
         self._routers: dict[Any, Any] = {}
 
     async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {}
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """Runs beside the trainer's own part, `send_weights`."""
+        """Runs beside the trainer's own part, `send_weights`. VersionRefused where no replica can run what it sends."""
         step = global_steps or 0
         is_first, self._is_first = self._is_first, False
-        if not self._validation.follows(step, is_first=is_first):
-            return
-        version = version_of(self._attempt, version_of_step(step))
+        version, started = version_of(self._attempt, version_of_step(step)), time.monotonic()
+        validates = self._validation.follows(step, is_first=is_first)
         for router in list(self._routers.values()):
-            behind = await router.wait_for_version.remote(version, self._timeout_s)
-            if behind:
-                logger.warning(
-                    "validation of step %d is answered in part by older weights: after %.0f s %s, and not version %s; "
-                    "raise tensorhub.timeout_s, or look in the logs of these replicas for what keeps them",
-                    *(step, self._timeout_s, ", ".join(behind), version_text(version)),
-                )
+            if validates:
+                self._tell_behind(step, version, await router.wait_for_version.remote(version, self._timeout_s))
+            elif not await router.wait_for_any.remote(version, self._timeout_s if is_first else 0.0) and is_first:
+                logger.warning("no replica has version %s after %.0f s", version_text(version), self._timeout_s)
+        self._waited_s = time.monotonic() - started if validates else 0.0
+
+    def _tell_behind(self, step: int, version: int, behind: Sequence[str]) -> None:
+        if behind:
+            logger.warning(
+                "validation of step %d is answered in part by older weights: after %.0f s %s, and not version %s; "
+                "raise tensorhub.timeout_s, or look in the logs of these replicas for what keeps them",
+                *(step, self._timeout_s, ", ".join(behind), version_text(version)),
+            )
 
     async def began(self, attempt: int) -> None:
         """The trainer has started again: the next weights are of this attempt."""
@@ -93,11 +103,12 @@ class NullWorker:
         """A router tells that it is there."""
         self._routers[getattr(router, "_ray_actor_id", id(router))] = router
 
-    async def figures(self) -> dict[str, float]:
-        """How the replicas do, for the trainer's log."""
-        total: dict[str, float] = {}
+    async def figures(self, published: int = 0) -> dict[str, float]:
+        """How the replicas do, for the trainer's log. published: its newest version."""
+        total = {"tensorhub/validation_wait/seconds": self._waited_s}
         for router in list(self._routers.values()):
-            total = {name: max(value, total.get(name, 0.0)) for name, value in (await router.figures.remote()).items()}
+            told = await router.figures.remote(published)
+            total |= {name: max(value, total.get(name, 0.0)) for name, value in told.items()}
         return total
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,12 +20,12 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from tensorhub_plugins.core import Deadline, TensorHubError, record, version_text
+from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, record, version_text
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
 from tensorhub_plugins.verl.health import Load, Watch
-from tensorhub_plugins.verl.versions import Span, cuts
+from tensorhub_plugins.verl.versions import Span
 from tensorhub_plugins.vllm.ray import figures, fleet
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
@@ -37,7 +38,6 @@ TIMEOUT_S = 15.0  # until the replicas' own option is known
 NO_REPLICA_TIMEOUT_S = 900.0  # a request waits so long for any replica: one is started again within minutes
 LONG_POLL_TIMEOUT_S = 10.0  # one question of a process that has requests under way: is any replica lost?
 RETRIES_MAX = 8  # of one request; beyond that it is the request that kills replicas
-PIECES_MAX = 10_000  # halves of split samples that were not asked for
 
 
 # Ray will not start it again. The second says that the node is lost to which verl has pinned the actor.
@@ -63,6 +63,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()  # somebody waits for a version
+        self._waits = 0  # how many do
+        self._published = 0  # the trainer's newest version, as it says itself
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
@@ -83,6 +85,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._start()
         deadline = Deadline.after(NO_REPLICA_TIMEOUT_S)
         while not self._inflight_requests:
+            if why := self.why_stuck():
+                raise VersionRefused(why)
             self._changed.clear()
             self._waiting += 1
             try:
@@ -130,30 +134,60 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._take_out(server_id, reason)
 
     async def wait_for_version(self, version: int, timeout_s: float) -> list[str]:
-        """Returns when all replicas in rotation answer with this version; or, at the deadline, who does not."""
+        """Returns when all replicas in rotation answer with this version; or, at the deadline, which do not.
+        VersionRefused where none will ever answer."""
+        await self._wait(lambda: not self._watch.behind(version), version, timeout_s)
+        behind = self._watch.behind(version)
+        return [f"{self._worker(name)} has {version_text(self._watch.replicas[name].version)}" for name in behind]
+
+    async def wait_for_any(self, version: int, timeout_s: float) -> bool:
+        """The trainer is about to publish this version. Returns whether a replica is in rotation, as soon as one is, or
+        at the deadline. VersionRefused where none will be."""
+        await self._wait(lambda: bool(self._inflight_requests), version, timeout_s)
+        return bool(self._inflight_requests)
+
+    async def _wait(self, is_done: Callable[[], bool], version: int, timeout_s: float) -> None:
         self._start()
+        self._published = max(self._published, version)
         deadline = Deadline.after(timeout_s)
+        self._waits += 1
         self._hurry.set()
         try:
-            while behind := self._watch.behind(version):
+            while not is_done():
+                if why := self.why_stuck():
+                    raise VersionRefused(why)
                 if deadline.remaining() <= 0:
-                    return [
-                        f"{self._worker(name)} has {version_text(self._watch.replicas[name].version)}"
-                        for name in behind
-                    ]
+                    return
                 await asyncio.sleep(HURRY_INTERVAL_S)
-            return []
         finally:
-            self._hurry.clear()
+            self._waits -= 1
+            if not self._waits:
+                self._hurry.clear()
 
-    async def figures(self) -> dict[str, float]:
-        """For the trainer's log."""
+    def why_stuck(self) -> str:
+        """Why no replica will ever answer: all of them refuse the newest version. "": they do, or may."""
+        if not self._watch.is_stuck(self._published):
+            return ""
+        refusing = self._watch.refusing(self._published)
+        version, why = self._answers[refusing[0]]["refusal"]
+        return (
+            f"version {version_text(version)} cannot be installed in any of {len(refusing)} replicas, and they have no "
+            f"other one to go on with: {self._worker(refusing[0])}: {why}"
+        )
+
+    async def figures(self, published: int = 0) -> dict[str, float]:
+        """For the trainer's log. published: its newest version."""
         self._start()
+        self._published = max(self._published, published)
         serving = [a for name, a in self._answers.items() if self._watch.in_rotation(name)]
+        lags = self._watch.lags(published)
         return {
             "tensorhub/replicas/ready": float(len(serving)),
             "tensorhub/replicas/lost": float(sum(r.lost for r in self._watch.replicas.values())),
-            "tensorhub/version_lag/max": float(max(self._watch.lags(), default=0)),
+            "tensorhub/replicas/refused": float(len(self._watch.refusing(published))),
+            "tensorhub/version_lag/max": float(max(lags, default=0)),
+            "tensorhub/version_lag/mean": sum(lags) / len(lags) if lags else 0.0,
+            "tensorhub/last_pull_age_s": max(self._watch.ages(time.monotonic()), default=0.0),
             **figures.of_updates(serving, TRAINER),
         }
 
@@ -217,7 +251,11 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 if said != repr(error):  # once, not every second
                     logger.exception("router: heartbeat of %s failed", server_id)
                 said = repr(error)
-            await asyncio.sleep(HURRY_INTERVAL_S if self._hurry.is_set() else HEARTBEAT_INTERVAL_S)
+            if self._hurry.is_set():
+                await asyncio.sleep(HURRY_INTERVAL_S)
+            else:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._hurry.wait(), HEARTBEAT_INTERVAL_S)
 
     def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -226,7 +264,12 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if answer["silent_s"] > self._watch.timeout_s:
             return  # the server is well, its engine is not: no sign of life
         back = self._watch.heard(
-            server_id, now, ready=answer["ready"], version=answer["version"], stays=answer.get("stays", False)
+            server_id,
+            now,
+            ready=answer["ready"],
+            version=answer["version"],
+            stays=answer.get("stays", False),
+            refused=answer.get("refusal", (0, ""))[0],
         )
         if back:
             logger.warning(
@@ -234,6 +277,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             )
             record("replica_back", worker=answer["worker"], version=answer["version"])
         self._choose(server_id, handle)
+        if self.why_stuck():
+            self._changed.set()  # those that wait for a replica wait in vain
 
     def _choose(self, server_id: str, handle: Any) -> None:
         """Into the choice or out of it, as the watch has it. Its requests under way are counted all the same."""
@@ -367,16 +412,13 @@ class Handle:
         return _Method(self._generate)
 
     async def _generate(self, **request: Any) -> TokenOutput:
-        key = (self._request_id, tuple(request["prompt_ids"]))
-        if (rest := _pieces.take(key)) is not None:
-            return rest
         server_id, actor, epoch = self._at
         if self._priority:
             request.setdefault("priority", self._priority)
         for attempt in range(RETRIES_MAX + 1):
             try:
                 output = await self._ask(server_id, actor, epoch, request)
-                return _hand_over(output, key)
+                return _hand_over(output)
             except (*ACTOR_ERRORS, ReplicaLost) as error:
                 reason = f"{type(error).__name__}"
                 await self._router.report_lost.remote(server_id, epoch, reason)
@@ -460,63 +502,42 @@ class Losses:
 
 # --- samples of several versions --------------------------------------------------------------------------------------
 
-
-class _Pieces:
-    """What is left of split samples, until verl's client comes back for it (in the same process)."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[Any, deque[TokenOutput]] = OrderedDict()
-
-    def put(self, key: Any, output: TokenOutput) -> None:
-        self._waiting.setdefault(key, deque()).append(output)
-        while len(self._waiting) > PIECES_MAX:
-            self._waiting.popitem(last=False)
-
-    def take(self, key: Any) -> TokenOutput | None:
-        outputs = self._waiting.get(key)
-        if not outputs:
-            return None
-        output = outputs.popleft()
-        if not outputs:
-            del self._waiting[key]
-        return output
+_steps: ContextVar[list[int] | None] = ContextVar("the first and last steps of the answer being made", default=None)
 
 
-_pieces = _Pieces()
-
-
-def _hand_over(output: TokenOutput, key: tuple[str, tuple[int, ...]]) -> TokenOutput:
-    """The answer in verl's terms: whole with its first and last step, or its first piece (see versions.py)."""
+def _hand_over(output: TokenOutput) -> TokenOutput:
+    """The answer in verl's terms: with its first and last step (see versions.py)."""
     spans = [Span(*span) for span in output.extra_fields.pop("tensorhub_spans", ())]
-    may_split = output.extra_fields.pop("tensorhub_split", False)
-    if not spans:
-        return output
-    steps = [span.step for span in spans]
-    grows = steps == sorted(steps)  # else it went back, and verl would take the first piece's step for the oldest
-    if len(spans) > 1 and may_split and grows and output.routed_experts is None and output.stop_reason != "aborted":
-        pieces = split(output, spans)
-        request_id, prompt = key
-        for before, piece in zip(pieces, pieces[1:], strict=False):
-            prompt = (*prompt, *before.token_ids)  # what the client will ask with when it comes back
-            _pieces.put((request_id, prompt), piece)
-        return pieces[0]
-    output.extra_fields.setdefault("min_global_steps", min(steps))
-    output.extra_fields.setdefault("max_global_steps", max(steps))
+    told = output.extra_fields.pop("tensorhub_split", False)
+    if spans:
+        steps = [span.step for span in spans]
+        output.extra_fields.setdefault("min_global_steps", min(steps))
+        output.extra_fields.setdefault("max_global_steps", max(steps))
+        if told and (of_answer := _steps.get()) is not None:
+            of_answer += [min(steps), max(steps)]
     return output
 
 
-def split(output: TokenOutput, spans: list[Span]) -> list[TokenOutput]:
-    """One output for each span; all but the last say "aborted", which makes verl's client come back for the rest."""
-    pieces = []
-    for step, start, stop in cuts(spans):
-        last = stop >= len(output.token_ids)
-        pieces.append(
-            TokenOutput(
-                token_ids=output.token_ids[start:stop],
-                log_probs=output.log_probs[start:stop] if output.log_probs is not None else None,
-                stop_reason=output.stop_reason if last else "aborted",
-                num_preempted=output.num_preempted if last else None,
-                extra_fields={**output.extra_fields, "global_steps": step},
-            )
-        )
-    return pieces
+def watch_client() -> None:
+    """From now on verl's client for interrupted answers keeps their first and last steps, as its other one does. It
+    makes a new answer of what it gets, of which it knows one step each. Twice is fine."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+    original = FullyAsyncLLMServerClient.generate
+    if hasattr(original, "tensorhub"):
+        return
+
+    @functools.wraps(original)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> TokenOutput:
+        steps: list[int] = []
+        token = _steps.set(steps)
+        try:
+            output = await original(self, *args, **kwargs)
+        finally:
+            _steps.reset(token)
+        if steps:
+            output.extra_fields.update(min_global_steps=min(steps), max_global_steps=max(steps))
+        return output
+
+    generate.tensorhub = True  # type: ignore[attr-defined]
+    FullyAsyncLLMServerClient.generate = generate

@@ -50,6 +50,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self.is_trainer, self.is_master = is_master is not None, bool(is_master)
         self._client: Client | None = None
         self._publisher: Publisher | None = None
+        self._published = 0  # the last version that this trainer has published
         self._received: Fetched | None = None  # the version that this rollout worker serves
         if self.is_trainer and self.options.parts:
             parts.watch()
@@ -86,10 +87,10 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         assert self._publisher is not None, "init_process_group comes before send_weights"
-        version = version_of_step(global_steps or 0)
+        step, seen = version_of_step(global_steps or 0), self._ask_figures()
         if self.options.parts and isinstance(weights, parts.Weights):  # nothing is gathered: see parts.py
-            return await self._told(self._publisher.publish_parts(version, parts.held_by_rank(weights.engine)))
-        return await self._told(self._publisher.publish(version, _whole(weights)))
+            return await self._told(step, self._publisher.publish_parts(step, parts.held_by_rank(weights.engine)), seen)
+        return await self._told(step, self._publisher.publish(step, _whole(weights)), seen)
 
     def _begin(self, publisher: Publisher, step: int) -> None:
         """All ranks, before verl moves any weights. What a former life of this run has published is over, from the
@@ -99,13 +100,22 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             with contextlib.suppress(ValueError):  # no replicas that pull
                 ray.get(ray.get_actor(null_worker.NAME).began.remote(publisher.attempt), timeout=self.options.timeout_s)
 
-    async def _told(self, metrics: dict[str, float]) -> dict[str, float]:
+    def _ask_figures(self) -> Any:
+        """How the replicas that pull do, before the next version; None where verl's manager moves the weights."""
+        if self.is_master and ray.is_initialized():  # else Ray would start a cluster, or look for one that is gone
+            with contextlib.suppress(ValueError):
+                return ray.get_actor(null_worker.NAME).figures.remote(self._published)
+        return None
+
+    async def _told(self, step: int, metrics: dict[str, float], asked: Any) -> dict[str, float]:
         """For verl's log, which keeps one rank's of every name."""
+        assert self._publisher is not None
+        self._published = self._publisher.version(step)
         if not self.is_master:
             return {}
-        if metrics and self._publisher is not None:
+        if metrics:
             metrics["tensorhub/publish/bytes"] = float(self._publisher.whole_size_bytes)
-        return {**metrics, **await _figures()}
+        return {**metrics, **await _figures(asked)}
 
     # --- rollout, drop-in ---------------------------------------------------------------------------------------------
 
@@ -213,14 +223,10 @@ def _whole(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
         yield name, tensor
 
 
-async def _figures() -> dict[str, float]:
-    """Of the replicas that pull; none where verl's manager moves the weights."""
-    if not ray.is_initialized():  # asked all the same, Ray would start a cluster, or look for one that is gone
-        return {}
+async def _figures(asked: Any) -> dict[str, float]:
     try:
-        replicas = ray.get_actor(null_worker.NAME)
-        return dict(await asyncio.wait_for(replicas.figures.remote(), FIGURES_TIMEOUT_S))
-    except (ValueError, asyncio.TimeoutError, ray.exceptions.RayError):
+        return {} if asked is None else dict(await asyncio.wait_for(asked, FIGURES_TIMEOUT_S))
+    except (asyncio.TimeoutError, ray.exceptions.RayError):
         return {}
 
 

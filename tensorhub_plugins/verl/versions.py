@@ -6,13 +6,13 @@ attempt that is the version, too; a trainer that starts again has others (`core.
 An engine that keeps its requests while its weights change gives samples whose tokens come from several versions. A
 `Span` says so exactly. verl's accounting reads `min_global_steps` and `max_global_steps` of a sample, which two clients
 fill in: `LLMServerClient` takes what the server gives. `FullyAsyncLLMServerClient` (separate_async, fully_async) knows
-one step per answer, and takes the first and last of several answers when a request was interrupted. For it a sample
-of several versions is handed over as that: piece by piece, each with its step, all but the last "aborted" (`split`).
+one step per answer, and takes the first and last of several answers when a request was interrupted: what it knows is
+corrected when it has the whole sample (`routing.watch_client`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from tensorhub_plugins.core import attempt_of, step_of, version_text
@@ -68,12 +68,3 @@ class Ledger:
     def forget(self, request: str) -> None:
         """The request failed; it will never be reported."""
         self._closed.pop(request, None)
-
-
-def cuts(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """(step, start, stop) of every piece, in tokens."""
-    pieces, at = [], 0
-    for span in spans:
-        pieces.append((span.step, at, at + span.tokens))
-        at += span.tokens
-    return pieces

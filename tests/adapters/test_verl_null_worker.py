@@ -9,6 +9,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 
 from omegaconf import OmegaConf  # noqa: E402
 
+from tensorhub_plugins.core import VersionRefused  # noqa: E402
 from tensorhub_plugins.verl.null_worker import NullWorker, Validation, validation_of  # noqa: E402
 
 
@@ -42,14 +43,54 @@ def test_verls_configuration_says_when_it_validates(trainer, optimizer_steps, ex
 
 
 class Router:
+    """replicas: whether one is ready."""
+
     def __init__(self, behind=()):
-        self.asked, self.behind, self.arrived = [], list(behind), asyncio.Event()
+        self.asked, self.behind, self.arrived, self.refuses = [], list(behind), asyncio.Event(), ""
         self.wait_for_version = SimpleNamespace(remote=self._wait)
+        self.wait_for_any = SimpleNamespace(remote=self._wait_for_any)
+        self.figures = SimpleNamespace(remote=self._figures)
+        self.looked, self.ready = [], True
 
     async def _wait(self, version, timeout_s):
         self.asked.append((version, timeout_s))
         await self.arrived.wait()
         return self.behind
+
+    async def _wait_for_any(self, version, timeout_s):
+        self.looked.append((version, timeout_s))
+        if self.refuses:
+            raise VersionRefused(self.refuses)
+        return self.ready
+
+    async def _figures(self, published):
+        return {"tensorhub/version_lag/max": float(published)}
+
+
+def test_the_first_update_waits_for_a_replica_or_ends_with_the_reason_of_all(caplog):
+    async def story():
+        router, worker = Router(), NullWorker(Validation(False, 0, None), 5.0)
+        await worker.meet(router)
+        await worker.update_weights(0)
+        await worker.update_weights(1)
+        assert router.looked == [(1, 5.0), (2, 0.0)]  # later ones only look
+        router.ready = False
+        await worker.update_weights(2)  # they may all be on their way back
+        assert not caplog.records
+        router.refuses = "version 1 cannot be installed in any of 2 replicas"
+        with pytest.raises(VersionRefused, match="in any of 2 replicas"):
+            await worker.update_weights(3)
+        assert await worker.figures(7) == {
+            "tensorhub/validation_wait/seconds": 0.0,
+            "tensorhub/version_lag/max": 7.0,
+        }
+        late, alone = Router(), NullWorker(Validation(False, 0, None), 5.0)
+        late.ready = False
+        await alone.meet(late)
+        await alone.update_weights(0)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    assert [record.getMessage() for record in caplog.records] == ["no replica has version 1 after 5 s"]
 
 
 def test_an_update_before_validation_ends_when_the_replicas_have_it(caplog):
@@ -64,6 +105,7 @@ def test_an_update_before_validation_ends_when_the_replicas_have_it(caplog):
         assert not update.done() and router.asked == [(3, 5.0)]
         router.arrived.set()
         await update
+        assert 0.0 < (await worker.figures())["tensorhub/validation_wait/seconds"] < 30.0
         router.behind = ["rollout-1/0 has 2"]
         await worker.update_weights(4)
 

@@ -147,9 +147,7 @@ def test_spans_hold_every_token_once_in_order(tokens_per_step):
     spans = ledger.finished("r", total, len(tokens_per_step) - 1)
     assert {s.step: s.tokens for s in spans} == {i: t for i, t in enumerate(tokens_per_step) if t}
     assert [s.step for s in spans] == sorted(s.step for s in spans)
-    pieces = versions.cuts(spans)
-    assert [start for _, start, _ in pieces[1:]] == [stop for _, _, stop in pieces[:-1]]
-    assert sum(stop - start for _, start, stop in pieces) == total
+    assert sum(span.tokens for span in spans) == total
 
 
 # --- health -----------------------------------------------------------------------------------------------------------
@@ -270,6 +268,34 @@ def test_who_is_behind():
     assert watch.behind(6) == ["a", "new"]
     watch.failed("a", 3)
     assert watch.behind(6) == ["new"]
+
+
+def test_replicas_that_all_stand_still_are_behind_what_was_published():
+    watch = _watch()
+    assert watch.lags() == [0, 0]  # the newest of them says nothing of the trainer
+    assert watch.lags(5) == [0, 0] and watch.lags(9) == [4, 4]
+    assert watch.ages(31) == [30, 30]
+    watch.heard("a", 32, ready=True, version=9)
+    assert watch.lags(9) == [0, 4] and sorted(watch.ages(33)) == [1, 32]
+
+
+def test_replicas_are_stuck_when_all_refuse_and_none_has_another_version():
+    watch = health.Watch(timeout_s=10)
+    for name in ("a", "b"):
+        watch.add(name, 0)
+        watch.heard(name, 1, ready=False, version=0, refused=1)
+        assert watch.is_stuck() is (name == "b" or len(watch.replicas) == 1)
+    assert watch.refusing(1) == ["a", "b"] and watch.is_stuck(1)
+    assert watch.refusing(2) == [] and not watch.is_stuck(2)  # they may take that one
+    watch.heard("b", 2, ready=False, version=0)  # it was started again, and is asked again
+    assert not watch.is_stuck(1)
+    watch.heard("b", 3, ready=True, version=1)
+    assert watch.refusing(1) == ["a"] and not watch.is_stuck(1)
+    watch.heard("b", 4, ready=True, version=1, refused=2)
+    watch.heard("a", 4, ready=False, version=0, refused=2)
+    assert watch.refusing(2) == ["a", "b"] and not watch.is_stuck(2)  # one goes on with version 1
+    watch.failed("b", 5, gone=True)
+    assert watch.is_stuck(2)
 
 
 def test_requests_are_counted_once():

@@ -10,9 +10,9 @@ ray = pytest.importorskip("ray")
 
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
+from tensorhub_plugins.core import VersionRefused  # noqa: E402
 from tensorhub_plugins.verl import routing  # noqa: E402
-from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter, split  # noqa: E402
-from tensorhub_plugins.verl.versions import Span  # noqa: E402
+from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
 
 
@@ -330,10 +330,15 @@ def test_the_trainers_log_says_how_the_replicas_do():
         router = Router({"a": a, "b": b, "c": Server("c", version=0)})
         await router.handle("warm up")
         await until(lambda: len(router.real._inflight_requests) == 2)
-        assert await router.real.figures() == {
+        told = await router.real.figures()
+        assert 0.0 < told["tensorhub/last_pull_age_s"] < 30.0
+        assert {**told, "tensorhub/last_pull_age_s": 0.0} == {
             "tensorhub/replicas/ready": 2.0,
             "tensorhub/replicas/lost": 0.0,
+            "tensorhub/replicas/refused": 0.0,
             "tensorhub/version_lag/max": 1.0,
+            "tensorhub/version_lag/mean": 0.5,
+            "tensorhub/last_pull_age_s": 0.0,
             "tensorhub/pull/seconds_max": 0.5,
             "tensorhub/pause/seconds_max": 0.3,
             "tensorhub/pull/share_from_peers": 0.5,
@@ -384,12 +389,16 @@ def test_nobody_is_ready(monkeypatch):
     run(story)
 
 
-def test_a_split_sample_is_put_together_by_verls_own_client():
-    """FullyAsyncLLMServerClient, unchanged, reports the first and last step of a sample of three versions."""
-    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+@pytest.mark.parametrize("spans", [[(4, 2), (5, 1), (7, 3)], [(7, 3), (4, 2), (5, 1)]], ids=["on", "back"])
+def test_verls_own_client_reports_the_first_and_last_step_of_a_sample_at_once(monkeypatch, spans):
+    """FullyAsyncLLMServerClient sleeps a second before it comes back for the rest of an answer: there is none."""
+    from verl.workers.rollout import llm_server
+
+    slept = []
+    monkeypatch.setattr(llm_server, "asyncio", SimpleNamespace(gather=asyncio.gather, sleep=slept.append))
 
     async def story():
-        server = Server("a", spans=[(4, 2), (5, 1), (7, 3)])
+        server = Server("a", spans=spans)
         router = Router({"a": server})
 
         class Balancer(Actor):
@@ -408,47 +417,82 @@ def test_a_split_sample_is_put_together_by_verls_own_client():
 
         rollout = SimpleNamespace(name="vllm_tensorhub", response_length=16, full_determinism=False)
         config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-        client = FullyAsyncLLMServerClient(config=config, load_balancer_handle=Balancer())
+        client = llm_server.FullyAsyncLLMServerClient(config=config, load_balancer_handle=Balancer())
         output = await client.generate("r", prompt_ids=[7, 8], sampling_params={}, priority=-3)
         assert server.given["priority"] == -3  # verl's client itself drops it where rollout.name is not vllm
         assert output.token_ids == [0, 1, 2, 3, 4, 5]
         assert output.log_probs == [-0.5 * t for t in range(6)]
         assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (4, 7)
         assert output.stop_reason == "completed"
-        assert server.asked == 1  # the pieces were there already
-        assert not routing._pieces._waiting
+        assert server.asked == 1 and not slept
         await until(lambda: router.real._inflight_requests == {"a": 0})  # releases are fire and forget
 
     run(story)
 
 
-def test_an_unsplit_sample_says_first_and_last_to_the_plain_client():
+def test_a_sample_says_first_and_last_to_the_plain_client():
     output = TokenOutput(
         token_ids=[1, 2, 3],
         extra_fields={"global_steps": 4, "tensorhub_spans": [(4, 1), (5, 2)], "tensorhub_split": False},
     )
-    told = routing._hand_over(output, ("r", (7,))).extra_fields
+    told = routing._hand_over(output).extra_fields
     assert (told["min_global_steps"], told["max_global_steps"], told["global_steps"]) == (4, 5, 4)
     assert not [name for name in told if name.startswith("tensorhub")]
 
 
-def test_a_sample_of_an_engine_that_went_back_is_not_split():
-    """verl takes the first piece's step for the oldest."""
-
-    def told(*spans: tuple[int, int]) -> TokenOutput:
-        fields = {"global_steps": 4, "tensorhub_spans": list(spans), "tensorhub_split": True}
-        return routing._hand_over(TokenOutput(token_ids=[1, 2, 3], extra_fields=fields), ("r", (9,)))
-
-    whole = told((5, 1), (4, 2))
-    assert whole.token_ids == [1, 2, 3]
-    assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (4, 5)
-    assert told((4, 1), (5, 2)).token_ids == [1]  # the control
-    routing._pieces._waiting.clear()
+WHY = "tensor 'layers.0.mlp' is unknown"
 
 
-def test_pieces_hold_what_the_whole_held():
-    whole = TokenOutput(token_ids=[5, 6, 7], log_probs=[-1.0, -2.0, -3.0], stop_reason="length", num_preempted=2)
-    first, last = split(whole, [Span(1, 2), Span(2, 1)])
-    assert (first.token_ids, first.log_probs, first.stop_reason) == ([5, 6], [-1.0, -2.0], "aborted")
-    assert (last.token_ids, last.log_probs, last.stop_reason) == ([7], [-3.0], "length")
-    assert (first.num_preempted, last.num_preempted) == (None, 2)
+def test_a_version_that_all_replicas_refuse_ends_what_waits_for_it():
+    async def story():
+        a, b = Server("a", version=0), Server("b", version=0)
+        a.tells = {"refusal": (1, WHY)}
+        router = Router({"a": a, "b": b})
+        waiting = [
+            asyncio.ensure_future(wait)
+            for wait in (router.handle("r"), router.real.wait_for_any(1, 20.0), router.real.wait_for_version(1, 20.0))
+        ]
+        await until(lambda: router.real._watch.refusing() == ["a"])
+        assert not any(wait.done() for wait in waiting)  # the other one may take it
+        b.tells = {"refusal": (1, WHY)}
+        for wait in waiting:
+            with pytest.raises(VersionRefused, match=f"version 1 cannot be installed in any of 2 .*: a/0: {WHY}"):
+                await wait
+        b.version, b.tells = 2, {}  # the trainer has published another one
+        assert await router.real.wait_for_any(2, 20.0)
+        assert (await router.handle("r"))._at[0] == "b"
+
+    run(story)
+
+
+def test_replicas_that_refuse_and_have_another_version_go_on():
+    async def story():
+        a, b = Server("a", version=3), Server("b", version=3)
+        a.tells = b.tells = {"refusal": (4, WHY), "stays": True}
+        router = Router({"a": a, "b": b})
+        await router.handle("warm up")
+        assert await router.real.wait_for_any(4, 20.0) and await router.real.wait_for_version(4, 20.0) == []
+        await until(lambda: len(router.real._inflight_requests) == 2)
+        told = await router.real.figures(6)
+        assert (told["tensorhub/replicas/refused"], told["tensorhub/version_lag/mean"]) == (0.0, 3.0)
+        assert (await router.real.figures(4))["tensorhub/replicas/refused"] == 2.0
+
+    run(story)
+
+
+def test_who_waits_for_a_version_does_not_wait_for_the_next_heartbeat(monkeypatch):
+    monkeypatch.setattr(routing, "HEARTBEAT_INTERVAL_S", 1000.0)
+
+    async def story():
+        a = Server("a", version=3)
+        router = Router({"a": a})
+        await router.handle("warm up")
+        a.version = 4
+        assert await router.real.wait_for_version(4, 20.0) == []
+        a.version = 5
+        first, second = (asyncio.ensure_future(router.real.wait_for_version(n, 20.0)) for n in (5, 6))
+        assert await first == [] and not second.done()  # and goes on looking for the other
+        a.version = 6
+        assert await second == []
+
+    run(story)

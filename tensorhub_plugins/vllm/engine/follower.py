@@ -102,7 +102,7 @@ class Follower:
         self.until = until
         self.pins = pins
         self.sleep = sleep
-        self.refused: dict[int, None] = {}  # versions that cannot be installed in this engine
+        self.refused: dict[int, str] = {}  # versions that cannot be installed in this engine, and why
         self._said = ""  # why there is nothing to run
         self.version = 0  # installed; 0: what the engine was started with
         self.is_broken = False  # an installation failed half way: nothing may be generated
@@ -116,6 +116,12 @@ class Follower:
     def is_whole(self) -> bool:
         """It answers from one version, or will when the installation under way has ended."""
         return not (self.is_broken or self.is_paused) or (self.installing_since is not None and self._was_whole)
+
+    @property
+    def refusal(self) -> tuple[int, str]:
+        """The newest version that was refused, and why, if it is above the installed one; else (0, "")."""
+        newest = max(self.refused, default=0)
+        return (newest, self.refused[newest]) if newest > self.version else (0, "")
 
     async def follow(self) -> None:
         """Runs as long as the engine."""
@@ -217,7 +223,7 @@ class Follower:
             return False
         text = "%s: version %d cannot be installed in this engine, which goes on with version %d: %s"
         logger.error(text, self.worker, version, self.version, reasons[0])
-        self.refused[version] = None
+        self.refused[version] = str(reasons[0])
         while len(self.refused) > REFUSED_MAX:
             del self.refused[next(iter(self.refused))]
         return True
