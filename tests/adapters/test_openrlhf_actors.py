@@ -23,6 +23,7 @@ from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
+from tensorhub_plugins.vllm.engine.departures import Departures  # noqa: E402
 from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
 from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
@@ -98,6 +99,7 @@ def make_engine(*, is_partial: bool) -> Any:
     one.executor = Versioned(TwoTurns())
     one.gate = None if is_partial else Gate()
     one.is_leaving = False
+    one._departures = Departures(one.llm.output_processor, one.running)
     one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
     one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
     return one
@@ -123,7 +125,7 @@ def test_samples_say_which_versions_they_are_of() -> None:
         one.llm.answers.set()
         samples = await answer
         assert [sample["extra_logs"] for sample in samples] == 2 * [{"mine": 1.0, FIRST: 0, LAST: 3}]
-        assert one.llm.calls[-3:] == ["pause", "tensorhub_install", "resume"]
+        assert one.llm.calls[-5:] == ["pause", "forget", "tensorhub_install", "forget", "resume"]
 
     asyncio.run(story())
 

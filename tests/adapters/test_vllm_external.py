@@ -133,10 +133,13 @@ def test_no_request_goes_out_on_a_connection_that_its_server_may_just_close(play
     play(story)
 
 
-def test_an_answer_whose_versions_cannot_be_told_is_not_used(play: Any) -> None:
+@pytest.mark.parametrize("starts", [None, [[0, 0]], [[3, 0], [0, 2]]])
+def test_an_answer_whose_versions_cannot_be_told_is_not_used(starts: Any, play: Any) -> None:
+    """Or are none of the store's."""
+
     async def story(fake: Fake, other: External) -> None:
         await other.join()
-        fake.starts = None
+        fake.starts = starts
         with pytest.raises(ServerLost, match="cannot tell the version"):
             await answer(other)
 
