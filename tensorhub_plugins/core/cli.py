@@ -47,6 +47,7 @@ from tensorhub_plugins.core.types import (
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
+CONNECTIONS_FEW = 256  # that a hub has room for; below that its status says so
 STATUS_CHECK_S = 0.1
 # `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
 DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
@@ -387,6 +388,8 @@ def status_text(report: dict[str, Any]) -> str:
     """The report for people."""
     report = _escaped(report)
     lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
+    if (room := report.get("connections_left", CONNECTIONS_FEW)) < CONNECTIONS_FEW:
+        lines.append(f"room for {room} more connections: raise the hub's limit of open files (ulimit -Hn)")
     for model in report["models"]:
         newest = version_label(model["newest"]) if model["newest"] else "none"
         lines.append(f"\n{model['run']}/{model['model']}: newest version {newest}")

@@ -2,13 +2,15 @@
 
 A forked child has the parent's sockets and none of its threads: whoever is connected would not notice the parent's
 death, and what waits for a thread would wait for ever. So a child closes the sockets and refuses to use what the parent
-has made. A fork that runs no hook (a C library's) is seen as well: who makes something remembers its process.
+has made. A fork that runs no hook (a C library's) is seen as well: who makes something remembers its process. And how
+many files it may have open, of which each connection is one.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import resource
 import socket
 import stat
 from contextlib import suppress
@@ -27,6 +29,7 @@ class Closable(Protocol):
         """Idempotent."""
 
 
+FILES_MAX = 1 << 20  # more nobody needs, and what looks at all of them (a program that is started) is slow then
 _in_children: WeakSet[Closable] = WeakSet()  # to be closed in a forked child
 _at_exit: WeakSet[Closable] = WeakSet()  # to be closed when the interpreter exits
 
@@ -153,3 +156,24 @@ def _forked() -> None:
 def _exits(pid: int) -> None:
     for each in list(_at_exit) if os.getpid() == pid else ():
         each.close()
+
+
+def raise_files_max() -> int:
+    """Let this process have as many files open as the system permits, and return how many those are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_MAX if soft == resource.RLIM_INFINITY else soft
+
+
+def files_left(most: int) -> int:
+    """Return about how many more can be opened of so many: the system gives the lowest number that is free."""
+    try:
+        probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    os.close(probe)
+    return max(0, most - probe - 1)

@@ -27,10 +27,10 @@ import zmq
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
-from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
 from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
-from tensorhub_plugins.core.process import ForeignPort
+from tensorhub_plugins.core.process import ForeignPort, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address
 from tensorhub_plugins.core.security import curve, secret
@@ -44,6 +44,8 @@ SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; who 
 FAILURES_PER_SESSION_MAX = 3  # over what one session says, before it is not listened to any more
 BARRED_MAX = 4096  # such sessions
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
+FILES_KEPT = 64  # for what is no worker: who is refused hears why, people ask for the status, logs
+FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, which is all that it would say
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
@@ -105,6 +107,8 @@ class Server:
         self._lease_key = b"" if keys is None else keys.lease_key
         self._clock = clock
         self._limits = HubLimits() if limits is None else limits
+        self._files_max, self._is_full = raise_files_max(), False  # full, and said so
+        self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._hub = self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._failures: dict[bytes, int] = {}  # by the session that they cost
@@ -129,8 +133,7 @@ class Server:
         self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would let workers connect to nobody
         self._stop = threading.Event()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
-        self._logged_at = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S)
-        self._left_out = 0  # lines
+        self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
         self._thread = threading.Thread(target=self._run, name="tensorhub-hub", daemon=True)
         self._thread.start()
 
@@ -156,10 +159,13 @@ class Server:
         self._context.term()
 
     def _new_hub(self, now: float) -> hub.Hub:
-        return hub.Hub(new_session(), now, self._limits, self._lease_key)
+        made = hub.Hub(new_session(), now, self._limits, self._lease_key)
+        made.sessions_max = self._sessions_max
+        return made
 
     def _run(self) -> None:
-        log.info("hub %s listens on %s", self._hub.session.hex()[:8], self.address)
+        who, most = self._hub.session.hex()[:8], self._sessions_max
+        log.info("hub %s listens on %s, for %d workers at most", who, self.address, most)
         next_tick = self._clock()
         poller = self._poller()
         try:
@@ -167,6 +173,7 @@ class Server:
                 now = self._clock()
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
+                    self._look_at_files()
                     next_tick = self._hub.next_deadline(now)
                 if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._let_in()
@@ -177,6 +184,17 @@ class Server:
             raise
         finally:
             self._free()
+
+    def _look_at_files(self) -> None:
+        """Say once that nobody else can connect, until some can again."""
+        free = files_left(self._files_max)
+        if free <= FILES_FREE_MIN and not self._is_full:
+            log.warning(
+                "no more connections can be accepted: %d files are open, the most that this process may have. Workers "
+                "that come now hear nothing. Raise the limit (ulimit -Hn), or see who is connected",
+                self._files_max - free,
+            )
+        self._is_full = free <= (FILES_KEPT if self._is_full else FILES_FREE_MIN)
 
     def _poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -274,6 +292,8 @@ class Server:
         identity = self._names.identity(session)
         if identity is None:
             return
+        if isinstance(message, messages.Status):
+            message.report["connections_left"] = files_left(self._files_max)
         if isinstance(message, messages.Status | messages.Versions):  # they took as long as there is to tell
             self._rates.charge(identity, len(self._hub.workers))
         self._send(identity, message)

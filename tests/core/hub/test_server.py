@@ -8,13 +8,17 @@ import os
 import pickle
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from hub_peer import ask, peer
 
+from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
@@ -22,6 +26,7 @@ from tensorhub_plugins.core.hub.server import (
     Server,
     start_server,
 )
+from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     new_session,
@@ -269,3 +274,56 @@ def test_the_threads_of_zeromq_do_not_interrupt_the_hubs_own():
                 break
     assert all(after.get(thread, policy) == policy for thread, policy in before.items())
     assert started == wanted
+
+
+# --- as many as the system permits ---
+
+HUB_OF_FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+from tensorhub_plugins.core.hub.server import start_server
+with start_server() as server:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], server.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def hub_of_few_files(hard: int) -> Iterator[tuple[int, str]]:
+    command = [sys.executable, "-c", HUB_OF_FEW_FILES, str(hard)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        soft, address = process.stdout.readline().split()
+        yield int(soft), address
+        process.communicate()
+
+
+@pytest.mark.parametrize("hard", [160, 1000])
+def test_a_hub_takes_as_many_workers_as_it_may_and_says_why_it_takes_no_more(hard: int) -> None:
+    """With a soft limit of 1,024 files 1,014 workers were welcomed, and the others, and `status`, heard nothing."""
+    with hub_of_few_files(hard) as (soft, address), contextlib.ExitStack() as stack:
+        assert soft == hard
+        answers: list[messages.HubMessage] = []
+        while len(answers) < 100 and not isinstance((answers or [None])[-1], messages.Refused):
+            worker = stack.enter_context(peer(address))
+            answers.append(
+                ask(worker, messages.Hello("r", "m", f"a{len(answers)}", 0, 1, Location(), {}, request_id=1))
+            )
+        report = fetch_status(address)
+        if hard == 1000:  # the control: more than the soft limit it was started with
+            assert all(isinstance(answer, messages.Welcome) for answer in answers)
+            assert "more connections" not in status_text({**report, "connections_left": 1000})
+            return
+        assert len(answers) > 30 and all(isinstance(answer, messages.Welcome) for answer in answers[:-1])
+        assert "raise its limit of open files" in getattr(answers[-1], "message", "")
+        assert 0 < report["connections_left"] < hard and "room for" in status_text(report)
+
+
+def test_that_nobody_else_can_connect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with start_server() as running:
+        most = running._files_max
+        for free in (100, 1, 0, 2, 40, 1, 100, 1):
+            running._files_max = most - files_left(most) + free
+            running._look_at_files()
+            running._files_max = most
+    assert caplog.text.count("no more connections can be accepted") == 2
