@@ -119,7 +119,7 @@ def compose(words: Words, outlook: Outlook) -> Any:
     given = _given(words.arguments)
     name = (given.config_name or COMMANDS[words.command]).removesuffix(".yaml")
     overrides = list(given.overrides)
-    own = f"hydra.searchpath=[file://{verl_folder() / 'trainer' / 'config'}]"
+    own = "hydra.searchpath=[pkg://verl.trainer.config]"
     while True:
         try:
             return _compose(words.command, given, name, overrides)

@@ -35,7 +35,7 @@ SEPARATE = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=16",
 ]
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
-SEARCH = f"hydra.searchpath=[file://{doctor.verl_folder()}/trainer/config]"
+SEARCH = "hydra.searchpath=[pkg://verl.trainer.config]"
 ONE_STEP_OFF = ["verl.experimental.one_step_off_policy.main_ppo", SEARCH, APART]
 FULLY_ASYNC = [
     *("verl.experimental.fully_async_policy.fully_async_main", APART),
@@ -316,3 +316,13 @@ def test_the_doctor_knows_whether_verl_finds_the_store(monkeypatch):
     assert not doctor.is_found(composed([*FULLY_ASYNC, *PULL, module, external]))
     monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
     assert doctor.is_found(composed([*FULLY_ASYNC, *PULL]))
+
+
+def test_the_lines_of_the_readme_are_what_a_node_of_eight_takes(job):
+    section = (ROOT / "README.md").read_text().partition("## Use it with verl")[2].partition("\n## ")[0]
+    blocks = section.split("```")[1::2]
+    lines = [word for block in blocks for line in block.splitlines() for word in line.partition("#")[0].split()]
+    size = ["data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=128"]
+    outlook = looked([*job, *size, *(word.replace("step=N", "step=4") for word in lines)])
+    assert not outlook.wrong
+    assert "GPUs: 8 are needed (4 for the trainer, 4 for 2 engines of 2)" in outlook.said

@@ -1,20 +1,26 @@
-"""Command lines of the frameworks' own examples, and how they are taken from there: command_lines.py capture.
+"""Command lines of the frameworks' own examples: how they are taken from there, and what becomes of them.
 
     python tests/support/command_lines.py capture verl ~/verl examples/grpo_trainer/run_qwen3_8b_fsdp.sh ...
-    python tests/support/command_lines.py happens          what verl's real command does with each line of the table
+    python tests/support/command_lines.py refresh verl          (openrlhf: in its environment, see `make test-openrlhf`)
 
 Captured are arguments only: a script is run in an empty folder, with executables that do nothing but write down how
-they were called. Scripts that end processes are left out. The table is tests/adapters/command_lines.json.
+they were called. Scripts that end processes are left out. `refresh` asks the doctor about each row of the table
+(tests/adapters/command_lines.json) and runs the framework's real command up to where it would start Ray.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,13 @@ if sys.argv[0].endswith("date"):
     print("DATE")
 sys.exit("-c" in sys.argv[1:2])
 """
+STARTS = "starts Ray"
+SENTENCE_MAX = 170  # characters of a refusal that are kept
+
+PULL = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub actor_rollout_ref.rollout.name=vllm_tensorhub"
+SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
+README = f"{SEPARATE} actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=8 {PULL}"
+OPENRLHF = "--vllm.sync_backend tensorhub"
 
 
 def captured(checkout: Path, script: str, **environment: str) -> str | None:
@@ -43,25 +56,108 @@ def captured(checkout: Path, script: str, **environment: str) -> str | None:
             stub.chmod(0o755)
         calls = Path(folder, "calls")
         calls.touch()
-        given = {
-            "PATH": f"{folder}:/usr/bin:/bin",
-            "HOME": f"{folder}/home",
-            "CALLS": str(calls),
-            "USER": "user",
-            **environment,
-        }
+        home = f"{folder}/home"
+        given = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": home, "CALLS": str(calls), "USER": "user", **environment}
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
                 ["bash", str(checkout / script)], env=given, cwd=folder, capture_output=True, timeout=60, check=False
             )
         for call in calls.read_text().splitlines():
             words = [
-                word.replace(f"{folder}/home", "$HOME").replace(folder, "$PWD").replace(str(checkout), "$CHECKOUT")
+                word.replace(home, "$HOME").replace(folder, "$PWD").replace(str(checkout), "$CHECKOUT")
                 for word in json.loads(call)
             ]
             if any(word.endswith(MODULES) for word in words):
                 return shlex.join(words)
     return None
+
+
+def words_of(line: str, more: str, folder: Path, paths: tuple[str, ...]) -> list[str]:
+    """The words of a line with `more` at its end ("~WORD": without it), for a machine where what `paths` name is: such
+    files are made below `folder`."""
+    words = shlex.split(line)
+    for one in more.split():
+        if one.startswith("~"):
+            words = [word for word in words if word != one[1:]]
+        else:
+            words.append(one)
+    words = [re.sub(r"\$(HOME|PWD|CHECKOUT)", str(folder), word) for word in words]
+    return [_there(word, folder) if word.startswith(tuple(f"{path}=" for path in paths)) else word for word in words]
+
+
+def _there(word: str, folder: Path) -> str:
+    name, _, value = word.partition("=")
+    value = re.sub(r"(?<![\w.])(?:~|(?=/))([\w./-]+)", lambda found: f"{folder}{found[0].lstrip('~')}", value)
+    value = value.replace(f"{folder}{folder}", str(folder))
+    for path in re.findall(rf"{re.escape(str(folder))}[\w./-]+", value):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).touch()
+    return f"{name}={value}"
+
+
+def asked(look: Callable[..., None], words: list[str], folder: Path) -> list[str]:
+    """What the doctor finds wrong, each sentence as the table has it."""
+    from tensorhub_plugins.vllm.outlook import Outlook
+
+    outlook = Outlook()
+    outlook.ask(look, outlook, words)
+    return [short(sentence, folder) for sentence in outlook.wrong]
+
+
+def short(sentence: str, folder: Path) -> str:
+    """Without what is of this machine."""
+    packages = str(Path(json.__file__).parents[1] / "site-packages")
+    environment = str(Path(sys.executable).parents[1])
+    words = " ".join(sentence.split()).replace(str(folder), "$PWD").replace(packages, "$PACKAGES")
+    words = re.sub(rf"{re.escape(environment)}/lib/[\w.]+/site-packages", "$PACKAGES", words)
+    return words[:SENTENCE_MAX]
+
+
+class Reached(BaseException):
+    """Ray would be started now."""
+
+
+def happens(words: list[str], folder: Path) -> str:
+    """What the framework's real command does, in a process of its own: how it ends, or that it starts Ray."""
+    number = next(number for number, word in enumerate(words) if word.endswith(MODULES))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(read)
+        os.chdir(folder)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                os.write(write, _ended(words[number], words[number + 1 :], said).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return short(answer, folder)
+
+
+def _ended(module: str, arguments: list[str], said: io.StringIO) -> str:
+    import ray
+
+    def init(*given: Any, **options: Any) -> None:
+        raise Reached
+
+    ray.init = init
+    sys.argv = [module, *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "0"
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Reached:
+        return STARTS
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            return ended.code.removeprefix("tensorhub: ")
+        lines = [line for line in said.getvalue().splitlines() if line.strip() and "HYDRA_FULL_ERROR" not in line]
+        return next((line for line in reversed(lines) if "rror" in line or "Could not" in line), " ".join(lines[-3:]))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
 
 
 def table() -> dict[str, Any]:
@@ -72,9 +168,37 @@ def write(rows: dict[str, Any]) -> None:
     TABLE.write_text(json.dumps(rows, indent=1) + "\n")
 
 
+def refresh(framework: str) -> None:
+    """Every row of one framework again: what the doctor says, and what really happens."""
+    from importlib import import_module
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    doctor = import_module(f"tensorhub_plugins.{framework}.doctor")
+    known, packages = table(), tempfile.mkdtemp()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "cpu"))
+    import make_stand_ins
+
+    if made := make_stand_ins.make(Path(packages)):
+        sys.path.insert(0, str(made))
+    if framework == "openrlhf":
+        import_module("openrlhf.trainer.ray.ppo_actor")  # once, before there are children
+    for row in known["rows"]:
+        if row["framework"] != framework:
+            continue
+        folder = Path(tempfile.mkdtemp()).resolve()
+        words = words_of(known[framework][row["script"]], row["added"], folder, doctor.PATHS)
+        os.chdir(folder)
+        row["wrong"] = asked(doctor.look, words, folder)
+        row["happens"] = happens(words, folder)
+        print(row["script"], row["added"][:30], len(row["wrong"]), row["happens"][:60], flush=True)
+    write(known)
+
+
 if __name__ == "__main__":
-    rows = table() if TABLE.exists() else {}
-    if sys.argv[1] == "capture":
+    if sys.argv[1] == "refresh":
+        refresh(sys.argv[2])
+    else:
+        rows = table() if TABLE.exists() else {}
         framework, checkout = sys.argv[2], Path(sys.argv[3]).absolute()
         for script in sys.argv[4:]:
             line = captured(checkout, script)
