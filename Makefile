@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .DEFAULT_GOAL := help
 .PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-openrlhf test-fleet \
-	test-rdma test-gpu bench-gpu test-sim chaos lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
+	test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
@@ -98,6 +98,10 @@ test-sim: ## 10,000 simulated clusters under faults (about an hour; 1,000 of the
 chaos: ## five minutes of kills, cuts, flipped bits, liars and strangers (SEED=n for the same ones again); needs root
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -s tests/chaos --chaos-s 300 --chaos-seed "$${SEED:-$$RANDOM}"
+
+mutants: ## sixty faults put into core, one at a time: each has a test that must fail
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python tests/mutants/mutants.py $(WORDS)
 
 lint: ## ruff, and mypy
 	@$(IN_ENV); ruff check .; ruff format --check .; mypy
