@@ -117,6 +117,33 @@ def test_unpublish_waits_for_its_reader_and_grants_nothing_new(scenario: Scenari
     assert scenario.heard("trainer/0") == ["unpublished"]
 
 
+def test_a_publish_that_its_own_unpublish_has_overtaken_brings_nothing_back(scenario: Scenario) -> None:
+    scenario.join("a/0")
+    scenario.join("b/0")
+    for name in ("a/0", "b/0"):
+        scenario.publish(name, 1)
+    held = scenario.hub.workers[scenario.sessions["a/0"]].holdings[ShardKey(1, CHECKPOINT)]
+    late = m.Publish(scenario.requests["a/0"] + 1, m.Holding(held.key, held.root, held.size_bytes))
+    scenario.requests["a/0"] += 1
+    scenario.unpublish("a/0", 1)
+    scenario.tell("a/0", late)
+    assert scenario.heard("a/0") == ["unpublished"] and not scenario.hub.workers[scenario.sessions["a/0"]].holdings
+    scenario.publish("a/0", 1)  # asked after it: this one is meant
+    assert scenario.hub.workers[scenario.sessions["a/0"]].holdings
+
+
+def test_the_last_checkpoint_stays_though_an_engine_has_the_version_in_its_own_layout(scenario: Scenario) -> None:
+    """Another engine could not read that."""
+    scenario.join("trainer/0")
+    scenario.join("rollout/0")
+    scenario.publish("trainer/0", 1)
+    scenario.publish("rollout/0", 1, RUNTIME)
+    scenario.unpublish("trainer/0", 1)
+    assert scenario.heard("trainer/0") == ["keep it"]
+    scenario.unpublish("rollout/0", 1, RUNTIME)
+    assert scenario.heard("rollout/0") == ["unpublished"]
+
+
 @pytest.mark.parametrize(("again", "left"), [(True, [1, 2]), (False, [2])])
 def test_an_unpublish_that_comes_late_does_not_mean_what_is_offered_since(
     scenario: Scenario, again: bool, left: list[int]

@@ -213,6 +213,20 @@ def test_over_a_long_way_a_further_source_is_only_given_when_the_first_is_slow(s
     assert source_of(scenario, "x/0") == "b/0"
 
 
+@pytest.mark.parametrize(("where", "named"), [("here", ["tcp", "tls"]), ("far", ["tls"])])
+def test_what_asks_for_tls_names_no_other_way_to_another_data_centre(
+    scenario: Scenario, where: str, named: list[str]
+) -> None:
+    greeting = m.Hello("run", "actor", "trainer", 0, 1, Location("here"), {"tcp": "t", "tls": "s"}, tls_only=True)
+    scenario.sessions["trainer/0"] = b"trainer".ljust(16, b".")
+    scenario.tell("trainer/0", greeting)
+    scenario.publish("trainer/0", 1)
+    scenario.join("rollout/0", location=Location(where))
+    scenario.acquire("rollout/0")
+    (granted,) = (each for each in scenario.inbox["rollout/0"] if isinstance(each, m.Granted))
+    assert sorted(granted.grants[0].endpoints) == named
+
+
 def test_a_checkpoint_is_read_whole_and_a_runtime_layout_shard_by_shard(scenario: Scenario) -> None:
     for shard in (0, 1):
         scenario.join(f"trainer/{shard}", 2)

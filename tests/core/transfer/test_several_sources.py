@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from replication_story import A, B, Story, grant, granted, manifest
+from replication_story import A, B, C, Story, grant, granted, manifest
 
 from tensorhub_plugins.core import errors
 from tensorhub_plugins.core.transfer import replication as r
@@ -131,6 +131,16 @@ def test_a_transfer_that_lasts_asks_more_and_more_rarely_for_an_idle_source():
     deliver(story, {A: 100.0}, until=5.0)
     assert all((ask.beside, ask.urgent, ask.timeout_s) == ((A,), False, 0.0) for _, ask in asks)
     assert [round(now) for now, _ in asks] == [1, 2, 4]
+
+
+def test_the_lease_of_an_additional_source_that_is_of_no_use_is_ended():
+    """It came for another version, or for a shard that needs no more."""
+    of = manifest(40)
+    for version, shard in ((8, None), (7, 0)):
+        story = two_sources(40)
+        late = msgspec.structs.replace(granted(3, grant(0, C, of), version=version), additional=True)
+        story.machine.limits = msgspec.structs.replace(story.machine.limits, sources_max=2)
+        assert story.then(late) == [r.EndLease(3, shard, False)]
 
 
 def test_when_one_of_two_dies_the_other_goes_on_and_nobody_is_asked():
