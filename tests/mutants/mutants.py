@@ -12,12 +12,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("kept.toml")

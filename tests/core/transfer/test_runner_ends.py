@@ -1,0 +1,56 @@
+"""What is true when a transfer has returned, however it ended."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from tensorhub_plugins.core import errors
+from tensorhub_plugins.core.transfer import events, runner
+from tensorhub_plugins.core.transfer.replication import Replication
+from tensorhub_plugins.core.types import CHECKPOINT
+
+
+class SlowHub:
+    """It takes every request, and answers it when the reader has left."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.ended: list[int] = []
+
+    def ask(self, make, deadline: float) -> Future:
+        self.asked.append(make(7 + len(self.asked)).request_id)
+        return Future()
+
+    def end_lease(self, request_id: int, shard: int | None = None, **_: object) -> None:
+        self.ended.append(request_id)
+
+
+def make(hub: SlowHub) -> runner.Transfer:
+    machine = Replication(1, 0, (CHECKPOINT,), False, 1e9, 1e9)
+    return runner.Transfer(machine, hub, {}, SimpleNamespace())
+
+
+def test_the_lease_of_an_unanswered_request_is_ended_with_the_transfer() -> None:
+    """The hub may have granted it, and the answer is still on its way: nobody would ever say that the read is over."""
+    hub = SlowHub()
+    transfer = make(hub)
+    transfer._next.append(events.Answer(0, errors.HubUnreachable("it is away"), False))
+    with pytest.raises(errors.HubUnreachable):
+        transfer.run()
+    assert hub.asked == [7] and hub.ended == [7]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_no_reader_writes_any_more_when_a_transfer_has_returned(writes: bool) -> None:
+    """One that only connects, and was given no memory to write to, is not waited for without end."""
+    said: list[object] = []
+    reader = SimpleNamespace(close=lambda: said.append("close"), join=lambda s: said.append(s), writes=writes)
+    transfer = make(SlowHub())
+    transfer._left.append(reader)
+    transfer._next.append(events.Answer(0, errors.HubUnreachable("it is away"), False))
+    with pytest.raises(errors.HubUnreachable):
+        transfer.run()
+    assert said == ["close", None if writes else runner.OPENING_S]
