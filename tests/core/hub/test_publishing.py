@@ -133,8 +133,8 @@ def test_a_publish_that_its_own_unpublish_has_overtaken_brings_nothing_back(scen
 
 
 def test_the_last_checkpoint_stays_though_an_engine_has_the_version_in_its_own_layout(scenario: Scenario) -> None:
-    """Another engine could not read that."""
-    scenario.join("trainer/0")
+    """Another engine could not read that. On a node that may be taken away nothing else would keep it."""
+    scenario.join("trainer/0", preemptible=True)
     scenario.join("rollout/0")
     scenario.publish("trainer/0", 1)
     scenario.publish("rollout/0", 1, RUNTIME)
@@ -176,6 +176,8 @@ def test_unpublish_ends_at_its_deadline_and_names_who_was_cut_off(scenario: Scen
     assert scenario.heard("trainer/0") == []
     scenario.wait(1)
     assert scenario.heard("trainer/0") == ["unpublished cut off rollout/0"]
+    assert not scenario.hub.workers[scenario.sessions["rollout/0"]].leases
+    assert not scenario.hub.workers[scenario.sessions["trainer/0"]].readers
 
 
 def test_a_lost_reader_or_an_expired_lease_does_not_hold_unpublish_up(scenario: Scenario) -> None:
