@@ -84,6 +84,7 @@ def test_the_last_copy_is_retained_in_other_memory_until_it_may_be_released():
     shelf = Shelf[str]()
     publish(shelf, ONE, "a")
     assert shelf.unpublished(shelf.unpublish(1), keep=True) == [Retain(ONE, "a")]
+    assert not shelf.replace(ONE, "another", "copy") and shelf.find(ONE) == "a"
     assert shelf.replace(ONE, "a", "copy") and shelf.find(ONE) == "copy" and shelf.entries[ONE].is_retained
     assert shelf.may_release([TWO]) == {}
     assert shelf.unpublished(shelf.may_release([ONE, TWO]), keep=False) == [Withdraw(ONE, "copy")]

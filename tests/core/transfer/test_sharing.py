@@ -124,3 +124,20 @@ def test_limits_that_cannot_be_are_refused_by_name(limits, wrong):
     (name,) = wrong
     with pytest.raises(UsageError, match=name):
         limits(**wrong)
+
+
+def test_no_more_sources_are_asked_for_than_may_be_at_a_time():
+    for count in (LIMITS.sources_max - 1, LIMITS.sources_max):
+        sources = [
+            source(session, range(2 * n, 2 * n + 2)) for n, session in zip(range(count), (A, B, C), strict=False)
+        ]
+        state = shard(range(10, 20), *sources)
+        assert reason_for_more(state, LIMITS.slow_s + 0.1, LIMITS) == ("slow" if count < LIMITS.sources_max else None)
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_a_source_that_waits_for_the_bytes_itself_does_not_count_as_slow(waited: bool):
+    one = source(A, range(4), rate=100.0)
+    for segment in range(4):
+        one.arrived(segment, 5.0 * (1 + segment), waited=waited)
+    assert one.is_slow is not waited
