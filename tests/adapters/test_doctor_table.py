@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_lines import STARTS, asked, table, words_of
+from command_lines import STARTS, asked, stand_in_for_vllm, table, words_of
 
 TABLE = table()
 ROWS = TABLE["rows"]
@@ -51,9 +51,8 @@ def ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for name in ("TENSORHUB_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
     if HERE == "verl":
-        monkeypatch.syspath_prepend(Path(__file__).parents[2] / "recipes" / "cpu")
         (tmp_path / "vllm").mkdir()
-        if made := import_module("make_stand_ins").make(tmp_path / "vllm"):
+        if made := stand_in_for_vllm(tmp_path / "vllm"):
             monkeypatch.syspath_prepend(made)
     else:
         doctor = import_module("tensorhub_plugins.openrlhf.doctor")

