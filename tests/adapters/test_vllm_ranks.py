@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig
+from tensorhub_plugins.vllm.engine.caches import StaleCaches
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 
 JOINING = WorkerConfig(hub="tcp://h:1", run="r", model="m", replica="server")
@@ -27,13 +28,16 @@ class FakeCore:
     def __init__(self, rank: int, store: TCPStore, everyone: list[FakeCore], together: threading.Barrier) -> None:
         self.rank, self.dp_store, self.everyone, self.together = rank, store, everyone, together
         self.asked: list[Any] = []
-        self.wrong, self.available, self.idle, self.version = "", True, True, 0
+        self.wrong, self.available, self.idle, self.version, self.holds = "", True, True, 0, ""
 
     async def is_available(self) -> bool:
         return self.available
 
     async def is_idle(self) -> bool:
         return self.idle
+
+    async def held_by(self) -> str:
+        return self.holds
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         self._asked(method, *args)
@@ -106,6 +110,14 @@ def test_no_rank_is_paused_when_one_is_not_there_for_us(cores: list[FakeCore]) -
     cores[2].available = True
     asyncio.run(engine.pause())
     assert all(core.asked == [("pause",)] for core in cores)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_no_rank_is_paused_while_something_keeps_blocks_on_one(rank: int, cores: list[FakeCore]) -> None:
+    cores[rank].holds = "1 requests (a) wait for KV of another engine"
+    with pytest.raises(StaleCaches, match="wait for KV"):
+        asyncio.run(first(cores).pause())
+    assert not any(core.asked for core in cores)
 
 
 def test_requests_of_all_ranks_are_the_engines(cores: list[FakeCore]) -> None:
