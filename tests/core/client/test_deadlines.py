@@ -43,7 +43,7 @@ def test_a_request_ends_soon_after_its_deadline_whatever_the_hub_does():
     machine.handle(session.Ask(m.Wait(7, 5, 0, 2.0), 2.0), 0.0)
     due = machine.next_deadline()
     assert 2.0 < due < 2.0 + GRACE_S
-    assert session.Expired(7, True) in machine.handle(session.Tick(), due)
+    assert session.Expired(7, True, was_sent=True) in machine.handle(session.Tick(), due)
     assert TransferLimits().hub_answer_s < GRACE_S and TransferLimits().hub_answer_s > session.ANSWER_MARGIN_S
 
 
