@@ -16,7 +16,7 @@ from vllm_engines import checkpoint, make_model
 
 from tensorhub_plugins.core import Client, Server
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.heavy, pytest.mark.long, pytest.mark.timeout(600)]
 
 FIRST, SECOND, THIRD = [5, 6, 7, 8, 9, 10, 11, 12] * 5, [100, 101, 102], [300, 7, 21, 44]
 TOKENS = 4

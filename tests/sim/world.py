@@ -73,7 +73,7 @@ class Faults:
             freeze_every_s=rng.choice([0.0, 12.0, 30.0]),
             tire_every_s=rng.choice([0.0, 6.0, 20.0]),
             cut_every_s=rng.choice([0.0, 12.0, 30.0]),
-            hub_freeze_every_s=rng.choice([0.0, 12.0, 25.0]),
+            hub_freeze_every_s=random.Random(rng.getstate()[1][1]).choice([0.0, 12.0, 25.0]),  # leaves rng as it is
         )
 
 
@@ -201,7 +201,7 @@ class World:
         self.lives += 1
         self.met, self.returned, self.told_to_retain = set(), {}, False
         born = self.now if self.lives > 1 else self.now - HUB_ALONE_S
-        self.hub_lead = self.rng.uniform(-1000.0, 1000.0)
+        self.hub_lead = random.Random(self.lives).uniform(-1000.0, 1000.0)  # leaves self.rng as it is
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
         self.directive = m.NO_DIRECTIVE
         self._tick_hub(self.lives)
