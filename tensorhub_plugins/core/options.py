@@ -68,7 +68,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
     # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
-    fleet_min: int = 1
+    fleet_min: int = 1  # so many others must be ready before one that is drained by its name leaves
     fleet_max: int = FLEET_MAX
     fleet_target: int | None = None  # None: as many as the framework has started
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function

@@ -183,6 +183,25 @@ def test_an_actor_that_is_started_again_goes_on_where_it_was(monkeypatch: pytest
     play(story, monkeypatch)
 
 
+def test_the_last_that_is_ready_is_drained_at_once_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def story(stage: Stage) -> None:
+        await stage.report("rollout-0")
+        stage.launcher.may_start.clear()
+        assert await stage.actor.drain("rollout-0", 5.0) == (
+            "another one is started in its place: fleet_min is 1; "
+            "rollout-0 is the last that is ready: it drains when rollout-1 is, or at once with --now",
+            False,
+        )
+        assert await stage.report("rollout-0") == {"rollout-0": False}
+        said, _ = await stage.actor.drain("rollout-0", 5.0, True)
+        assert said.endswith("it was the last that is ready: requests wait until rollout-1 is")
+        assert await stage.report("rollout-0") == {"rollout-0": True}
+
+    play(story, monkeypatch)
+
+
 def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(stage: Stage) -> None:
         await stage.report("rollout-0")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fleet_stories import NODES, deeds, fleet, says, seen, states
 from fleet_world import MAY_BECOME, OPS, program, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,6 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
     Event,
     PolicySaid,
     Reported,
-    Say,
     SetTarget,
     Start,
     Started,
@@ -42,36 +42,6 @@ from tensorhub_plugins.vllm.ray.fleet_events import (
 from tensorhub_plugins.vllm.ray.fleet_state import FleetState, _Member
 from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
 from tensorhub_plugins.vllm.ray.room import RESERVE_TIMEOUT_S
-
-NODES = {"a": "10.0.0.1", "b": "10.0.0.2"}
-
-
-def seen(name: str, node: str = "a", **more: Any) -> Seen:
-    return Seen(name, f"handle of {name}", node, **{"ready": True, "version": 3, **more})
-
-
-def fleet(*events: Event, **options: Any) -> FleetState:
-    """Two replicas from the start, on node a, at time 0; room for three more."""
-    state = FleetState(**options)
-    state.handle(Cluster(NODES, 3), 0.0)
-    state.handle(Reported((seen("rollout-0"), seen("rollout-1"))), 0.0)
-    for event in events:
-        state.handle(event, 0.0)
-    return state
-
-
-def deeds(effects: list[Effect]) -> list[Effect]:
-    """Without what is told to people and the log."""
-    return [effect for effect in effects if not isinstance(effect, (Changed, Targeted, Say))]
-
-
-def says(effects: list[Effect]) -> str:
-    return "; ".join(effect.text for effect in effects if isinstance(effect, Say))
-
-
-def states(state: FleetState) -> dict[str, str]:
-    return {member.name: member.state for member in state.view(0.0).members}
-
 
 # --- stories ----------------------------------------------------------------------------------------------------------
 
@@ -306,13 +276,6 @@ def test_an_external_server_joins_and_leaves_and_does_not_count() -> None:
     assert deeds(failed.handle(Cluster(NODES, 3), 1.0)) == []  # nobody else is delayed, and it is not tried again
 
 
-def test_the_last_places_are_filled_again() -> None:
-    state = fleet(minimum=2)
-    effects = state.handle(Drain("rollout-1", 5.0), 0.0)
-    assert "another one is started in its place: fleet_min is 2" in says(effects)
-    assert deeds(effects) == [Start("rollout-2", 2, frozenset())]
-
-
 @pytest.mark.parametrize(
     ("events", "event", "words"),
     [
@@ -372,6 +335,11 @@ STATES: dict[str, tuple[Event, ...]] = {
     "launching": JOINING,
     "starting": MADE,
     "ready": READY,
+    "leaving": (
+        *READY,
+        Reported((seen("rollout-0", ready=False), seen("rollout-1", ready=False))),
+        Drain("rollout-2", 9.0),
+    ),
     "lost": (*READY, Reported((seen("rollout-2", "b", ready=False, lost="restarting"),))),
     "draining": DRAINING,
     "aborted": (*DRAINING, Tick()),
@@ -396,6 +364,7 @@ EVENTS: list[Event] = [
     Add(1),
     AddExternal("http://h:1"),
     Drain("rollout-2"),
+    Drain("rollout-2", now=True),
     DrainNodes(frozenset({"b"})),
     DrainNodes(frozenset({"nowhere"})),
     SetTarget(1),
@@ -514,6 +483,11 @@ def _drains_late(self: FleetState, member: _Member, timeout_s: float, why: str, 
     self._stop(member, why, now)
 
 
+def _leaves_nobody(self: FleetState, now: float) -> None:
+    for member in [one for one in self.members.values() if one.leaves_within_s is not None]:
+        self._drain(member, member.leaves_within_s, "drained by name", now)
+
+
 def _lets_failures_block(self: FleetState, member: _Member, why: str, now: float) -> None:
     fail(self, member, why, now)
     self.start_again_at = 1e12
@@ -532,6 +506,7 @@ BROKEN = {
     "_stop_failed": _loses_sight,
     "resume": _forgets_what_was_under_way,
     "_drain": _drains_late,
+    "_let_leave": _leaves_nobody,
     "_fail": _lets_failures_block,
     "wanted": property(lambda self: self.firsts if self.target is None else self.target + 1),
 }

@@ -49,7 +49,7 @@ MAY_BECOME = {
 OPS = (
     *("report", "report", "report", "tick", "tick", "cluster", "started", "started", "start failed", "stopped"),
     *("stop failed", "ready", "ready", "unready", "restarting", "gone", "asked", "answered", "node dies", "node comes"),
-    *("add", "add external", "drain", "drain node", "undrain node", "target", "policy"),
+    *("add", "add external", "drain", "drain now", "drain node", "undrain node", "target", "policy"),
     *("fleet dies", "minutes pass"),
 )
 Step = tuple[str, int]
@@ -81,6 +81,7 @@ class World:
     slots: int = 0  # told last, less what was started since
     drained: dict[str, float] = field(default_factory=dict)  # until when answers may take
     aborted: dict[str, float] = field(default_factory=dict)
+    at_once: set[str] = field(default_factory=set)  # those that leave even if too few others are ready
     failures: int = 0
     quiet_until: float = 0.0
     told: set[str] = field(default_factory=set)  # the nodes that lived when the fleet was told last
@@ -144,9 +145,10 @@ class World:
                 self.give(Add(which % 3))
             case "add external":
                 self.give(AddExternal(f"http://server-{which % 3}"))
-            case "drain":
+            case "drain" | "drain now":
                 name = pick(self.state.members, which) or "nobody"
-                self.give(Drain(name, 10.0 * which))
+                self.at_once |= {name} if what == "drain now" else set()
+                self.give(Drain(name, 10.0 * which, now=what == "drain now"))
             case "drain node":
                 self.avoided |= {NODES[which % 3]} & self.told
                 self.give(DrainNodes(frozenset({NODES[which % 3]}), 10.0 * which))
@@ -252,18 +254,23 @@ class World:
         except UsageError as error:
             assert len(error.message) > 10 and _plain(self.state) == before
             return
-        own_before = len([name for name, state in self.states.items() if _counts(name, state)])
+        own_before = len(self.own())
         starts = [effect for effect in effects if isinstance(effect, Start)]
         for effect in effects:
             self._carry_out(effect, lost)
         if starts:
-            own = [name for name, state in self.states.items() if _counts(name, state)]
+            own = self.own()
             assert len(own) <= self.state.wanted <= self.state.maximum, (own_before, own)
             assert self.now >= self.quiet_until, "it was started too early after one that failed"
             assert self.slots >= 0, "there was no room"
             young = [name for name, state in self.states.items() if state == "starting" and name in self.owed]
             assert len([name for name in young if name.startswith("rollout")]) <= machine.STARTS_MAX
         self.check()
+
+    def own(self) -> list[str]:
+        """Those that count for the target: not one that leaves when others are ready."""
+        leaving = {name for name, member in self.state.members.items() if member.leaves_within_s is not None}
+        return [name for name, state in self.states.items() if _counts(name, state) and name not in leaving]
 
     def _carry_out(self, effect: object, lost: set[str]) -> None:
         match effect:
@@ -290,6 +297,9 @@ class World:
             case Changed(member):
                 before = self.states.get(member.name, "starting")
                 assert member.state == before or member.state in MAY_BECOME[before], (before, member)
+                if (before, member.state, member.why) == ("ready", "draining", machine.BY_NAME):
+                    others = [name for name, state in self.states.items() if state == "ready" and name != member.name]
+                    assert len(others) >= self.state.minimum or member.name in self.at_once, "too few are ready"
                 self.states[member.name] = member.state
                 if member.state == "draining" and before != "draining":
                     self.drained[member.name] = self.now

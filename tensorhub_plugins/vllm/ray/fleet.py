@@ -99,18 +99,26 @@ class Fleet:
         """Take in a server that was started by hand, as "http://host:port"."""
         return self._said(self.actor.add_external, url)
 
-    def drain(self, name: str | None = None, *, node: str | None = None, timeout_s: float = DRAIN_TIMEOUT_S) -> str:
+    def drain(
+        self,
+        name: str | None = None,
+        *,
+        node: str | None = None,
+        timeout_s: float = DRAIN_TIMEOUT_S,
+        now: bool = False,
+    ) -> str:
         """Give no more requests to this member, or to those on this node; end them when they have none left.
 
         timeout_s: then what is under way is given back, and goes on elsewhere. node: an address, a host's name, or
         Ray's id: nothing is started there any more, and what ran there comes back elsewhere; external servers whose
-        address names it leave for good.
+        address names it leave for good. now: also if too few others are ready, fleet_min or one; else a member that is
+        drained by its name goes on until they are. A node goes away: its members never wait.
         """
         if (name is None) == (node is None):
             raise UsageError("drain: give a member's name or a node, one of the two")
         if node is not None:
             return self._said(self.actor.drain_node, node, timeout_s)
-        return self._said(self.actor.drain, name, timeout_s)
+        return self._said(self.actor.drain, name, timeout_s, now)
 
     def undrain(self, node: str) -> str:
         """Start replicas on this node again, after `drain(node=...)`."""

@@ -111,9 +111,9 @@ class FleetActor:
         """So many; None: what the policy says."""
         return await self._command(SetTarget(count))
 
-    async def drain(self, name: str, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, bool]:
-        """One member leaves."""
-        return await self._command(Drain(name, timeout_s))
+    async def drain(self, name: str, timeout_s: float = DRAIN_TIMEOUT_S, now: bool = False) -> tuple[str, bool]:
+        """One member leaves, now or when enough others are ready."""
+        return await self._command(Drain(name, timeout_s, now))
 
     async def drain_node(
         self, node: str, timeout_s: float = DRAIN_TIMEOUT_S, why: str = "its node is drained"

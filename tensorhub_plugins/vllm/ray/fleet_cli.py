@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         case "drain" if options.node is not None:
             print(fleet.drain(node=options.node, timeout_s=options.timeout))
         case "drain":
-            print(fleet.drain(options.name, timeout_s=options.timeout))
+            print(fleet.drain(options.name, timeout_s=options.timeout, now=options.now))
         case "undrain":
             print(fleet.undrain(options.node))
         case "target":

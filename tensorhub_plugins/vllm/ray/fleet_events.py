@@ -66,14 +66,17 @@ class AddExternal:
 
 @dataclass(frozen=True)
 class Drain:
+    """now: even if too few others are ready."""
+
     name: str
     timeout_s: float = DRAIN_TIMEOUT_S
+    now: bool = False
 
 
 @dataclass(frozen=True)
 class DrainNodes:
-    """Ray's ids. Nothing is started there any more. hosts: what they are called in addresses of external servers, which
-    leave with them."""
+    """Ray's ids. Nothing is started there any more, and nobody waits: the nodes go away. hosts: what they are called in
+    addresses of external servers, which leave with them."""
 
     nodes: frozenset[str]
     timeout_s: float = DRAIN_TIMEOUT_S

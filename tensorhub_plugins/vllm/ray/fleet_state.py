@@ -11,6 +11,7 @@
   Above it the newest joined ones drain first. A rank is never used twice in a run.
 - A drained member gives up a place of the target. A drained or lost node does not: its members come back elsewhere.
 - Drain: no new requests at once; aborted when the time is up; stopped when the dispatcher says that it is empty.
+  By name it begins when `minimum` others are ready, unless it shall be now: else requests would wait for an engine.
 
 `FleetState.handle(event, now)` returns effects; its shell (fleet.py) carries them out and tells how they ended.
 """
@@ -65,6 +66,7 @@ MISSING_TIMEOUT_S = 10.0  # a member that the dispatcher has not named for this 
 DRAIN_TIMEOUT_MAX_S = 86_400.0
 GONE_MAX = 1000  # names that are remembered, so that a late report does not bring them back
 GONE_SHOWN = 10
+BY_NAME = "drained by name"
 
 
 @dataclass
@@ -83,6 +85,7 @@ class _Member:
     seen_at: float = 0.0
     deadline: float = math.inf  # starting, lost: given up then; draining: aborted, then stopped; stopping: tried again
     is_aborted: bool = False
+    leaves_within_s: float | None = None  # ready, and drains with this timeout when enough others are ready
     stops: int = 0  # that failed
 
     @property
@@ -121,7 +124,7 @@ class FleetState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """What is to be done now. Raises UsageError for a command that cannot be, and then nothing has changed."""
-        self._effects = []
+        self._effects, was_ready = [], bool(self._ready())
         match event:
             case Reported():
                 self._report(event, now)
@@ -140,8 +143,8 @@ class FleetState:
                 self._add(count)
             case AddExternal(url):
                 self._add_external(url, now)
-            case Drain(name, timeout_s):
-                self._drain_by_name(name, timeout_s, now)
+            case Drain():
+                self._drain_by_name(event, now)
             case DrainNodes():
                 self._drain_nodes(event, now)
             case UndrainNodes(nodes, host):
@@ -154,9 +157,12 @@ class FleetState:
                 self._time_out(now)
             case _:
                 assert_never(event)
+        self._let_leave(now)
         self._reconcile(now)
         if isinstance(event, (Add, SetTarget, UndrainNodes)):
             self._say_what_begins(now)
+        elif isinstance(event, (Drain, DrainNodes)):
+            self._say_what_waits(event, was_ready, now)
         return self._effects
 
     def resume(self, now: float) -> list[Effect]:
@@ -216,7 +222,12 @@ class FleetState:
     def _own(self) -> list[_Member]:
         """Those that count for the target."""
         there = ("starting", "ready", "lost")
-        return [one for one in self.members.values() if one.kind != "external" and one.state in there]
+        own = [one for one in self.members.values() if one.kind != "external" and one.state in there]
+        return [one for one in own if one.leaves_within_s is None]
+
+    def _ready(self) -> list[_Member]:
+        """Those that get requests, of any kind."""
+        return [one for one in self.members.values() if one.state == "ready"]
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 
@@ -265,7 +276,7 @@ class FleetState:
                 self._stop(member, member.why, now)
         elif seen.ready and not seen.lost:
             self.failures = 0 if state == "starting" else self.failures
-            self._move(member, "ready", "", now)
+            self._move(member, "ready", "" if member.leaves_within_s is None else member.why, now)
         elif state != "starting":
             why = "Ray is starting it again" if seen.lost else "it has no current weights or does not answer"
             self._lose(member, why, now)
@@ -373,6 +384,12 @@ class FleetState:
             member.deadline = now + timeout_s
             self._move(member, "draining", why, now)
 
+    def _let_leave(self, now: float) -> None:
+        """Those that wait until enough others are ready, and those that are ready no more themselves."""
+        for member in [one for one in self.members.values() if one.leaves_within_s is not None]:
+            if member.state != "ready" or len(self._ready()) > self.minimum:
+                self._drain(member, member.leaves_within_s or 0.0, BY_NAME, now)
+
     def _give_back(self, member: _Member, now: float) -> None:
         if member.is_aborted:
             self._stop(member, f"{member.why}; {member.in_flight} requests were under way to the end", now)
@@ -448,20 +465,23 @@ class FleetState:
         self._launch(member, now)
         self._effects.append(Say(f"{url} joins as {member.name}"))
 
-    def _drain_by_name(self, name: str, timeout_s: float, now: float) -> None:
-        member = self.members.get(name)
+    def _drain_by_name(self, event: Drain, now: float) -> None:
+        member = self.members.get(event.name)
         if member is None:
-            raise UsageError(f"no member is called {name!r}: there are {', '.join(self.members) or 'none'}")
+            raise UsageError(f"no member is called {event.name!r}: there are {', '.join(self.members) or 'none'}")
         if member.state == "stopping":
-            raise UsageError(f"{name} has left already: {member.why}")
-        _check_timeout(timeout_s)
-        is_replaced = member.kind != "external" and member.state != "draining" and self.wanted == self.minimum
-        if member.kind != "external" and member.state != "draining":
+            raise UsageError(f"{event.name} has left already: {member.why}")
+        _check_timeout(event.timeout_s)
+        if member.kind != "external" and member.state != "draining" and member.leaves_within_s is None:
+            if self.wanted == self.minimum:
+                self._effects.append(Say(f"another one is started in its place: fleet_min is {self.minimum}"))
             self._aim(max(self.minimum, self.wanted - 1), "people")
-        self._drain(member, timeout_s, "drained by name", now)
-        self._effects.append(Say(self._how_it_leaves(member, timeout_s)))
-        if is_replaced:
-            self._effects.append(Say(f"another one is started in its place: fleet_min is {self.minimum}"))
+        if member.state == "ready" and not event.now and len(self._ready()) <= self.minimum:
+            member.leaves_within_s = event.timeout_s
+            self._move(member, "ready", f"{BY_NAME}, and waits until others are ready", now)
+            return
+        self._drain(member, event.timeout_s, BY_NAME, now)
+        self._effects.append(Say(self._how_it_leaves(member, event.timeout_s)))
 
     def _drain_nodes(self, event: DrainNodes, now: float) -> None:
         there = [
@@ -503,17 +523,28 @@ class FleetState:
         if leaving:
             self._effects.append(Say(f"draining {', '.join(leaving)}"))
         lacking = self.wanted - len(self._own())
-        if lacking <= 0:
-            return
+        if lacking > 0:
+            self._effects.append(Say(f"{lacking} more will be started later: {self._why_later(now)}"))
+
+    def _why_later(self, now: float) -> str:
         if not self.is_known:
-            why = "the run's first replicas have not all reported yet"
-        elif now < self.start_again_at:
-            why = f"the last start failed, the next is in {self.start_again_at - now:.0f} s ({self.last_failure})"
-        elif self.slots <= 0:
-            why = "there is no room now"
-        else:
-            why = f"{STARTS_MAX} start at a time"
-        self._effects.append(Say(f"{lacking} more will be started later: {why}"))
+            return "the run's first replicas have not all reported yet"
+        if now < self.start_again_at:
+            return f"the last start failed, the next is in {self.start_again_at - now:.0f} s ({self.last_failure})"
+        return "there is no room now" if self.slots <= 0 else f"{STARTS_MAX} start at a time"
+
+    def _say_what_waits(self, event: Drain | DrainNodes, was_ready: bool, now: float) -> None:
+        """After a drain, when it is known what was started in its place: it waits for that, or requests do."""
+        ready = self._ready()
+        coming = [one.name for one in self._own() if one.state != "ready"]
+        successor = f"{' or '.join(coming)} is" if coming else f"another one is ({self._why_later(now)})"
+        member = self.members[event.name] if isinstance(event, Drain) else None
+        if member is not None and member.leaves_within_s is not None:
+            one = "the last that is ready" if len(ready) == 1 else f"one of {len(ready)} that are ready"
+            one += f", and fleet_min is {self.minimum}" if self.minimum > 1 else ""
+            self._effects.append(Say(f"{member.name} is {one}: it drains when {successor}, or at once with --now"))
+        elif was_ready and not ready:
+            self._effects.append(Say(f"it was the last that is ready: requests wait until {successor}"))
 
     # --- telling ------------------------------------------------------------------------------------------------------
 
@@ -521,6 +552,8 @@ class FleetState:
         member.why = why
         if member.state != state:
             member.state, member.since = state, now
+            if state in ("draining", "stopping"):
+                member.leaves_within_s = None
             if state in ("stopping", "gone"):
                 member.in_flight = 0
             self._changed(member, now)
