@@ -139,6 +139,7 @@ def test_who_cannot_lend_or_borrow_leaks_nothing(monkeypatch):
     def fails(*_: object) -> int:
         raise OSError(errno.EMFILE, "none left")
 
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(Slab, "lend", fails)
     with pytest.raises(OSError):
@@ -157,6 +158,7 @@ def test_many_loans_take_one_descriptor_of_the_lender(fleet):
     first, (second, *_) = fleet
     slab = first.find(ShardKey(1, RUNTIME)).slab
     slab.lend().close()
+    gc.collect()  # what earlier tests have left
     before = len(os.listdir("/proc/self/fd"))
     loans = [slab.lend() for _ in range(100)]
     assert len(os.listdir("/proc/self/fd")) == before + 100  # the borrowers' own, which are here, too

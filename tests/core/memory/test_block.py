@@ -1,6 +1,7 @@
 """Allocated memory: laid out as the table says, passed on by its file, gone with its last user."""
 
 import fcntl
+import gc
 import mmap
 import os
 from pathlib import Path
@@ -122,6 +123,7 @@ def test_an_allocated_slab_keeps_the_very_table_of_a_manifest():
 
 
 def test_no_descriptor_is_lost():
+    gc.collect()  # what earlier tests have left
     before = sorted(os.listdir("/proc/self/fd"))
     for _ in range(3):
         allocated(sample_tensors(seed=9)).close()
