@@ -37,6 +37,8 @@ def trainer(worker: Worker) -> Program:
         while reply is None and (met.calm or world.rng.random() < 0.5):  # once more, or it goes on without that one
             world.counts["publish_expired"] += 1
             reply = yield Publish(key, checkpoint_content(version, worker.shard))
+        if superseded(worker, reply):
+            return
         world.counts["published"] += reply is not None
         yield from unpublish(worker, held)
         if met.calm:
@@ -67,6 +69,15 @@ def begin(worker: Worker, step: int) -> Program:
             return reply.attempt.number
         world.counts["not_begun"] += 1
         yield Sleep(1.0)
+
+
+def superseded(worker: Worker, reply: m.Reply | None) -> bool:
+    """Whether it is told to end, as another attempt counts, perhaps one with its own number: it is started again."""
+    is_over = isinstance(reply, m.Refused) and reply.error == "Superseded" and worker.haunts is None
+    if is_over:
+        worker.world.counts["ended_as_told"] += 1
+        worker.group.crash(1.0)
+    return is_over
 
 
 def zombie(worker: Worker) -> Program:

@@ -89,8 +89,8 @@ class Group:
         """It starts again while its former life goes on, cut off from the hub for a while or not, and speaks on."""
         for worker in self.workers:
             worker.haunts = zombie
-            worker.cut_until = self.world.now + self.world.rng.choice([0.0, 4.0, 25.0])
-            worker.later(self.world.rng.uniform(5.0, 60.0), worker.die)
+            worker.cut_until = self.world.now + self.world.rng.choice(self.world.lasting.haunt_cut_s)
+            worker.later(self.world.rng.uniform(*self.world.lasting.haunt_s), worker.die)
         for worker, _ in self.arrived:
             worker.step(zombie(worker), None)
         self.workers, self.arrived = [], []

@@ -32,6 +32,7 @@ from checks import (
 from tensorhub_plugins.core.client.shelf import Shelf
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.hub.report import validate
+from tensorhub_plugins.core.hub.server import DEAF_S_MIN
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Lineage
 from tensorhub_plugins.core.types import ShardKey
@@ -77,6 +78,18 @@ class Faults:
         )
 
 
+@dataclass
+class Lasting:
+    """How many seconds a fault lasts, one of these."""
+
+    hub_down_s: tuple[float, ...] = (0.1, 1.0, 8.0)
+    hub_freeze_s: tuple[float, ...] = (0.5, 4.0, 12.0)
+    freeze_s: tuple[float, ...] = (0.5, 4.0, 18.0)
+    cut_s: tuple[float, ...] = (1.0, 4.0, 18.0)
+    haunt_cut_s: tuple[float, ...] = (0.0, 4.0, 25.0)
+    haunt_s: tuple[float, float] = (5.0, 60.0)  # from, to
+
+
 class World:
     """Time, the network and the hub. `programs.cluster` puts groups of workers into it."""
 
@@ -93,6 +106,7 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.faults = Faults.random(self.rng)
+        self.lasting = Lasting()
         self.calm = False
         self.log: Callable[[str], None] | None = None
         self.counts: Counter[str] = Counter()
@@ -102,6 +116,7 @@ class World:
         self.hub: hub_machine.Hub | None = None
         self.lives = 0
         self.hub_frozen_until = 0.0
+        self.hub_deaf_since: float | None = None  # as its shell finds when it thaws
         self.hub_lead = 0.0  # of this life's clock on everybody else's
         self.raised: dict[bytes, dict[int, ShardKey | None]] = {}  # session -> requests that were given up, and what
         # they would have published
@@ -204,13 +219,14 @@ class World:
         self.hub_lead = random.Random(self.lives).uniform(-1000.0, 1000.0)  # leaves self.rng as it is
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
         self.directive = m.NO_DIRECTIVE
+        self.hub_deaf_since = self.now if self.now < self.hub_frozen_until else None
         self._tick_hub(self.lives)
 
     def _crash_hub(self) -> None:
         if self.hub is not None:
             self.hub = None
             self.counts["hub_crashes"] += 1
-            self.at(self.rng.choice([0.1, 1.0, 8.0]), self.start_hub)
+            self.at(self.rng.choice(self.lasting.hub_down_s), self.start_hub)
 
     @property
     def hub_now(self) -> float:
@@ -219,7 +235,9 @@ class World:
 
     def _freeze_hub(self) -> None:
         self.counts["hub_freezes"] += 1
-        self.hub_frozen_until = self.now + self.rng.choice([0.5, 4.0, 12.0])
+        if self.now >= self.hub_frozen_until:
+            self.hub_deaf_since = self.now
+        self.hub_frozen_until = self.now + self.rng.choice(self.lasting.hub_freeze_s)
 
     def _crash_worker(self) -> None:
         group = self.rng.choice(self.groups)
@@ -235,7 +253,7 @@ class World:
         if self.workers:
             self.counts["freezes"] += 1
             worker = self.rng.choice(list(self.workers.values()))
-            worker.frozen_until = max(worker.frozen_until, self.now + self.rng.choice([0.5, 4.0, 18.0]))
+            worker.frozen_until = max(worker.frozen_until, self.now + self.rng.choice(self.lasting.freeze_s))
 
     def _tire(self) -> None:
         if self.workers:
@@ -246,7 +264,7 @@ class World:
         if self.workers:
             self.counts["cuts"] += 1
             worker = self.rng.choice(list(self.workers.values()))
-            worker.cut_until = self.now + self.rng.choice([1.0, 4.0, 18.0])
+            worker.cut_until = self.now + self.rng.choice(self.lasting.cut_s)
 
     # --- the network between workers and hub ---
 
@@ -300,6 +318,9 @@ class World:
 
     def _feed_hub(self, event: hub_machine.Event) -> None:
         assert self.hub is not None
+        deaf_s, self.hub_deaf_since = self.now - (self.hub_deaf_since or self.now), None
+        if deaf_s > DEAF_S_MIN:
+            self._feed_hub(hub_machine.Tick(deaf_s))
         self.visible_before = self._visible()
         held_before = held_by(self, event)
         effects = self.hub.handle(event, self.hub_now)

@@ -17,6 +17,7 @@ The rules it keeps (numbers as in the design)
     6  In the first `HubLimits.grace_s` after its start the hub says nothing that depends on having heard all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
        A Hello that was said to a hub before this one is not believed: its worker is asked to say it again.
+       Time in which the hub stood still is nobody's silence: it counts neither here nor against a worker.
     7  What was given up is not carried out any more: whoever asks says until when it is meant (`messages.Until`), and a
        hub that was stopped, or was cut off, finds later what has lain in a buffer meanwhile.
 
@@ -82,7 +83,9 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed."""
+    """Time has passed. deaf_s: of it, in which we stood still (SIGSTOP, a held interpreter) and heard nobody."""
+
+    deaf_s: float = 0.0
 
 
 Event: TypeAlias = Received | Tick
@@ -104,7 +107,7 @@ class Hub:
         self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
-        for later in (now + self.limits.grace_s, self.registry.all_silent_are_given_up):
+        for later in (self.registry.recovered, self.registry.all_silent_are_given_up):
             self.registry.schedule(later, None)
 
     @property
@@ -121,6 +124,9 @@ class Hub:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event; return what to do, in order: messages to send, lines to log."""
+        if isinstance(event, Tick) and event.deaf_s:
+            self._outbox.log(f"this hub stood still for {event.deaf_s:.1f} s: nobody is taken for silent meanwhile")
+            self.registry.was_deaf(event.deaf_s, now)
         if not self._has_recovered and not self.registry.recovering(now):  # whoever waited for that is not overtaken
             self._has_recovered = True
             self._look_at_all()
@@ -198,7 +204,7 @@ class Hub:
         waiters = self.registry.waiters
         match due:
             case Worker():
-                if now - due.last_heard > self.limits.session_timeout_s:
+                if now > self.registry.heard_until(due.last_heard, self.limits.session_timeout_s):
                     self._forget(due, f"not heard for {self.limits.session_timeout_s:g} s")
                 else:
                     self.registry.schedule_silence(due)

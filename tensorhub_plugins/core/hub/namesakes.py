@@ -52,7 +52,8 @@ class Namesakes:
                 "What belongs to one job, has the run's secret, and may take its place, says so: TENSORHUB_JOB, or "
                 "Client(job=...)"
             )
-        return "" if any(now - other.last_heard <= SILENT_HEARTBEATS * beat_s for other in others) else None
+        silent_s = SILENT_HEARTBEATS * beat_s
+        return "" if any(now <= self._registry.heard_until(other.last_heard, silent_s) for other in others) else None
 
     def former_lives(self, worker: Worker) -> list[Worker]:
         """Whose name this worker, which was let in, has taken."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias, TypeVar
 
@@ -44,6 +44,7 @@ CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
+DEAF_KEPT_MAX = 32  # times that the hub was stopped; who was silent before the first of them is given up sooner
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
 
 
@@ -88,15 +89,31 @@ class Registry:
         self._timers_set, self._timers_max = 0, TIMERS_KEPT_MIN
         self.readers_records_max = RECORDS_OF_READERS_MAX
         self.readers_records = 0  # what all workers with a reader's key hold, say that they hold, and read
+        self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # until when the hub heard nobody, seconds
+
+    def was_deaf(self, seconds: float, now: float) -> None:
+        """For so long, until now, the hub could hear nobody: that is no silence of anybody's."""
+        self._deaf.append((now, seconds))
+        for later in (self.recovered, self.all_silent_are_given_up):
+            self.schedule(later, None)
+
+    def heard_until(self, since: float, seconds: float) -> float:
+        """When the hub has listened for so many seconds from `since` on."""
+        return since + seconds + sum(deaf for until, deaf in self._deaf if until > since)
+
+    @property
+    def recovered(self) -> float:
+        """When all workers that live have said Hello (rule 6)."""
+        return self.heard_until(self.started, self.limits.grace_s)
 
     def recovering(self, now: float) -> bool:
         """Within the time in which some workers may not have said Hello yet (rule 6)."""
-        return now < self.started + self.limits.grace_s
+        return now < self.recovered
 
     @property
     def all_silent_are_given_up(self) -> float:
         """When a worker that lived before our start, and was not heard since, counts as dead."""
-        return self.started + max(self.limits.session_timeout_s, self.limits.grace_s)
+        return self.heard_until(self.started, max(self.limits.session_timeout_s, self.limits.grace_s))
 
     def is_ours(self, mark: bytes) -> bool:
         """Whether this hub, in this life, has begun the attempt of that mark."""
@@ -121,7 +138,7 @@ class Registry:
 
     def schedule_silence(self, worker: Worker) -> None:
         """When it will have been silent for too long."""
-        self.schedule(worker.last_heard + self.limits.session_timeout_s + TIMER_STEP_S, worker)
+        self.schedule(self.heard_until(worker.last_heard, self.limits.session_timeout_s) + TIMER_STEP_S, worker)
 
     def pop_due(self, now: float) -> Iterable[Timed]:
         """The records whose time has come, each once."""
@@ -353,7 +370,7 @@ class Registry:
     def idle_at(self, lease: Lease) -> float:
         """When this lease will have brought its reader nothing for too long."""
         bound = lease.reader.lease_bounds.get(lease.request_id)
-        return lease.deadline if bound is None else bound.progress_at + self.limits.lease_idle_s
+        return lease.deadline if bound is None else self.heard_until(bound.progress_at, self.limits.lease_idle_s)
 
     def renew(self, worker: Worker, progress: Mapping[int, int], now: float) -> None:
         """How far its reads have come, by request: one that has come further keeps its lease."""

@@ -46,6 +46,7 @@ BARRED_MAX = 4096  # such sessions
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 FILES_KEPT = 64  # for what is no worker: who is refused hears why, people ask for the status, logs
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, which is all that it would say
+DEAF_S_MIN = 1.0  # between two looks at the clock, which are a tenth of that apart: we were stopped, or starved
 RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
@@ -109,7 +110,7 @@ class Server:
         self._limits = HubLimits() if limits is None else limits
         self._files_max, self._is_full = raise_files_max(), False  # full, and said so
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
-        self._hub = self._new_hub(clock())
+        self._awake_at, self._hub = clock(), self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._failures: dict[bytes, int] = {}  # by the session that they cost
         self._context, self._socket = _router()
@@ -170,7 +171,7 @@ class Server:
         poller = self._poller()
         try:
             while not self._stop.is_set():
-                now = self._clock()
+                now = self._now()
                 if now >= next_tick:
                     self._handle(hub.Tick(), now)
                     self._look_at_files()
@@ -184,6 +185,14 @@ class Server:
             raise
         finally:
             self._free()
+
+    def _now(self) -> float:
+        """What the clock says; when we have stood still until now, the hub hears that first."""
+        now = self._clock()
+        deaf_s, self._awake_at = now - self._awake_at, now
+        if deaf_s > DEAF_S_MIN:
+            self._handle(hub.Tick(deaf_s), now)
+        return now
 
     def _look_at_files(self) -> None:
         """Say once that nobody else can connect, until some can again."""
@@ -224,7 +233,7 @@ class Server:
                 self._log_refusal(identity, error)
                 self._send(identity, messages.Refused(0, "ProtocolError", str(error)))
                 continue
-            self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._clock())
+            self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
 
     def _receive_one(self) -> tuple[bytes, bytes, Role]:
         """The connection's identity, a frame, and its role: a publisher's, where the hub has no secret."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
+from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.permissions import believed, refusal
 from tensorhub_plugins.core.hub.registry import check_of
 from tensorhub_plugins.core.hub.report import report
@@ -310,6 +311,24 @@ def test_a_restarted_hub_says_nothing_before_it_knows_who_lives() -> None:
     assert answers(scenario, NEW) == []  # the trainer of attempt 4 may be late
     scenario.wait(LIMITS.session_timeout_s)
     assert answers(scenario, NEW) == ["attempt 5 at 5"]
+
+
+@pytest.mark.parametrize("notices", [True, False], ids=["it notices", "the control"])
+def test_a_hub_that_stood_still_at_its_start_waits_for_who_knows_of_an_attempt(notices: bool) -> None:
+    """SIGSTOP, or an interpreter that is held by one long call: its clock went on, and it has heard nobody."""
+    scenario = Scenario(recovering=True)
+    scenario.now = LIMITS.grace_s + 2.0
+    scenario._deliver(Tick(scenario.now if notices else 0.0))
+    scenario.join(NEW)
+    assert begin(scenario, NEW, 5) == ([] if notices else ["attempt 0 at 5"])
+    scenario.join("reader/0", directive=m.Directive(attempts=(Attempt(0, 0, b"m" * 16),)))
+    scenario.wait(LIMITS.grace_s - 0.5)
+    assert answers(scenario, NEW) == []
+    scenario.now += LIMITS.session_timeout_s  # once more, before the trainer of that attempt has said Hello
+    scenario._deliver(Tick(LIMITS.session_timeout_s if notices else 0.0))
+    assert answers(scenario, NEW) == []
+    scenario.wait(LIMITS.session_timeout_s)
+    assert answers(scenario, NEW) == (["attempt 1 at 5"] if notices else [])
 
 
 def test_a_restarted_hub_waits_for_the_trainer_that_others_have_told_it_of() -> None:

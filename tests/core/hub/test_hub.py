@@ -37,6 +37,23 @@ def test_a_restarted_hub_is_rebuilt_by_hello_and_waits_before_it_decides() -> No
     assert scenario.heard("trainer/0") == ["unpublished"]
 
 
+@pytest.mark.parametrize("notices", [True, False], ids=["it notices", "the control"])
+def test_nobody_is_given_up_for_the_time_in_which_the_hub_stood_still(scenario: Scenario, notices: bool) -> None:
+    """A read goes on meanwhile; what its worker and the source have said lies in buffers yet."""
+    scenario.join("trainer/0")
+    scenario.publish("trainer/0", 7)
+    scenario.join("rollout/0")
+    number = scenario.acquire("rollout/0", timeout_s=600.0)
+    for stop_s in (LIMITS.session_timeout_s - 1.0, LIMITS.lease_idle_s):
+        scenario.now += stop_s
+        scenario._deliver(Tick(stop_s if notices else 0.0))
+    lives = {worker.name for worker in scenario.hub.workers.values() if number in worker.leases or worker.holdings}
+    assert lives == ({"trainer/0", "rollout/0"} if notices else set())
+    scenario.silent = ("trainer/0", "rollout/0")
+    scenario.wait(LIMITS.session_timeout_s + 1.0)
+    assert not scenario.hub.workers  # they are given up for the time in which it listened
+
+
 def test_a_former_life_that_gives_up_the_last_copy_at_a_new_hub_is_answered_all_the_same() -> None:
     """Its next life says Hello meanwhile. The request was dropped, the copy counted as leaving for ever after, and its
     version as lost when the hub began to decide."""

@@ -9,7 +9,7 @@ from client_processes import SIZE, Process, Worker, tensors_of
 from hub_scenarios import Scenario
 
 from tensorhub_plugins.core import Client, HubUnreachable, Keys, UsageError, start_server
-from tensorhub_plugins.core.hub.hub import Received
+from tensorhub_plugins.core.hub.hub import Received, Tick
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import Location, Role
@@ -77,6 +77,16 @@ def test_a_restart_without_a_word_is_let_in_when_the_name_is_silent(jobs: tuple[
         story.wait(BEAT_S / 2)
     assert answers[:10] == [""] * 10 and answers[-1] == "Welcome" and story.names() == {SECOND}
     assert HubLimits().session_timeout_s / 2 > 5 * BEAT_S  # long before it would be given up
+
+
+def test_a_name_is_not_silent_while_the_hub_stands_still() -> None:
+    story = Lives()
+    assert story.hello("second") == ""
+    story.now += 60.0
+    story._deliver(Tick(60.0))
+    assert story.hello("second") == "" and story.names() == {FIRST}
+    story.wait(2 * BEAT_S)  # with heartbeats
+    assert "lives in another process" in story.hello("second")
 
 
 def test_what_is_no_other_process_is_let_in() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -197,6 +198,21 @@ def test_a_fault_of_ours_starts_the_hub_afresh_and_the_workers_tell_it_all(serve
     assert any("starts afresh" in record.getMessage() and record.exc_info for record in caplog.records)
 
 
+@pytest.mark.parametrize("step_s", [60.0, 0.5], ids=["it stands still", "the control"])
+def test_a_hub_that_stood_still_gives_nobody_up_for_that(step_s: float) -> None:
+    """Nobody speaks meanwhile but one that asks for the status, in whose sight the time passes."""
+    now = [100.0]
+    with Server(clock=lambda: now[0]) as running, peer(running.address) as here, stranger(running) as other:
+        welcome = ask(here, hello())
+        assert isinstance(welcome, messages.Welcome)
+        for _ in range(int(60.0 / step_s)):
+            now[0] += step_s
+            other.send(messages.encode(messages.AskStatus(7)))
+            other.recv()
+        answer = ask(here, messages.Heartbeat(welcome.hub, 0))
+        assert isinstance(answer, messages.Alive if step_s == 60.0 else messages.Unknown)
+
+
 def test_the_address_it_got_and_one_it_cannot_have(server):
     assert server.address.startswith("tcp://127.0.0.1:") and not server.address.endswith(":0")
     with pytest.raises(UsageError, match="cannot listen on .*choose another address or port"):
@@ -255,6 +271,7 @@ def test_closing_leaves_no_thread_and_no_descriptor():
 
 
 def threads_and_descriptors() -> tuple[list[str], int]:
+    gc.collect()  # what earlier tests have left
     return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd"))
 
 
