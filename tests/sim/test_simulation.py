@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import broken_hubs
+import programs
 import pytest
 from broken_shelves import (
     DropsWhatItIsToRetain,
@@ -28,7 +29,10 @@ from checks import Violation
 from programs import cluster, simulate
 from world import Faults
 
+from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.hub import candidates
+from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.protocol.lineage import Attempt
 
 SEEDS = int(os.environ.get("TENSORHUB_SIM_SEEDS", "1000"))
 CONTROL_SEEDS = 400  # a broken rule shows within the first few dozen
@@ -83,6 +87,20 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
         total = world.run()
         assert total["replications"] and not total["lost_sources"] - total["cut_off"]
         assert not [name for name in total if name.startswith("gave_up")], total
+
+
+@pytest.mark.parametrize("starts_again", [True, False], ids=["it starts again", "the control"])
+def test_a_trainer_that_is_told_to_end_starts_again(starts_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout was silent when the trainer began, and knows of another attempt of that number, whose mark counts."""
+    world = cluster(3)
+    world.faults, rival = Faults(), m.Directive(attempts=(Attempt(0, 0, b"\xff" * 16),))
+    world.at(10.0, lambda: next(iter(world.groups[1].workers)).feed(s.Heard(m.Alive(directive=rival))))
+    if starts_again:
+        assert world.run()["ended_as_told"] == 1
+        return
+    monkeypatch.setattr(programs, "superseded", lambda worker, reply: False)
+    with pytest.raises(Violation, match="stuck"):
+        world.run()
 
 
 def losses_without_faults(seed: int, **broken: Any) -> int:
