@@ -169,7 +169,7 @@ class Engines:
             newest = max((member.version for member in live), default=0)
             return {
                 "tensorhub/replicas/ready": float(len(live)),
-                "tensorhub/replicas/lost": float(sum(member.was_lost for member in self.members)),
+                "tensorhub/replicas/lost": float(sum(one.was_lost and not one.is_draining for one in self.members)),
                 "tensorhub/version_lag/max": float(max((steps_behind(m.version, newest) for m in live), default=0)),
                 **figures.of_updates((member.last_update for member in live), config.TRAINER),
             }
@@ -207,6 +207,7 @@ class Engines:
             for name, member in known.items():
                 self.members.remove(member)
                 self.forgotten.add(name)
+                record("replica_left", worker=f"{name}/0", in_flight=self.in_flight.get(name, 0))
                 logger.info("%s has left", name)
 
     def lost(self, member: Member, error: Exception) -> None:
@@ -214,7 +215,8 @@ class Engines:
         member.probe = None  # whatever is still answered was said before
         if member.is_live:
             logger.warning("%s is lost, its prompts are asked elsewhere: %s", member.name, error)
-            record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])
+            if not member.is_draining:  # one that leaves is not missed
+                record("replica_lost", worker=f"{member.name}/0", reason=(str(error).splitlines() or [""])[0][:200])
             member.was_lost = True
             member.losses += 1
         member.is_live = False

@@ -105,6 +105,10 @@ class Watch:
         replica = self.replicas.get(name)
         return replica is not None and replica.epoch == epoch
 
+    def lost(self) -> list[str]:
+        """Those that are missed: not one that leaves, nor one that has not begun."""
+        return [name for name, r in self.replicas.items() if r.lost and not (r.is_draining or r.is_joining)]
+
     def newest(self) -> int:
         """The newest version in rotation; 0 if there is none, so that the last one standing is never kept out."""
         return max((r.version for r in self.replicas.values() if _serves(r)), default=0)

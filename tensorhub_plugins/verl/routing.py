@@ -183,7 +183,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         lags = self._watch.lags(published)
         return {
             "tensorhub/replicas/ready": float(len(serving)),
-            "tensorhub/replicas/lost": float(sum(r.lost for r in self._watch.replicas.values())),
+            "tensorhub/replicas/lost": float(len(self._watch.lost())),
             "tensorhub/replicas/refused": float(len(self._watch.refusing(published))),
             "tensorhub/version_lag/max": float(max(lags, default=0)),
             "tensorhub/version_lag/mean": sum(lags) / len(lags) if lags else 0.0,
@@ -210,7 +210,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     async def get_status(self) -> dict[str, Any]:
         status = super().get_status()
-        status["lost"] = [name for name, replica in self._watch.replicas.items() if replica.lost]
+        status["lost"] = self._watch.lost()
         status["versions"] = {name: replica.version for name, replica in self._watch.replicas.items()}
         return status
 
@@ -307,7 +307,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     def _take_out(self, server_id: str, reason: str) -> None:
         requests, worker = self._load.forget(server_id), self._worker(server_id)
         logger.warning("router: %s is out (%s); %d requests go to others", worker, reason, requests)
-        record("replica_lost", worker=worker, reason=reason, in_flight=requests)
+        if server_id in self._watch.lost():
+            record("replica_lost", worker=worker, reason=reason, in_flight=requests)
         super().remove_servers([server_id])
         self._losses += 1
         self._lost.set()
@@ -321,7 +322,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         while True:
             try:
                 seen, unnamed = self.seen()
-                actor = fleet.of_this_job() if seen and ray.is_initialized() else None
+                # Also when all have left: others may come.
+                actor = fleet.of_this_job() if (seen or not unnamed) and ray.is_initialized() else None
                 if actor is not None:
                     asked = actor.report.remote(sealed(seen.values()), self._waiting, unnamed)
                     roster = opened(await asyncio.wait_for(asked, TIMEOUT_S))
@@ -354,9 +356,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return found, unnamed
 
     def apply(self, servers: Mapping[str, str], roster: Sequence[Entry]) -> None:
-        """servers: of the names that were reported. An empty roster is none: somebody must answer."""
+        """servers: of the names that were reported. Those that are not in the roster are being ended, all of them, too."""
         entries = {entry.name: entry for entry in roster}
-        for name in servers.keys() - entries.keys() if entries else ():
+        for name in servers.keys() - entries.keys():
             self._forget(servers[name])
         for name, entry in entries.items():
             server_id = servers.get(name, name)

@@ -117,6 +117,24 @@ def test_the_fleet_is_told_a_lost_node_from_a_restart(ray: FakeRay) -> None:
     assert [(one.lost, one.ready) for one in engines.seen()] == [("restarting", False), ("gone", False), ("", False)]
 
 
+def test_one_that_leaves_is_not_lost(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+    monkeypatch.setattr(health, "record", lambda event, **more: events.append((event, more["worker"])))
+    engines = make([FakeEngine(), FakeEngine(), FakeEngine()]).engines
+    engines.live()
+    first, leaver, other = (member.handle for member in engines.members)
+    here = [Entry("rollout-0", first, "first"), Entry("rollout-2", other, "first")]
+    engines.take([*here, Entry("rollout-1", leaver, "first", draining=True)])
+    leaver.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("it was ended")
+    engines.check()
+    assert engines.seen()[1].lost and engines.figures()["tensorhub/replicas/lost"] == 0.0 and events == []
+    engines.take(here)
+    assert events == [("replica_left", "rollout-1/0")]
+    other.do_tensorhub_heartbeat = lambda: ActorUnschedulableError("its node is gone")
+    engines.check()
+    assert engines.figures()["tensorhub/replicas/lost"] == 1.0 and events[1:] == [("replica_lost", "rollout-2/0")]
+
+
 def test_one_that_joins_during_an_evaluation_stays_out_of_it(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     here, joiner = FakeEngine(version=2), FakeEngine(version=3)
     generator = make([here], evaluation=PROMPTS, per_engine=1)

@@ -14,6 +14,7 @@ from tensorhub_plugins.core import VersionRefused  # noqa: E402
 from tensorhub_plugins.verl import routing  # noqa: E402
 from tensorhub_plugins.verl.routing import Handle, ReplicaLost, TensorHubRouter  # noqa: E402
 from tensorhub_plugins.vllm.ray.fleet_types import Entry  # noqa: E402
+from tensorhub_plugins.vllm.ray.handles import opened, sealed  # noqa: E402
 
 
 class Method:
@@ -301,8 +302,58 @@ def test_the_fleets_roster_is_carried_out():
         router.real.apply(names, both[1:])
         assert (await stuck).token_ids == [0, 1] and b.asked == 1
         assert list(router.real.seen()[0]) == ["rollout-1"]
-        router.real.apply({"rollout-1": "rollout-1"}, [])  # no roster: somebody must answer
-        assert "rollout-1" in router.real._inflight_requests
+
+    run(story)
+
+
+def test_all_leave_and_another_one_joins(monkeypatch):
+    # An empty roster was taken for none: what had been ended was kept, and called lost, until another one had started.
+    class Fleet(Actor):
+        told, roster = None, ()
+
+        async def report(self, seen, waiting, unnamed):
+            self.told = {one.name for one in opened(seen)}
+            return sealed(self.roster)
+
+    async def story():
+        fleet, a, b = Fleet(), Server("rollout-0", version=4), Server("rollout-1", version=4)
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        monkeypatch.setattr(routing.fleet, "of_this_job", lambda: fleet)
+        monkeypatch.setattr(TensorHubRouter, "_announce", lambda self: None)
+        fleet.roster = [Entry("rollout-0", a, "first")]
+        router = Router({"10.0.0.1:80": a})
+        await router.handle("warm up")
+        fleet.roster = []
+        await until(lambda: fleet.told == set())
+        assert not router.real._inflight_requests
+        fleet.roster = [Entry("rollout-1", b, "joined")]
+        assert (await router.handle("next"))._at[0] == "rollout-1"
+
+    run(story)
+
+
+def test_one_that_leaves_is_not_lost(monkeypatch):
+    events = []
+    monkeypatch.setattr(routing, "record", lambda event, **more: events.append((event, more["worker"])))
+
+    async def story():
+        a, b, c = Server("rollout-0"), Server("rollout-1"), Server("rollout-2")
+        router = Router({"a": a, "b": b, "c": c})
+        await router.handle("warm up")
+        await until(lambda: len(router.real._inflight_requests) == 3)
+        names = {"rollout-0": "a", "rollout-1": "b", "rollout-2": "c"}
+        here = [Entry("rollout-0", a, "first"), Entry("rollout-2", c, "first")]
+        router.real.apply(names, [*here, Entry("rollout-1", b, "first", draining=True)])
+        b.dead = ray.exceptions.ActorDiedError()  # it has been ended, a moment before the roster says so
+        await until(lambda: router.real.seen()[0]["b"].lost == "gone")  # the fleet is told
+        assert (await router.real.figures())["tensorhub/replicas/lost"] == 0.0
+        assert (await router.real.get_status())["lost"] == [] and events == []
+        router.real.apply(names, here)
+        assert events == [("replica_left", "rollout-1/0")]
+        c.dead = ray.exceptions.ActorDiedError()  # nobody has asked that one to go
+        await until(lambda: router.real._watch.replicas["c"].lost)
+        assert (await router.real.figures())["tensorhub/replicas/lost"] == 1.0
+        assert (await router.real.get_status())["lost"] == ["c"] and events[1:] == [("replica_lost", "rollout-2/0")]
 
     run(story)
 
