@@ -356,7 +356,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         return found, unnamed
 
     def apply(self, servers: Mapping[str, str], roster: Sequence[Entry]) -> None:
-        """servers: of the names that were reported. Those that are not in the roster are being ended, all of them, too."""
+        """servers: of the names that were reported. Who is not in the roster is being ended, if need be all of them."""
         entries = {entry.name: entry for entry in roster}
         for name in servers.keys() - entries.keys():
             self._forget(servers[name])

@@ -99,12 +99,17 @@ class Stage:
             await asyncio.sleep(0.01)
 
 
+async def is_there(url: str) -> None:
+    """In the place of `knock`: stories name servers that nobody has started."""
+
+
 def play(story: Callable[[Stage], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     async def whole() -> None:
         nodes = [{"NodeID": "n1", "NodeManagerAddress": "10.0.0.1", "NodeManagerHostname": "one"}]
         monkeypatch.setattr(fleet_actor, "live_nodes", lambda: nodes)
         monkeypatch.setattr(fleet_actor, "TICK_INTERVAL_S", 0.02)
         monkeypatch.setattr(policy, "POLICY_INTERVAL_S", 0.02)
+        monkeypatch.setattr(fleet_actor, "knock", is_there)
         stage = Stage(monkeypatch, **options)
         try:
             await story(stage)
@@ -225,6 +230,42 @@ def test_nodes_are_drained_by_any_of_their_names(monkeypatch: pytest.MonkeyPatch
         assert "external-1 is stopped" in (await stage.actor.drain_node("10.0.0.1"))[0]
         stage.launcher.error = "nobody answers there"
         assert await stage.actor.add_external("http://10.0.0.8:8000") == ("nobody answers there", True)
+
+    play(story, monkeypatch)
+
+
+def test_nobody_at_an_address_is_said_at_once_and_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    knock, answers = fleet_actor.knock, ["HTTP/1.1 503 Service Unavailable\r\n\r\n"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answers:
+            writer.write(answers.pop().encode())
+        else:
+            await reader.read()  # until the other side hangs up
+        writer.close()
+
+    async def story(stage: Stage) -> None:
+        monkeypatch.setattr(fleet_actor, "knock", knock)
+        await stage.report("rollout-0")
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await stage.actor.add_external(url) == (f"{url} joins as external-0", False)  # whatever it answers
+        assert (await stage.actor.add_external(url))[0] == f"{url} is in this fleet already, as external-0"
+        await stage.actor.drain("external-0", 0.0, True)
+        await stage.until(lambda: "external-0" in stage.actor._state.gone)
+        monkeypatch.setattr(fleet_actor, "KNOCK_TIMEOUT_S", 0.05)
+        silent = await stage.actor.add_external(url)  # it hangs
+        monkeypatch.setattr(fleet_actor, "KNOCK_TIMEOUT_S", 20.0)
+        server.close()
+        dead = await stage.actor.add_external(url)
+        for (said, is_refused), why in ((silent, "no answer in 0.05 s"), (dead, "Connection refused")):
+            assert is_refused and said == (
+                f"nobody answers at {url} from Ray's head node ({why}), and nothing was added: start the server there "
+                "first, or correct the address"
+            )
+        assert [one.name for one in (await stage.actor.view()).members] == ["rollout-0"]
+        assert [did for did in stage.launcher.did if did[0] == "external"] == [("external", "external-0", url)]
 
     play(story, monkeypatch)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,15 @@ def test_the_command(one_node: Any, tmp_path: Path) -> None:
     run = Run(1, str(tmp_path / "failures"), fleet_max=4)
     run.until(rollout_0="ready")
     assert command("add", "1", "--job", run.fleet.job) == (0, "the target is 2, it was 1; starting rollout-1\n")
-    assert command("add", "--url", "http://127.0.0.1:8000/")[1] == "http://127.0.0.1:8000 joins as external-0\n"
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    status, said = command("add", "--url", dead)
+    assert status == 1 and said.startswith(f"tensorhub: nobody answers at {dead}")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert command("add", "--url", f"{url}/")[1] == f"{url} joins as external-0\n"
+        server.shutdown()
     assert command("add", "--url", "127.0.0.1:8000")[0] == 1
     run.until(rollout_0="ready", rollout_1="ready", external_0="ready")
     status, shown = command("list")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +56,8 @@ STARTER_TIMEOUT_S = 60.0  # for Ray to start that actor again, which may import 
 SLOTS_TIMEOUT_S = 10.0
 POLICY_TIMEOUT_S = 60.0
 DEFAULT_PORTS = {"http": 80, "https": 443}
-EXTERNAL_TIMEOUT_S, EXTERNAL_POLL_S = 3.0, 0.05  # what is wrong with an address mostly shows at once
+KNOCK_TIMEOUT_S = 5.0  # for a server that was started by hand to take a connection and answer anything
+EXTERNAL_TIMEOUT_S, EXTERNAL_POLL_S = 3.0, 0.05  # what else is wrong with it mostly shows at once
 
 
 class FleetActor:
@@ -96,6 +98,8 @@ class FleetActor:
         """A server that was started by hand."""
         try:
             url = address_of(url)
+            if all(one.url != url for one in self._state.members.values()):  # or it is refused for that
+                await knock(url)
         except UsageError as error:
             return error.message, True
         text, is_refused = await self._command(AddExternal(url))
@@ -310,6 +314,34 @@ def address_of(url: str) -> str:
         raise UsageError(f"{url!r} is no address: give one like http://10.0.0.7:8000")
     shown = f"[{host}]" if ":" in host else host
     return f"{parts.scheme}://{shown}" + (f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else "")
+
+
+async def knock(url: str) -> None:
+    """UsageError if nobody is there. Before anything is begun for a server: its actor takes seconds to start."""
+    parts = urlsplit(url)
+    port = parts.port or DEFAULT_PORTS[parts.scheme]
+
+    async def first_byte() -> bytes:
+        reader, writer = await asyncio.open_connection(parts.hostname, port)
+        try:
+            if parts.scheme == "https":
+                return b"."  # the client that will ask it knows whom to trust
+            writer.write(f"GET /health HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+            return await reader.read(1)
+        finally:
+            writer.close()
+
+    try:
+        error = "" if await asyncio.wait_for(first_byte(), KNOCK_TIMEOUT_S) else "it closes the connection"
+    except asyncio.TimeoutError:
+        error = f"no answer in {KNOCK_TIMEOUT_S:g} s"
+    except OSError as cause:
+        error = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else str(cause)
+    if error:
+        raise UsageError(
+            f"nobody answers at {url} from Ray's head node ({error}), and nothing was added: start the server there "
+            "first, or correct the address"
+        )
 
 
 def plain_host(host: str) -> str:
