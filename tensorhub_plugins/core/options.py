@@ -64,6 +64,7 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     # None: where a trainer rank has a GPU.
     in_background: bool | None = None
     restarts: int = 10  # of one engine before it is given up
+    engine_timeout_s: float = 60.0  # an engine that served and has not answered for this long is started again
     staleness_s: float | None = None  # an engine that has not heard of the hub for longer takes no new work
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
@@ -170,6 +171,7 @@ def check_training(
     """`check_store`, and what must hold where one set of options is for all nodes. limits: of further options."""
     check_store(given, where=where)
     common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
+    common["engine_timeout_s"] = (1, 86_400)
     common["fleet_max"] = (given.fleet_min, FLEET_MAX)
     if given.fleet_target is not None:
         common["fleet_target"] = (given.fleet_min, given.fleet_max)

@@ -36,7 +36,6 @@ MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc,
 class Options(TrainingOptions, frozen=True, kw_only=True):
     prompts_per_engine: int | None = None  # given to one at a time; None: twice what its vLLM runs at once (work.py)
     parts: bool = True  # with ZeRO-3 each rank publishes the part that it holds, see parts.py; False: it gathers all
-    engine_timeout_s: float = 60.0  # an engine that has not answered for this long is ended and started again
 
 
 def is_ours(backend: str) -> bool:
@@ -72,7 +71,7 @@ def parse(backend: str) -> Options:
     given = options.convert(query, Options, where=f"{FLAG} {backend!r}", hidden=("hub", "location"))
     if parts.netloc:
         given = msgspec.structs.replace(given, hub=f"tcp://{parts.netloc}")
-    limits: dict[str, tuple[float, float]] = {"engine_timeout_s": (1, 86_400)}
+    limits: dict[str, tuple[float, float]] = {}
     if given.prompts_per_engine is not None:
         limits["prompts_per_engine"] = (1, 100_000)
     options.check_training(given, where=FLAG, limits=limits)

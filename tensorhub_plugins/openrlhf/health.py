@@ -143,7 +143,11 @@ class Engines:
         member.last_update = heartbeat
         member.requests_max = heartbeat.get("requests_max", REQUESTS_MAX)
         if heartbeat["silent_s"] > self.timeout_s:
-            self._end(member, f"vLLM has not answered for {heartbeat['silent_s']:.0f} s")
+            reason = f"vLLM has not answered for {heartbeat['silent_s']:.0f} s"
+            if member.kind == "external":  # nobody here could start it again
+                self.lost(member, RuntimeError(reason))
+            else:
+                self._end(member, reason)
         elif not member.is_live:
             if member.was_lost:
                 logger.warning("%s answers again, at version %d", member.name, heartbeat["version"])

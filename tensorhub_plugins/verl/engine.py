@@ -8,6 +8,7 @@ steps they are of. Drop-in mode (trainer.py) asks for every step by its number: 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -203,6 +204,8 @@ class TensorHubServer(vLLMHttpServer):
             "stays": self._stays(),
             "silent_s": silent_s,
             "timeout_s": self.options.replica_timeout_s,
+            # verl itself puts hybrid replicas to sleep.
+            "engine_timeout_s": self.options.engine_timeout_s if self.follows else math.inf,
             "pull_s": last.pull_s,
             "pause_s": last.pause_s,
             "sources": last.sources,

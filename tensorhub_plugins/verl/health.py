@@ -5,14 +5,20 @@ that falls silent is taken out at once and put back only when it answers again A
 others had when it came back: it may have slept through many, and its first answers would be stale. When the others
 go back, because an older version was pinned, that is far enough. One that joins a run is treated likewise. One that is
 drained gets no new requests, and finishes those it has.
+
+One that has served and is not heard for its own longer limit hangs: it is to be ended and started again, even if none
+is heard. Silence while whoever listens stood still itself is nobody's.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from tensorhub_plugins.core import steps_behind
+
+STILL_MAX_S = 5.0  # between two looks: whoever looks once a second stood still for the rest
 
 
 @dataclass
@@ -28,6 +34,8 @@ class Replica:
     lost: bool = False  # out of rotation since it fell silent or failed
     gone: bool = False  # lost, and no process will answer under its name again
     catch_up_to: int | None = None  # None: not heard since it was lost, or not ready since it joined
+    has_served: bool = False  # since it was (re)started: before, silence means that it is loading
+    hangs_after_s: float = math.inf  # of silence
     epoch: int = 0  # counts losses: a request of an earlier epoch is gone
 
 
@@ -35,6 +43,7 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.replicas: dict[str, Replica] = {}
+        self._looked_at = math.inf
 
     def add(self, name: str, now: float, *, joins: bool = False) -> None:
         """A replica that is not ready before it says so. joins: the others are at work already."""
@@ -49,7 +58,17 @@ class Watch:
         if name in self.replicas:
             self.replicas[name].is_draining = draining
 
-    def heard(self, name: str, now: float, *, ready: bool, version: int, stays: bool = False, refused: int = 0) -> bool:
+    def heard(
+        self,
+        name: str,
+        now: float,
+        *,
+        ready: bool,
+        version: int,
+        stays: bool = False,
+        refused: int = 0,
+        hangs_after_s: float = math.inf,
+    ) -> bool:
         """An answer. Returns whether this brings it back into rotation after a loss."""
         replica = self.replicas.get(name)
         if replica is None:
@@ -62,6 +81,7 @@ class Watch:
         if replica.version != version:
             replica.installed_at = now
         replica.ready, replica.version, replica.stays, replica.refused = ready, version, stays, refused
+        replica.has_served, replica.hangs_after_s = replica.has_served or ready, hangs_after_s
         is_out = replica.lost or replica.is_joining
         if is_out and ready and version >= min(replica.catch_up_to or 0, self.newest()):
             was_lost, replica.lost, replica.is_joining = replica.lost, False, False
@@ -73,7 +93,7 @@ class Watch:
         replica = self.replicas.get(name)
         if replica is None:
             return False
-        replica.gone = replica.gone or gone
+        replica.gone, replica.has_served = replica.gone or gone, False
         if replica.lost:
             return False
         replica.ready = False
@@ -86,11 +106,27 @@ class Watch:
 
         When none is heard it is more likely that this machine or the listener stands still; and their requests
         could go nowhere."""
-        late = [n for n, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
+        late = self.late(now)
         gone = late if any(self.in_rotation(name) for name in self.replicas if name not in late) else []
         for name in gone:
             self._lose(self.replicas[name])
         return gone
+
+    def look(self, now: float) -> None:
+        """Call once a second: what this took too long for counts as nobody's silence."""
+        still_s = max(0.0, now - self._looked_at - STILL_MAX_S)
+        for replica in self.replicas.values():
+            replica.heard_at += still_s
+        self._looked_at = now
+
+    def late(self, now: float) -> list[str]:
+        """Those not heard for the timeout that are not taken out."""
+        return [name for name, r in self.replicas.items() if not r.lost and now - r.heard_at > self.timeout_s]
+
+    def hung(self, now: float) -> list[str]:
+        """Those to be ended: `failed` is for them, too."""
+        here = [(name, r) for name, r in self.replicas.items() if r.has_served and not r.is_draining]
+        return [name for name, r in here if now - r.heard_at > r.hangs_after_s]
 
     def _lose(self, replica: Replica) -> None:
         replica.lost, replica.catch_up_to = True, None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -65,6 +66,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._hurry = asyncio.Event()  # somebody waits for a version
         self._waits = 0  # how many do
         self._published = 0  # the trainer's newest version, as it says itself
+        self._late: set[str] = set()  # nobody else could answer; said once
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
@@ -270,6 +272,7 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             version=answer["version"],
             stays=answer.get("stays", False),
             refused=answer.get("refusal", (0, ""))[0],
+            hangs_after_s=answer.get("engine_timeout_s", math.inf),
         )
         if back:
             logger.warning(
@@ -293,9 +296,28 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def _find_silent(self) -> None:
         while True:
             self._announce()
-            for server_id in self._watch.silent(time.monotonic()):
+            now = time.monotonic()
+            self._watch.look(now)
+            for server_id in self._watch.silent(now):
                 self._take_out(server_id, f"silent for {self._watch.timeout_s:.0f} s")
+            for server_id in self._watch.hung(now):
+                self._end(server_id, now)
+            late = set(self._watch.late(now))
+            for server_id in late - self._late:
+                limit_s = self._watch.replicas[server_id].hangs_after_s
+                until = f"; it is ended and started again after {limit_s:.0f} s" if limit_s < math.inf else ""
+                text = "router: %s has not answered for %.0f s, and no other one is ready%s"
+                logger.warning(text, self._worker(server_id), self._watch.timeout_s, until)
+            self._late = late
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+
+    def _end(self, server_id: str, now: float) -> None:
+        """It hangs. Ray starts it again, or the fleet another one."""
+        reason = f"no answer for {now - self._watch.replicas[server_id].heard_at:.0f} s"
+        logger.error("router: %s hangs (%s): it is ended, to be started again", self._worker(server_id), reason)
+        if self._watch.failed(server_id, now):
+            self._take_out(server_id, reason)
+        ray.kill(self._handles[server_id], no_restart=False)
 
     def _announce(self) -> None:
         """To the worker that holds updates up. Again and again, because it may be started again."""

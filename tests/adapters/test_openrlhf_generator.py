@@ -189,6 +189,25 @@ def test_a_silent_engine_is_ended_and_its_prompts_are_asked_elsewhere(
     assert ray.now >= 10  # not before its time
 
 
+def test_a_silent_server_of_others_is_not_ended_and_may_come_back(ray: FakeRay) -> None:
+    well, theirs = FakeEngine(), FakeEngine()
+    generator = make([well, theirs])
+    engines = generator.engines
+    engines.live()
+    engines.members[1].kind = "external"
+    beat = theirs.do_tensorhub_heartbeat
+    theirs.do_tensorhub_heartbeat = lambda: {**beat(), "silent_s": 99.0}  # type: ignore[method-assign]
+    engines.check()
+    assert not ray.killed and [one.is_live for one in engines.members] == [True, False]
+    theirs.do_tensorhub_heartbeat = beat  # type: ignore[method-assign]
+    engines.check()
+    assert engines.members[1].is_live
+    engines.members[1].kind = "first"  # control: one of ours
+    theirs.do_tensorhub_heartbeat = lambda: {**beat(), "silent_s": 99.0}  # type: ignore[method-assign]
+    engines.check()
+    assert ray.killed == [theirs]
+
+
 def test_an_engine_that_is_loading_is_not_taken_for_silent(ray: FakeRay) -> None:
     well, loading = FakeEngine(), FakeEngine()
     loading.state = "silent"

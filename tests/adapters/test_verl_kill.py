@@ -32,6 +32,7 @@ def run(tmp_path_factory):
         f"++ray_kwargs.ray_init.num_gpus={REPLICAS + RANKS}",
         f"+{STORE}.transports=[tcp]",  # the source must be there for every byte, so that it can be stopped
         f"+{STORE}.replica_timeout_s=8",
+        f"+{STORE}.engine_timeout_s=600",  # a frozen one is thawed here, and not started again
     ]
     run = Run(tmp_path_factory.mktemp("kill"), overrides)
     stopped = []

@@ -1,5 +1,7 @@
 """The verl adapter's decisions, which need no engine: options, spans, health."""
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -225,6 +227,56 @@ def test_the_last_one_standing_is_never_kept_out():
     assert watch.newest() == 0
     assert watch.heard("a", 33, ready=True, version=5)  # as stale as it is, there is no better one
     assert watch.in_rotation("a")
+
+
+def _hung(watch, seconds):
+    """When it is found, if looked for once a second; None: never."""
+    for now in range(2, seconds):
+        watch.look(now)
+        watch.silent(now)
+        if found := watch.hung(now):
+            return found, now
+    return None
+
+
+def _alone(**heard):
+    watch = health.Watch(timeout_s=10)
+    watch.add("a", 0)
+    watch.heard("a", 1, **{"ready": True, "version": 1, "hangs_after_s": 60, **heard})
+    return watch
+
+
+def test_one_that_hangs_is_found_when_nobody_else_is_heard_either():
+    watch = _alone()
+    assert _hung(watch, 3600) == (["a"], 62)
+    assert watch.failed("a", 62) and not watch.in_rotation("a") and not watch.is_same_life("a", 0)
+    watch.heard("a", 70, ready=False, version=0, hangs_after_s=60)  # started again, and loading
+    assert _hung(watch, 3600) is None
+    two = _watch()  # all at once
+    for name in ("a", "b"):
+        two.heard(name, 1, ready=True, version=5, hangs_after_s=60)
+    assert _hung(two, 3600) == (["a", "b"], 62)
+
+
+def test_what_does_not_hang_is_not_taken_for_it():
+    assert _hung(_alone(ready=False), 3600) is None  # it loads for the first time
+    assert _hung(_alone(hangs_after_s=math.inf), 3600) is None  # nobody here could start it again
+    watch = _alone()
+    watch.drain("a")
+    assert _hung(watch, 3600) is None  # it is ended when its time is up
+    watch = _alone()
+    for now in range(2, 50):  # it answers heartbeats, however long its requests are
+        watch.look(now)
+        watch.heard("a", now, ready=True, version=1, hangs_after_s=60)
+    assert watch.hung(105) == []
+    # Whoever listens was frozen for an hour: what they answered is read a moment later.
+    watch.look(3650)
+    assert watch.hung(3650) == [] and watch.silent(3650) == []
+    for now in range(3651, 3706):
+        watch.look(now)
+        assert watch.hung(now) == []
+    watch.look(3706)
+    assert watch.hung(3706) == ["a"]
 
 
 def test_what_verl_takes_away_is_not_put_back():

@@ -158,6 +158,44 @@ def test_a_frozen_replicas_request_goes_to_another_and_it_returns_when_it_has_ca
     run(story)
 
 
+@pytest.mark.parametrize("what", ["server", "engine"])
+def test_the_only_replica_hangs_and_is_ended_and_started_again(what, monkeypatch, caplog):
+    killed = []
+
+    def kill(handle, no_restart):
+        killed.append((handle.name, no_restart))
+        handle.dead, handle.tells = ray.exceptions.ActorUnavailableError("Ray starts it again", None), {}
+        handle.frozen.set()
+
+    monkeypatch.setattr(ray, "kill", kill)
+
+    async def story():
+        a = Server("rollout-0")
+        a.tells = {"engine_timeout_s": 0.6}
+        router = Router({"a": a})
+        handle = await router.handle("r")
+        stuck = asyncio.ensure_future(ask(handle))
+        if what == "server":
+            a.frozen.clear()
+        else:
+            a.tells["silent_s"] = 99.0
+        await until(lambda: killed)
+        assert a.dead and "a" not in router.real._inflight_requests and router.real._watch.replicas["a"].lost
+        a.dead = None
+        assert (await stuck).token_ids == [0, 1]
+        await until(lambda: "a" in router.real._inflight_requests)
+        await asyncio.sleep(0)
+        assert killed == [("rollout-0", False)]
+
+    run(story)
+    said = [one.getMessage() for one in caplog.records]
+    assert (
+        "router: rollout-0/0 has not answered for 0 s, and no other one is ready; it is ended and started again"
+        in (said[0].partition(" after")[0])
+    )
+    assert any("rollout-0/0 hangs (no answer for" in one for one in said)
+
+
 def test_many_requests_ask_one_question():
     async def story():
         a, b = Server("a"), Server("b")

@@ -158,3 +158,38 @@ def test_only_answers_are_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None
         assert line.silent_s(busy) == 6.0
 
     asyncio.run(story())
+
+
+@needs_vllm
+def test_an_engine_that_loads_a_version_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(health.time, "monotonic", lambda: now)
+
+    async def story() -> None:
+        nonlocal now
+        engine = PlayedVLLM("fine")
+        line, may_answer = Lifeline(engine, "rollout-0/0"), asyncio.Event()
+
+        async def waits(method: str, args: tuple[Any, ...]) -> list[Any]:
+            await may_answer.wait()
+            raise ValueError("it cannot be installed")
+
+        engine.collective_rpc = waits  # type: ignore[method-assign]
+        call = asyncio.create_task(line.rpc("tensorhub_prepare_install", 120.0))
+        await asyncio.sleep(0)
+        now = 119.0
+        assert line.silent_s(None) == 0.0
+        now = 121.0
+        assert line.silent_s(None) == 121.0  # this has a deadline of its own
+        may_answer.set()
+        with pytest.raises(UpdateFailed, match="it cannot be installed"):
+            await call
+        assert line.silent_s(None) == 0.0  # an error is an answer
+        may_answer.clear()
+        other = asyncio.create_task(line.rpc("tensorhub_poll"))
+        await asyncio.sleep(0)
+        now = 131.0
+        assert line.silent_s(None) == 10.0  # control: a call that is answered at once
+        other.cancel()
+
+    asyncio.run(story())

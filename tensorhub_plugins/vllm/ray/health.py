@@ -14,6 +14,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tensorhub_plugins.core import TensorHubError
@@ -25,6 +26,8 @@ logger = get_logger(__name__)
 
 OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited by vLLM's processes
 PROBE_INTERVAL_S = 1.0  # how often vLLM is asked whether it lives
+# They keep the workers from answering anything else, for no longer than the seconds that are their last argument.
+BUSY_CALLS = ("tensorhub_prepare_install", "tensorhub_install")
 EXIT_DELAY_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
 
 
@@ -45,6 +48,7 @@ class Lifeline:
         self.engine, self.worker = engine, worker
         self.is_dying = False
         self._heard_at = time.monotonic()
+        self._busy_until = 0.0
         self._watching: asyncio.Task[None] | None = None
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -52,15 +56,29 @@ class Lifeline:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            answers = list(await self.engine.collective_rpc(method, args=args))
+            with self._listening(method, args):
+                return list(await self.engine.collective_rpc(method, args=args))
         except Exception as error:
             if isinstance(error, EngineDeadError) or self.engine.errored:
                 self.die(error)
                 raise EngineLost(f"{self.worker}: {error}") from error
             # vLLM hands on what a worker raised as text in an error of its own.
             raise UpdateFailed(f"{method}: {error}") from error
-        self._heard_at = time.monotonic()
-        return answers
+
+    @contextlib.contextmanager
+    def _listening(self, method: str, args: tuple[Any, ...]) -> Iterator[None]:
+        """An error is an answer as well."""
+        if method in BUSY_CALLS:
+            self._busy_until = time.monotonic() + args[-1]
+        is_answered = True
+        try:
+            yield
+        except (TimeoutError, asyncio.CancelledError):
+            is_answered = False
+            raise
+        finally:
+            self._busy_until = 0.0 if method in BUSY_CALLS else self._busy_until
+            self._heard_at = time.monotonic() if is_answered else self._heard_at
 
     async def probe(self) -> None:
         """Runs until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
@@ -81,6 +99,8 @@ class Lifeline:
             busy_s = time.monotonic() - follower.installing_since
             if busy_s <= follower.timeout_s:
                 return 0.0
+        if time.monotonic() <= self._busy_until:
+            return 0.0
         return time.monotonic() - self._heard_at
 
     def die(self, error: BaseException) -> None:
