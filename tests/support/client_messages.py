@@ -36,7 +36,7 @@ def client_messages(rng: random.Random) -> list[m.ClientMessage]:
             rng.random() < 0.3, (0,), CHECKPOINT, 1, (A,), (rng.choice((A, B)),) * rng.randrange(2),
             rng.random() < 0.5, (B,) * rng.randrange(2), rng.random() < 0.5,
         ),
-        m.Release(number, rng.choice((None, 0)), rng.random() < 0.5, (1,) * rng.randrange(2)),
+        m.Release(number, rng.choice((None, 0)), rng.random() < 0.5, (1,) * rng.randrange(2), number % 2 == 0),
         m.Abandon(number, key),
         m.Wait(number, version, 0, 5.0),
         m.Target(number, version, 5.0, (1,), 2),

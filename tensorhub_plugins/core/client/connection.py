@@ -164,18 +164,25 @@ class HubLink:
         return future
 
     def end_lease(
-        self, request: int, shard: int | None = None, *, lost: bool = False, corrupt: tuple[int, ...] = ()
+        self,
+        request: int,
+        shard: int | None = None,
+        *,
+        lost: bool = False,
+        corrupt: tuple[int, ...] = (),
+        refused: bool = False,
     ) -> None:
         """Tell the hub that nothing more is read under this grant. Returns at once; it is sent again until the hub
         knows.
 
         shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
-        segments that it has sent with other bytes than were published.
+        segments that it has sent with other bytes than were published. refused: nobody listens there any more.
         """
+        ended = session.EndLease(request, shard, lost, corrupt, refused)
         with self._lock:
             if self._closing:
                 return
-            self._carry_out(self._machine.handle(session.EndLease(request, shard, lost, corrupt), time.monotonic()))
+            self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 
     def renew(self, requests: Iterable[int]) -> None:

@@ -59,6 +59,7 @@ class EndLease(msgspec.Struct, frozen=True):
     shard: int | None = None
     lost: bool = False
     corrupt: tuple[int, ...] = ()
+    refused: bool = False
 
 
 class Heard(msgspec.Struct, frozen=True):
@@ -314,7 +315,7 @@ class Session:
             if shard is None or not lease.sources:
                 del self.leases[request_id]
         if self._welcomed:
-            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt))
+            self._send(m.Release(request_id, shard, ended.lost, ended.corrupt, ended.refused))
 
     def _hear(self, message: m.HubMessage, now: float) -> None:
         self.heard_at = now

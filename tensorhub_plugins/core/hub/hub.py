@@ -204,9 +204,11 @@ class Hub:
         waiters = self.registry.waiters
         match due:
             case Worker():
-                if now > self.registry.heard_until(due.last_heard, self.limits.session_timeout_s):
-                    self._forget(due, f"not heard for {self.limits.session_timeout_s:g} s")
-                else:
+                silence_s = self.registry.silence_s(due)
+                if now > self.registry.heard_until(due.last_heard, silence_s):
+                    why = ", and it refuses connections" if due.refuses else ""
+                    self._forget(due, f"not heard for {silence_s:g} s{why}")
+                elif now >= due.silence_at:  # else it is looked at later
                     self.registry.schedule_silence(due)
             case Lease():
                 self._look_at_lease(due, now)
@@ -280,7 +282,7 @@ class Hub:
             if not isinstance(message, m.Bye):
                 self._outbox.send(session, m.Unknown(self.session, now))
             return
-        worker.last_heard, worker.suspect = now, False
+        worker.last_heard, worker.suspect, worker.refuses = now, False, False
         match message:
             case m.Heartbeat():
                 self._heartbeat(worker, message, now)
@@ -374,7 +376,7 @@ class Hub:
                 self._outbox.refuse_session(session, problem)
             return
         if known is not None:
-            known.last_heard, known.suspect = now, False
+            known.last_heard, known.suspect, known.refuses = now, False, False
             if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
                 return
         if not self.believes(hello, now):
@@ -568,6 +570,9 @@ class Hub:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:
                 source.suspect = True
+                if release.refused and not source.refuses:
+                    source.refuses = True
+                    self.registry.schedule_silence(source)
             self.registry.end_lease_shard(lease, each)
 
     def _forget(self, worker: Worker, why: str) -> None:

@@ -93,6 +93,8 @@ def _own(message: m.ClientMessage) -> m.ClientMessage:
             return msgspec.structs.replace(message, holdings=holdings, **DECIDED_BY_PUBLISHERS)
         case m.Publish():
             return msgspec.structs.replace(message, holding=_passed_on(message.holding))
+        case m.Release():
+            return msgspec.structs.replace(message, refused=False)  # it ends nobody sooner
         case _:  # says nothing but what its own worker has, reads and wants
             return message
 

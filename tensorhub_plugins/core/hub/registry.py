@@ -43,6 +43,7 @@ Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  #
 CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
+REFUSED_HEARTBEATS = 3  # of a worker, where nobody listens at its address any more
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 DEAF_KEPT_MAX = 32  # times that the hub was stopped; who was silent before the first of them is given up sooner
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
@@ -138,7 +139,14 @@ class Registry:
 
     def schedule_silence(self, worker: Worker) -> None:
         """When it will have been silent for too long."""
-        self.schedule(self.heard_until(worker.last_heard, self.limits.session_timeout_s) + TIMER_STEP_S, worker)
+        worker.silence_at = self.heard_until(worker.last_heard, self.silence_s(worker)) + TIMER_STEP_S
+        self.schedule(worker.silence_at, worker)
+
+    def silence_s(self, worker: Worker) -> float:
+        """The seconds of silence after which this worker is given up. The kernel answers for a process that is busy:
+        where nobody listens it has ended, and only a word of its own is worth more."""
+        most = self.limits.session_timeout_s
+        return min(most, REFUSED_HEARTBEATS * self.limits.heartbeat_s) if worker.refuses else most
 
     def pop_due(self, now: float) -> Iterable[Timed]:
         """The records whose time has come, each once."""

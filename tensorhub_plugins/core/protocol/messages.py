@@ -315,13 +315,15 @@ class Acquire(_Message, frozen=True):
 class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed.
 
-    corrupt: segments of that shard which the source has sent with other bytes than were published.
+    corrupt: segments of that shard which the source has sent with other bytes than were published. refused: nobody
+    listens at the source's address any more.
     """
 
     request_id: Count
     shard: Count | None = None
     lost: bool = False
     corrupt: Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)] = ()
+    refused: bool = False
 
 
 class Abandon(_Message, frozen=True):

@@ -74,11 +74,12 @@ class EpochChecked(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The source of this shard failed: refused, died, froze or cut us off."""
+    """The source of this shard failed: refused, died, froze or cut us off. refused: nobody listens at its address."""
 
     shard: int
     session: bytes
     why: str
+    refused: bool = False
 
 
 class SourceGone(msgspec.Struct, frozen=True):
@@ -157,12 +158,13 @@ class Close(msgspec.Struct, frozen=True):
 
 class EndLease(msgspec.Struct, frozen=True):
     """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed. corrupt:
-    segments that came with other bytes than were published."""
+    segments that came with other bytes than were published. refused: as in `Lost`."""
 
     request_id: int
     shard: int | None
     lost: bool
     corrupt: tuple[int, ...] = ()
+    refused: bool = False
 
 
 class Verified(msgspec.Struct, frozen=True):

@@ -134,8 +134,8 @@ class Replication:
                 self._waits(shard, session, now)
             case EpochChecked(shard, session, unchanged):
                 self._epoch_checked(shard, session, unchanged, now)
-            case Lost(shard, session, why):
-                self._lost(shard, session, why, now)
+            case Lost(shard, session, why, refused):
+                self._lost(shard, session, why, now, refused=refused)
             case SourceGone(session):
                 self._gone(session, now)
             case Directed(directive):
@@ -401,11 +401,29 @@ class Replication:
 
     # --- losses ---
 
-    def _leave(self, shard: int, state: Shard, session: bytes, *, lost: bool, corrupt: tuple[int, ...] = ()) -> None:
+    def _leave(
+        self,
+        shard: int,
+        state: Shard,
+        session: bytes,
+        *,
+        lost: bool,
+        corrupt: tuple[int, ...] = (),
+        refused: bool = False,
+    ) -> None:
         source = state.remove(session, lost=lost)
-        self._effects += [Close(shard, session), EndLease(source.request_id, shard, lost, corrupt)]
+        self._effects += [Close(shard, session), EndLease(source.request_id, shard, lost, corrupt, refused)]
 
-    def _lost(self, shard: int, session: bytes, why: str, now: float, *, corrupt: tuple[int, ...] = ()) -> None:
+    def _lost(
+        self,
+        shard: int,
+        session: bytes,
+        why: str,
+        now: float,
+        *,
+        corrupt: tuple[int, ...] = (),
+        refused: bool = False,
+    ) -> None:
         source = self._current(shard, session)
         if source is None:
             return
@@ -413,7 +431,7 @@ class Replication:
         self.losses.append(f"shard {shard} from {source.grant.worker}: {why}")
         state.peer = source.grant.worker
         self._avoid[session] = None
-        self._leave(shard, state, session, lost=True, corrupt=corrupt)
+        self._leave(shard, state, session, lost=True, corrupt=corrupt, refused=refused)
         if state.is_whole:
             self._complete_if_done()  # every byte had arrived intact: nothing is lost with the source
             return

@@ -49,10 +49,16 @@ class Hub(Protocol):
         """
 
     def end_lease(
-        self, request_id: int, shard: int | None = None, *, lost: bool = False, corrupt: tuple[int, ...] = ()
+        self,
+        request_id: int,
+        shard: int | None = None,
+        *,
+        lost: bool = False,
+        corrupt: tuple[int, ...] = (),
+        refused: bool = False,
     ) -> None:
         """The lease of an Acquire is over, whole (shard None) or for one shard. lost: the source has failed. corrupt:
-        segments of that shard that it has sent with other bytes than were published."""
+        segments of that shard that it has sent with other bytes than were published. refused: nobody listens there."""
 
     def renew(self, requests: Iterable[int]) -> None:
         """What is read under the leases of these Acquires goes on."""
@@ -228,8 +234,8 @@ class Transfer:
                 reader = self._readers.pop((shard, session))
                 reader.close()
                 self._left.append(reader)
-            case events.EndLease(request_id, shard, lost, corrupt):
-                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt)
+            case events.EndLease(request_id, shard, lost, corrupt, refused):
+                self._hub.end_lease(request_id, shard, lost=lost, corrupt=corrupt, refused=refused)
                 if shard is None:
                     self._leases.discard(request_id)
             case events.Complete():

@@ -71,6 +71,7 @@ class SourceReader:
         self._to_confirm = False
         self._link: Link | None = None
         self._closed = False
+        self._refused = False  # nobody listens at the source's address
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._told_waiting_at = 0.0
@@ -153,7 +154,7 @@ class SourceReader:
                     self._tell(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
         except TensorHubError as error:
-            self._lost(str(error))
+            self._lost(str(error), refused=self._refused and self._link is None)
         except OSError as error:
             self._lost(repr(error))
         except Exception as error:  # a fault of ours: the caller must see it, not a retry
@@ -202,6 +203,7 @@ class SourceReader:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
             except (SourceLost, UsageError, OSError) as error:
                 problems.append(f"{name}: {error}")
+                self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
                 if self._link is not None:
                     self._link.close()
         raise SourceLost(
@@ -225,9 +227,9 @@ class SourceReader:
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, *, refused: bool = False) -> None:
         if not self._closed:
-            self._tell(events.Lost(self.shard, self.grant.session, why))
+            self._tell(events.Lost(self.shard, self.grant.session, why, refused))
 
     def _tell(self, event: events.Event | Exception) -> None:
         self._inbox.put((self, event))

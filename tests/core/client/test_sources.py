@@ -130,15 +130,28 @@ def test_the_only_source_is_killed_in_the_middle(stage, progress):
     near, rollout = stage.worker("near"), stage.client("rollout")
     near.call("publish", 1, 1, hold_from=HELD)
     began = time.monotonic()
-    reading = stage.begin(rollout.fetch, timeout_s=2.0)
+    reading = stage.begin(rollout.fetch, timeout_s=1.0)
     progress.wait("rollout", HELD)
     near.kill()
     with pytest.raises(DeadlineExceeded, match="10 segments were still missing; lost .* shard 0 from near/0") as caught:
         reading.result(SOON_S)
     error = caught.value
-    assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 2.0) and error.phase
-    assert time.monotonic() - began < 2.0 + LATE_S and len(progress.of("rollout")) == HELD
+    assert (error.version, error.peer, error.timeout_s) == (1, "near/0", 1.0) and error.phase
+    assert time.monotonic() - began < 1.0 + LATE_S and len(progress.of("rollout")) == HELD
     assert rollout.serving() == [] and not [x for x in leases(stage) if x["reader"] == "rollout/0"]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_a_source_that_ended_without_a_word_is_given_up_when_a_reader_was_refused(stage, transport):
+    """Long before its silence alone would tell."""
+    with start_server(limits=HubLimits(heartbeat_s=0.2, session_timeout_s=600.0)) as hub:
+        stage.address = hub.address
+        near, rollout = stage.worker("near", transports=(transport,)), stage.client("rollout", transports=(transport,))
+        near.call("publish", 1, 1)
+        near.kill()
+        with pytest.raises(VersionGone):
+            rollout.fetch(1, timeout_s=SOON_S)
+        assert [worker["worker"] for worker in fetch_status(hub.address)["models"][0]["workers"]] == ["rollout/0"]
 
 
 def test_a_connection_over_a_long_way_is_reset_and_the_transfer_goes_on_where_it_was(stage, progress):

@@ -183,7 +183,7 @@ def messages_of(kind: type, story: Scenario) -> list[m.ClientMessage]:
         ],
         m.Heartbeat: [m.Heartbeat(hub, 99, (1, 2), {3: 1}, 5, 6, {3: 9}, 1 << 40, True)],
         m.Bye: [m.Bye()],
-        m.Release: [m.Release(number, 0, True, (0, 1)) for number in range(1, 9)],
+        m.Release: [m.Release(number, 0, True, (0, 1), True) for number in range(1, 9)],
         m.Acquire: [m.Acquire(50 + n, n, 0, (RUNTIME, CHECKPOINT), 60.0, True, serve=True) for n in range(4)],
         m.Abandon: [m.Abandon(60 + n, key) for n, key in enumerate(every)],
         m.Wait: [m.Wait(70, FAR, 0, 60.0), m.Wait(71, 0, FAR, 60.0)],

@@ -79,6 +79,42 @@ def test_a_source_that_was_lost_is_the_last_choice_until_it_is_heard_again(scena
     assert scenario.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]
 
 
+@pytest.mark.parametrize("refused", [True, False], ids=["nobody listens there", "the control"])
+def test_a_source_that_refuses_connections_is_given_up_after_three_heartbeats(refused: bool) -> None:
+    """What ended without a word was named to readers until the end of its session, 15 s later."""
+    scenario = Scenario(limits=HubLimits(heartbeat_s=1.0, session_timeout_s=15.0))
+    for name in ("a/0", "x/0", "y/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1)
+    scenario.silent = ("a/0",)
+    scenario.wait(2.0)
+    lease = scenario.acquire("x/0")
+    scenario.tell("x/0", m.Release(lease, lost=True, refused=refused))
+    scenario.heard("x/0")
+    scenario.acquire("y/0")
+    assert scenario.heard("y/0") == [f"read 1 {CHECKPOINT} 0<-a/0"]  # it may be heard yet
+    scenario.wait(1.5)
+    assert (scenario.heard("y/0") == ["gone a/0"]) == refused
+    scenario.acquire("x/0", version=1)
+    assert scenario.heard("x/0") == (["refused VersionGone"] if refused else [f"read 1 {CHECKPOINT} 0<-a/0"])
+
+
+def test_a_source_that_is_heard_lives_whoever_was_refused(scenario: Scenario) -> None:
+    """Behind a wall that refuses in its name, or because a reader lies; and it has one timer, however many say so."""
+    for name in ("a/0", "x/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1)
+    for _ in range(10):
+        scenario.beat("a/0")
+        lease = scenario.acquire("x/0")
+        scenario.tell("x/0", m.Release(lease, lost=True, refused=True))
+        scenario.wait(1.0)
+    scenario.wait(30.0)
+    timers = [record() for _, _, record in scenario.hub.registry._timers if record is not None]
+    a = scenario.hub.workers[scenario.sessions["a/0"]]
+    assert timers.count(a) == 1 and a.holdings
+
+
 def test_readers_per_source_are_limited_and_the_next_waits_for_room() -> None:
     scenario = Scenario(limits=HubLimits(readers_per_source_max=2))
     scenario.join("trainer/0")

@@ -214,7 +214,7 @@ FROM_CLIENT: list[m.ClientMessage] = [
     m.Publish(1, HOLDING),
     m.Unpublish(2, (KEY,), 1.5),
     m.Acquire(3, 0, 4, ("runtime:f", CHECKPOINT), 60.0, True, (1,), CHECKPOINT, 2, (SESSION,), (SESSION,)),
-    m.Release(3, 1, True),
+    m.Release(3, 1, True, refused=True),
     m.Release(3),
     m.Abandon(4, KEY),
     m.Wait(5, 0, 3, 2.0),
