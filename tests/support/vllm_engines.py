@@ -22,6 +22,7 @@ PROMPTS = [[5, 6, 7, 8, 9], [100, 101], [300, 7, 21, 44]]
 TOKENS = 16
 START_TIMEOUT_S = 100
 CALL_TIMEOUT_S = 60
+END_TIMEOUT_S = 20
 WAIT_TIMEOUT_S = 30.0
 
 
@@ -129,7 +130,13 @@ class Engine:
         )
         self.process.start()
         theirs.close()
-        self._receive(START_TIMEOUT_S)
+        try:
+            self._receive(START_TIMEOUT_S)
+        except BaseException:  # else this process waits for it when it ends
+            self.process.terminate()
+            self.process.join(END_TIMEOUT_S)
+            self.kill()
+            raise
 
     def call(self, method: str, *args: Any) -> Any:
         """collective_rpc to the engine's only worker."""
