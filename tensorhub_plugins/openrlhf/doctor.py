@@ -42,13 +42,8 @@ HOOKS = "torch.backends"  # entry points that torch loads in every process
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what will happen, one line each, and return 0; or all that is wrong, and return 1."""
-    if {"--help", "-h"} & set(arguments):
-        print(__doc__)
-        return 0
-    outlook = Outlook()
-    outlook.ask(look, outlook, arguments)
-    return command_line.show(outlook)
+    """Print what will happen, or what is wrong; return the status of the command."""
+    return command_line.run(look, __doc__, arguments)
 
 
 def look(outlook: Outlook, arguments: Sequence[str]) -> None:

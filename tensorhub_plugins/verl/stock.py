@@ -66,8 +66,8 @@ def command_of(command: str, root: Any) -> Any:
     """What verl's command makes of the configuration before it starts Ray."""
     module, run, given = import_module(command), import_module(RUN), []
     with (
-        _replaced(module, "auto_set_device", lambda config: None),
-        _replaced(run, "run_ppo", lambda config, task_runner_class: given.append(config)),
+        replaced(module, "auto_set_device", lambda config: None),
+        replaced(run, "run_ppo", lambda config, task_runner_class: given.append(config)),
     ):
         module.main.__wrapped__(root)
     return given[0]
@@ -106,7 +106,7 @@ def _critic(root: Any) -> None:
 
     critic = _Anything()
     critic.strategy = root.critic.strategy
-    with _replaced(ray_trainer, "omega_conf_to_dataclass", lambda config: critic):
+    with replaced(ray_trainer, "omega_conf_to_dataclass", lambda config: critic):
         Trainer()._create_critic_class()
 
 
@@ -130,8 +130,8 @@ def _fully_async(root: Any) -> None:
     rollouter = type("Rollouter", (stock_class,), {"_create_dataloader": create_dataloader})
     with (
         contextlib.suppress(_Enough),
-        _replaced(module, "create_rl_dataset", lambda *arguments, **options: None),
-        _replaced(module, "create_rl_sampler", lambda *arguments, **options: None),
+        replaced(module, "create_rl_dataset", lambda *arguments, **options: None),
+        replaced(module, "create_rl_sampler", lambda *arguments, **options: None),
     ):
         rollouter(root, None)  # which validates the configuration between data sets and loaders
 
@@ -188,7 +188,8 @@ class _Anything:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """Another value of this name in the module, for as long as this lasts."""
     before = getattr(module, name)
     setattr(module, name, value)
     try:
@@ -209,7 +210,7 @@ def _quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()),
-            _replaced(constants, "HF_HUB_OFFLINE", True),
+            replaced(constants, "HF_HUB_OFFLINE", True),
         ):
             warnings.simplefilter("ignore")
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,9 +41,14 @@ def words_of(given: Sequence[str], commands: Collection[str], default: str) -> W
     return Words(default, list(given), False)
 
 
-def show(outlook: Outlook) -> int:
+def run(look: Callable[[Outlook, Sequence[str]], None], usage: str | None, arguments: Sequence[str]) -> int:
     """Print what will happen and return 0; or all that is wrong, a line each, and return 1. What nobody looked at
-    is the last line of both."""
+    is the last line of both. look: asks everything of this command line."""
+    if {"--help", "-h"} & set(arguments):
+        print(usage)
+        return 0
+    outlook = Outlook()
+    outlook.ask(look, outlook, arguments)
     last = f"I did not look at {'; '.join(outlook.unseen) or 'the rest of it'}"
     if outlook.wrong:
         print(*(f"tensorhub: {sentence}" for sentence in outlook.wrong), last, sep="\n", file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from verl.utils.tracking import Tracking
 from tensorhub_plugins.core import Client
 from tensorhub_plugins.verl import trainer as checkpoint_engine
 from tensorhub_plugins.verl.null_worker import NullWorker, validation_of
+from tensorhub_plugins.verl.stock import replaced
 
 RUN = "r"
 TIMEOUT_S = 30.0
@@ -178,17 +178,6 @@ def _results(calls: list[Future[Any]]) -> list[Any]:
     return [call.result(TIMEOUT_S) for call in calls]
 
 
-@contextmanager
-def patched(module: Any, name: str, value: Any) -> Iterator[None]:
-    """As pytest's monkeypatch, for as long as this lasts."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 def without_ray(monkeypatch: Any, names: Callable[[], str]) -> None:
     """Have verl's manager call workers in threads."""
     from tensorhub_plugins.verl import hub
@@ -272,7 +261,7 @@ def fully_async(run: Run, batches: int) -> int:
         _step_wait_times=[],
         _step_wait_samples=[],
     )
-    with patched(theirs, "ray", SimpleNamespace(get=_results)):
+    with replaced(theirs, "ray", SimpleNamespace(get=_results)):
         asyncio.run(trainer._fit_update_weights())  # as verl's main does before it calls `fit`
         asyncio.run(trainer.fit())
     return int(trainer.current_param_version)
