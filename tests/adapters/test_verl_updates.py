@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from omegaconf import OmegaConf  # noqa: E402
-from verl_updates import MODES, DropIn, Policy, Pulls, Run, without_ray  # noqa: E402
+from verl_updates import MODES, REFUSAL, DropIn, Policy, Pulls, Run, without_ray  # noqa: E402
 
-from tensorhub_plugins.core import HubLimits, start_server  # noqa: E402
+from tensorhub_plugins.core import HubLimits, VersionRefused, start_server  # noqa: E402
 
 PUBLISHES = "tensorhub/publish/bytes"
 
@@ -86,6 +86,32 @@ def test_a_critic_that_warms_up_does_not_keep_the_first_weights_back(address: st
     run = Run(address, root, replicas, Policy())
     assert MODES["one_step_off"](run, 4) == 4
     assert run.have() == {3.0}
+    close(run.worker, *replicas)
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("how", ["drop-in", "pull"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_version_that_all_replicas_refuse_ends_the_run_with_the_reason(
+    address: str, mode: str, how: str, after: int
+) -> None:
+    """The first one, or one of a trainer that was well until then."""
+    root = root_of(mode)
+    replicas = replicas_of(how, address, root)
+    run = Run(address, root, replicas, Policy())
+    train = run.policy.train
+
+    def train_and_damage() -> None:
+        train()
+        for one in replicas:
+            one.refuses = run.policy.trained >= after
+
+    run.policy.train = train_and_damage  # type: ignore[method-assign]
+    for one in replicas:
+        one.refuses = not after
+    with pytest.raises(VersionRefused, match=REFUSAL):
+        MODES[mode](run, 4)
+    assert run.policy.trained == after
     close(run.worker, *replicas)
 
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl.checkpoint_engine import base
 from verl.utils.tracking import Tracking
 
-from tensorhub_plugins.core import Client
+from tensorhub_plugins.core import Client, VersionRefused
 from tensorhub_plugins.verl import trainer as checkpoint_engine
 from tensorhub_plugins.verl.null_worker import NullWorker, validation_of
 from tensorhub_plugins.verl.stock import replaced
@@ -70,10 +70,14 @@ class Trainer:
         self.engine._client.close()
 
 
+REFUSAL = "There is no module or parameter named 'layers.0.mlp'"
+
+
 class DropIn:
     """A rollout worker under verl's manager. trained: of the weights that it has."""
 
     trained: float | None = None
+    refuses = False  # to load what comes, as `loading.hear` says it for vLLM
 
     def __init__(self, address: str) -> None:
         self.engine = checkpoint_engine.TensorHubCheckpointEngine(1 << 20, hub=address, run=RUN)
@@ -83,6 +87,8 @@ class DropIn:
 
     async def update(self, step: int) -> None:
         async for _, tensor in self.engine.receive_weights(global_steps=step):
+            if self.refuses:
+                raise VersionRefused(REFUSAL)
             self.trained = float(tensor[0, 0])
 
     def look(self) -> float | None:
@@ -97,6 +103,7 @@ class Pulls:
 
     trained: float | None = None
     version = 0
+    refuses = False  # to install what comes, as the router says it for all replicas
 
     def __init__(self, address: str, root: Any) -> None:
         self.null = NullWorker(validation_of(root), TIMEOUT_S)
@@ -106,7 +113,12 @@ class Pulls:
         return {"options": None} if method == "prepare" else {}
 
     async def update(self, step: int) -> None:
+        if self.refuses:
+            await self.null.meet(SimpleNamespace(wait_for_any=SimpleNamespace(remote=self._refuse)))
         await self.null.update_weights(step)
+
+    async def _refuse(self, version: int, timeout_s: float) -> bool:
+        raise VersionRefused(REFUSAL)
 
     def look(self) -> float | None:
         newest = max((info.version for info in self.client.versions()), default=0)
