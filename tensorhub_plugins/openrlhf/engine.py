@@ -169,14 +169,15 @@ class TensorHubEngine(_Stock):
     # --- what our generator asks for ----------------------------------------------------------------------------------
 
     async def tensorhub_heartbeat(self) -> dict[str, Any]:
-        """version, for how long vLLM's processes have been silent, how many sequences it runs at once; EngineLost when
-        this actor is about to end."""
+        """version, a newer one that it refuses and why, for how long vLLM's processes have been silent, how many
+        sequences it runs at once; EngineLost when this actor is about to end."""
         if self.lifeline.is_dying:
             raise EngineLost(f"{self.worker}: its vLLM is dead")
         self._refuse_when_stale()
         silent_s, last = self.lifeline.silent_s(self.follower), self.follower.last_update
         return {
             "version": self.follower.version,
+            "refusal": self.follower.refusal,
             "pull_s": last.pull_s,
             "pause_s": last.pause_s,
             "sources": last.sources,
@@ -215,10 +216,14 @@ class TensorHubEngine(_Stock):
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _catch_up(self, client: Client) -> None:
-        """An engine that was started again has the weights of before the training: it must not answer with those."""
+        """An engine that was started again has the weights of before the training: it must not answer with those. One
+        that refuses all there is has them, says so in its heartbeats, and gets no prompts."""
         while True:
             try:
-                version = await asyncio.to_thread(client.target, pins=self.follower.pins, timeout_s=0.0)
+                refused = tuple(self.follower.refused)
+                version = await asyncio.to_thread(
+                    client.target, refused=refused, pins=self.follower.pins, timeout_s=0.0
+                )
                 if version != self.follower.version and step_of(version) <= (self.options.pull_until or version):
                     await self.follower.update(version)
                 return

@@ -16,7 +16,8 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from tensorhub_plugins.core import Deadline, HubUnreachable, NotPublished, VersionGone, attempt_of, step_of, version_of
+from tensorhub_plugins.core import Deadline, HubUnreachable, NotPublished, VersionGone, VersionRefused
+from tensorhub_plugins.openrlhf.versions import bounded
 from tensorhub_plugins.vllm.engine import follower
 from tensorhub_plugins.vllm.engine.follower import UpdateFailed
 
@@ -65,14 +66,18 @@ class Follower(follower.Follower):
         self._changed = asyncio.Condition()
 
     async def need(self, version: int) -> None:
-        """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline.
+        """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline,
+        VersionRefused when it cannot be.
 
         An older one is enough when that is what operators want to be run.
         """
-        version = self._bounded(version)
+        version = bounded(version, self.until)
         deadline = Deadline.after(self.timeout_s)
         while self.is_broken or self.version < version:
             version = min(version, await self._to_run_instead_of(version))
+            refused, why = self.refusal
+            if refused >= version > self.version:
+                raise VersionRefused(why, version=refused)
             if deadline.expired:
                 raise UpdateFailed(
                     f"{self.worker} has version {self.version} and was asked to answer from a later one",
@@ -82,18 +87,15 @@ class Follower(follower.Follower):
                 )
             await self._reach(version, min(deadline.remaining(), ASK_INTERVAL_S))
 
-    def _bounded(self, version: int) -> int:
-        """Not beyond the last one that is followed."""
-        step = step_of(version) if self.until is None else min(step_of(version), self.until)
-        return version_of(attempt_of(version), step)
-
     async def _reach(self, version: int, timeout_s: float) -> None:
-        """Wait until it is installed, at most for so long."""
+        """Wait until it is installed, or refused, at most for so long."""
+
+        def is_decided() -> bool:
+            return self.refusal[0] >= version or (self.version >= version and not self.is_broken)
+
         async with self._changed:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self.version >= version and not self.is_broken), timeout_s
-                )
+                await asyncio.wait_for(self._changed.wait_for(is_decided), timeout_s)
 
     async def _to_run_instead_of(self, version: int) -> int:
         """What the hub says now; the same one if it does not say anything, 0 when there is nothing to be run."""
@@ -110,7 +112,7 @@ class Follower(follower.Follower):
 
     async def hold(self, version: int = 0) -> int:
         """Stay with the version that is installed, or with `version` if one is given, until `release`."""
-        version = self._bounded(version)
+        version = bounded(version, self.until)
         async with self._one_update:
             self.is_held = True
             if version and self.version != version:
@@ -132,6 +134,13 @@ class Follower(follower.Follower):
             if not self.is_held and self.version == self._asked_with:
                 await self.update(version)
 
+    async def update(self, version: int) -> None:
+        try:
+            await super().update(version)
+        finally:
+            async with self._changed:
+                self._changed.notify_all()
+
     async def install(self, version: int) -> None:
         if self.gate is None:
             await super().install(version)
@@ -141,5 +150,3 @@ class Follower(follower.Follower):
                 await super().install(version)
             finally:
                 await self.gate.open()
-        async with self._changed:
-            self._changed.notify_all()

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
-from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, record, steps_behind
+from tensorhub_plugins.core import Deadline, DeadlineExceeded, TensorHubError, VersionRefused, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf import config
 from tensorhub_plugins.vllm.ray import figures
@@ -41,6 +41,8 @@ class Member:
     kind: Kind = "first"
     node: str = ""  # Ray's id of it
     version: int = 0
+    installed_at: float = 0.0  # when this version was first heard of
+    refusal: tuple[int, str] = (0, "")  # a newer version that it cannot install, and why
     last_update: Mapping[str, Any] = field(default_factory=dict)  # what that version has cost, as its heartbeat says
     is_draining: bool = False  # it gets no prompts any more
     is_live: bool = False
@@ -56,6 +58,15 @@ class Member:
     @property
     def gets_prompts(self) -> bool:
         return self.is_live and not self.is_draining
+
+    def refuses(self, version: int) -> bool:
+        """It will not have this version; 0: any version, where it has the model of before the training."""
+        return self.refusal[0] >= max(version, 1) > self.version
+
+    def heard(self, version: int, now: float) -> None:
+        """It has this version."""
+        if self.version != version or not self.installed_at:
+            self.version, self.installed_at = version, now
 
     @property
     def lost(self) -> Lost:
@@ -83,16 +94,19 @@ class Engines:
     def __post_init__(self) -> None:
         self.members = [Member(f"rollout-{number}", handle) for number, handle in enumerate(self.handles)]
 
-    def live(self) -> list[Member]:
-        """Those that answer; waits until there is one, and at the beginning for all, as OpenRLHF would."""
+    def live(self, version: int = 0) -> list[Member]:
+        """Those that answer from this version or a later one; waits until there is one, and at the beginning for all,
+        as OpenRLHF would. VersionRefused when none of them will."""
         deadline = Deadline.after(START_TIMEOUT_S)
         while True:
             self.check()
-            live = [member for member in self.members if member.gets_prompts]
+            live = self._able(version)
             is_late = deadline.expired
             self.has_begun = self.has_begun or is_late or all(member.is_live for member in self.members)
             if live and self.has_begun:
                 return live
+            if why := self._why_stuck(version):
+                raise VersionRefused(why)
             dead = [member for member in self.members if member.deaths >= DEATHS_MAX]
             is_last = len(dead) == len(self.members) and not self.has_fleet  # which would start others
             if dead and (is_last or not self.has_begun):
@@ -104,11 +118,21 @@ class Engines:
                 )
             time.sleep(HEARTBEAT_TIMEOUT_S)
 
-    def ready(self) -> list[Member]:
+    def _able(self, version: int) -> list[Member]:
+        return [member for member in self.members if member.gets_prompts and not member.refuses(version)]
+
+    def _why_stuck(self, version: int) -> str:
+        """Why none will ever answer from this version; "": one does, or may."""
+        there = [member for member in self.members if not member.is_draining and member.deaths < DEATHS_MAX]
+        if not there or not all(member.is_live and member.refuses(version) for member in there):
+            return ""
+        return figures.why_stuck({f"{member.name}/0": member.refusal for member in there})
+
+    def ready(self, version: int = 0) -> list[Member]:
         """Those that have answered last; waits as `live` does if there is none."""
         if time.monotonic() - self._checked_at >= CHECK_INTERVAL_S:
             self.check(wait_s=0.0)  # what is not answered by now is looked at next time
-        return [member for member in self.members if member.gets_prompts and self.has_begun] or self.live()
+        return (self._able(version) if self.has_begun else []) or self.live(version)
 
     def check(self, *, wait_s: float = HEARTBEAT_TIMEOUT_S) -> None:
         """One round of heartbeats, with that long for the answers."""
@@ -139,7 +163,8 @@ class Engines:
             member.deaths = member.deaths + 1 if isinstance(error, DEAD) else 0
             return
         member.probe, member.deaths, member.error = None, 0, None
-        member.version, member.node = heartbeat["version"], heartbeat.get("node", "")
+        member.heard(heartbeat["version"], time.monotonic())
+        member.refusal, member.node = heartbeat.get("refusal", (0, "")), heartbeat.get("node", "")
         member.last_update = heartbeat
         member.requests_max = heartbeat.get("requests_max", REQUESTS_MAX)
         if heartbeat["silent_s"] > self.timeout_s:
@@ -162,21 +187,36 @@ class Engines:
     def lost_by_name(self, name: str, error: Exception) -> None:
         """A prompt that this engine had has ended so."""
         with self.lock:
-            for member in self.members:
-                if member.name == name:
-                    self.lost(member, error)
+            for member in self._called(name):
+                self.lost(member, error)
 
-    def figures(self) -> dict[str, float]:
-        """How they do, for the trainer's log: under the names that verl's log has, too."""
+    def refused_by_name(self, name: str, error: VersionRefused) -> None:
+        """The same, and its next heartbeat says so."""
+        with self.lock:
+            for member in self._called(name):
+                member.refusal = (error.version or 0, error.message)
+
+    def answered_by_name(self, name: str, version: int) -> None:
+        """It has answered from this version or a later one, of which its next heartbeat tells."""
+        with self.lock:
+            for member in self._called(name):
+                member.heard(max(version, member.version), time.monotonic())
+
+    def _called(self, name: str) -> list[Member]:
+        return [member for member in self.members if member.name == name]
+
+    def figures(self, published: int = 0) -> dict[str, float]:
+        """How they do, for the trainer's log: under the names that verl's log has, too. published: what is newest."""
         with self.lock:
             live = [member for member in self.members if member.gets_prompts]
-            newest = max((member.version for member in live), default=0)
-            return {
-                "tensorhub/replicas/ready": float(len(live)),
-                "tensorhub/replicas/lost": float(sum(one.was_lost and not one.is_draining for one in self.members)),
-                "tensorhub/version_lag/max": float(max((steps_behind(m.version, newest) for m in live), default=0)),
-                **figures.of_updates((member.last_update for member in live), config.TRAINER),
-            }
+            told = figures.of_replicas(
+                live,
+                lost=sum(member.was_lost and not member.is_draining for member in self.members),
+                refused=sum(member.refusal[0] >= max(published, 1) for member in self.members),
+                published=published,
+                now=time.monotonic(),
+            )
+            return {**told, **figures.of_updates((member.last_update for member in live), config.TRAINER)}
 
     # --- the fleet ----------------------------------------------------------------------------------------------------
 

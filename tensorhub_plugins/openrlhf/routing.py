@@ -3,26 +3,29 @@
 A batch is handed out as answers come (work.py). When an engine is lost in the middle, its prompts are asked again
 elsewhere at once, and Ray starts the engine again meanwhile. Without partial rollout a batch is answered from the
 newest version there is when it begins, or a later one: as fresh as OpenRLHF's own lock makes it, without the lock. If
-operators have pinned a version, then from that one, except in sync training, which must be on policy. An evaluation
+operators have pinned a version, then from that one, except in sync training, which must be on policy. A version that
+all engines refuse ends the run with their reason, unless what is asked may come from the one before. An evaluation
 sees one version: the engines that it begins with stay with it until the end, and one that was lost does not come back.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import ray
 from openrlhf.trainer.ppo_utils import samples_generator
 
-from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, record
+from tensorhub_plugins.core import NotPublished, TensorHubError, VersionGone, VersionRefused, record
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.openrlhf.config import Options
 from tensorhub_plugins.openrlhf.fleet import Reporter
 from tensorhub_plugins.openrlhf.health import LOST, Engines, Member
 from tensorhub_plugins.openrlhf.journal import GivenBack
-from tensorhub_plugins.openrlhf.versions import with_logs
+from tensorhub_plugins.openrlhf.versions import bounded, with_logs
 from tensorhub_plugins.openrlhf.work import Place, Prompt, Work
 from tensorhub_plugins.vllm.ray.config import connect
 
@@ -43,6 +46,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         self.engines = Engines(list(self.vllm_engines), options.engine_timeout_s)
         self.is_partial = is_partial
         self.newest = 0  # the version to be run, as far as it is known here
+        self.published = 0  # the newest one, whatever is to be run
+        self.evaluation_wait_s = 0.0  # for the engines to have one version, at the last evaluation
         self._first: int | None = None  # the version with which this run began; 0: none, None: not looked for yet
         self.work = Work()
         self._dispatched = 0  # prompts since the run began
@@ -56,7 +61,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
     # --- one evaluation, one version ----------------------------------------------------------------------------------
 
     def generate_eval_samples(self, **kwargs: Any) -> Any:
-        live = self.engines.live()
+        started, live = time.monotonic(), self.engines.live()
         self._look_for_newest()
         # Stay where you are; then all go where the first one is, or to the newest.
         held = self._hold(live, 0)
@@ -66,6 +71,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         if len(set(held.values())) > 1:  # the goal is gone meanwhile
             goal = max(held.values())
         self._evaluating = {member.name: member.losses for member in live if held.get(member.name) == goal}
+        self.evaluation_wait_s = time.monotonic() - started
         record("evaluate", worker="generator/0", version=goal)
         logger.info("evaluation of version %d on %d engines", goal, len(self._evaluating))
         try:
@@ -113,9 +119,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
 
     def _hand_out_some(self) -> int:
         """How many have been asked."""
-        self.engines.ready()  # waits until there is one
+        version = self._wait_for_able()
         with self.engines.lock:  # the fleet hears of an engine as it is after this
-            live = [member for member in self.engines.members if member.gets_prompts]
+            live = [one for one in self.engines.members if one.gets_prompts and not one.refuses(version)]
             evaluating = [m for m in live if self._evaluating.get(m.name) == m.losses]
             members = {member.name: member for member in evaluating or live}
             places = [Place(member.name, member.requests_max) for member in members.values()]
@@ -127,6 +133,20 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 self.work.note(ask(**prompt.arguments, min_version=prompt.version), name, prompt)
             self._tell()
         return len(given)
+
+    def _wait_for_able(self) -> int:
+        """Until an engine can answer what waits: from which version. VersionRefused when none ever will, nor one that
+        is to be run instead."""
+        while True:
+            version = bounded(self.work.version, self.options.pull_until)
+            try:
+                self.engines.ready(version)
+                return version
+            except VersionRefused:
+                now = bounded(self._to_run_instead_of(version), self.options.pull_until)
+                if now == version:
+                    raise
+                self.work.ask_for(now)
 
     def _forgotten(self) -> set[str]:
         with self.engines.lock:
@@ -145,6 +165,10 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
         for ref in ready:
             try:
                 answer = ray.get(ref)
+            except VersionRefused as error:
+                self.engines.refused_by_name(self.work.asked[ref][0], error)
+                self.work.given_back(ref)
+                continue
             except LOST as error:
                 prompt = self.work.lost(ref)
                 self.engines.lost_by_name(prompt.lost[-1], error)
@@ -156,6 +180,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
                 self.work.given_back(ref, journals=answer.journals)
             else:
                 name, prompt = self.work.answered(ref)
+                self.engines.answered_by_name(name, prompt.version)
                 record("prompt", worker=f"{name}/0", number=prompt.number, samples=len(answer))
                 answers.append(answer)
         self._tell()
@@ -174,6 +199,10 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             now = self._to_run_instead_of(first)
             self._first = min(first, now) if first else now
         return self._first or 0
+
+    def _figures(self) -> dict[str, float]:
+        told = self.engines.figures(max(self.published, self.newest))
+        return {**told, "tensorhub/validation_wait/seconds": self.evaluation_wait_s}
 
     def _to_run_instead_of(self, version: int) -> int:
         """What the hub says now; the same one if it says nothing else, 0 when there is nothing to be run."""
@@ -196,14 +225,17 @@ class SamplesGenerator(samples_generator.SamplesGenerator):
             return [], 0, True
         consumed, accepted = len(prompts), []
         self.work = Work(self.options.prompts_per_engine)
+        with suppress(TensorHubError):  # the hub is away, or knows no newer one
+            self.published = self._client.target(self.published, pins=False, timeout_s=0.0)
         self._dispatch_prompts_to_vllm(prompts, labels, images=images, **kwargs)
         if not self._evaluating:
-            self.engines.live()
+            with suppress(VersionRefused):  # there may be another version, see `_wait_for_able`
+                self.engines.live()
         progress = samples_generator.tqdm(range(len(prompts)), desc="Generate samples")
         while self.work:
             self._hand_out()
             for responses in self._answers():
-                logs = self.engines.figures()  # samples are the only way to the trainer's log, in async training
+                logs = self._figures()  # samples are the only way to the trainer's log, in async training
                 samples = [with_logs(response, logs) for response in responses]
                 experiences = [self._process_response_into_experience(sample, **kwargs) for sample in samples]
                 if dynamic_filtering and not self._is_informative(experiences):

@@ -9,13 +9,16 @@ import contextvars
 from collections.abc import Mapping
 from typing import Any
 
-from tensorhub_plugins.core import step_of
+from tensorhub_plugins.core import attempt_of, step_of, version_of
 from tensorhub_plugins.openrlhf import journal
 
 FIRST, LAST = "tensorhub_version_first", "tensorhub_version_last"  # of a sample's tokens; in Experience.info
 
 # What the dispatcher knows of the engines, in Experience.info, too: health.py.
-FIGURES = ("tensorhub/replicas/", "tensorhub/version_lag/", "tensorhub/pull/", "tensorhub/pause/")
+FIGURES = tuple(
+    f"tensorhub/{name}"
+    for name in ("replicas/", "version_lag/", "last_pull_age_s", "pull/", "pause/", "validation_wait/")
+)
 LESS_IS_WORSE = ("tensorhub/replicas/ready", "tensorhub/pull/share_from_peers")
 
 _of_sample: contextvars.ContextVar[list[int]] = contextvars.ContextVar("versions of the sample being made")
@@ -45,6 +48,11 @@ def came_from(*versions: int) -> None:
     seen = _of_sample.get(None)
     if seen is not None:
         seen.extend(step_of(version) for version in versions)
+
+
+def bounded(version: int, until: int | None) -> int:
+    """This version, or the last one that is followed."""
+    return version if until is None else version_of(attempt_of(version), min(step_of(version), until))
 
 
 def with_logs(response: dict[str, Any], logs: Mapping[str, float]) -> dict[str, Any]:

@@ -75,6 +75,15 @@ class Work:
         self.asked[ticket] = (name, prompt)
         self.in_flight[name] += 1
 
+    @property
+    def version(self) -> int:
+        """The newest that is asked for by what waits."""
+        return max((prompt.version for prompt in self.waiting), default=0)
+
+    def ask_for(self, version: int) -> None:
+        """All that waits may be answered from this version, and from none before."""
+        self.waiting = deque(replace(prompt, version=version) for prompt in self.waiting)
+
     def answered(self, ticket: Hashable) -> tuple[str, Prompt]:
         name, prompt = self.asked.pop(ticket)
         self.in_flight[name] -= 1

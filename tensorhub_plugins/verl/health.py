@@ -16,8 +16,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from tensorhub_plugins.core import steps_behind
-
 STILL_MAX_S = 5.0  # between two looks: whoever looks once a second stood still for the rest
 
 
@@ -147,7 +145,7 @@ class Watch:
 
     def newest(self) -> int:
         """The newest version in rotation; 0 if there is none, so that the last one standing is never kept out."""
-        return max((r.version for r in self.replicas.values() if _serves(r)), default=0)
+        return max((replica.version for replica in self.serving()), default=0)
 
     def behind(self, version: int) -> list[str]:
         """Those that would answer with an older version and will have this one; at the start, those without any."""
@@ -157,16 +155,9 @@ class Watch:
             if (_serves(r) or (r.version == 0 and not _is_out(r))) and r.version < version and not r.stays
         ]
 
-    def lags(self, published: int = 0) -> list[int]:
-        """By how many steps those in rotation are behind the newest version, one at least if of a former attempt.
-
-        published: by the trainer, which may be more than any of them has."""
-        newest = max(self.newest(), published)
-        return [steps_behind(r.version, newest) for r in self.replicas.values() if _serves(r)]
-
-    def ages(self, now: float) -> list[float]:
-        """Seconds since each of those in rotation has had its last version."""
-        return [now - r.installed_at for r in self.replicas.values() if _serves(r)]
+    def serving(self) -> list[Replica]:
+        """Those in rotation."""
+        return [replica for replica in self.replicas.values() if _serves(replica)]
 
     def refusing(self, published: int = 0) -> list[str]:
         """Those that cannot install the trainer's newest version. published: that one; 0 where it is not known."""
@@ -175,8 +166,7 @@ class Watch:
     def is_stuck(self, published: int = 0) -> bool:
         """Whether all of them refuse that version, and none has another one to go on with."""
         there = [name for name, r in self.replicas.items() if not (r.gone or r.is_draining)]
-        serves = any(_serves(r) for r in self.replicas.values())
-        return bool(there) and not serves and set(there) <= set(self.refusing(published))
+        return bool(there) and not self.serving() and set(there) <= set(self.refusing(published))
 
 
 def _serves(replica: Replica) -> bool:

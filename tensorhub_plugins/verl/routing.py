@@ -171,27 +171,21 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         if not self._watch.is_stuck(self._published):
             return ""
         refusing = self._watch.refusing(self._published)
-        version, why = self._answers[refusing[0]]["refusal"]
-        return (
-            f"version {version_text(version)} cannot be installed in any of {len(refusing)} replicas, and they have no "
-            f"other one to go on with: {self._worker(refusing[0])}: {why}"
-        )
+        return figures.why_stuck({self._worker(name): self._answers[name]["refusal"] for name in refusing})
 
     async def figures(self, published: int = 0) -> dict[str, float]:
         """For the trainer's log. published: its newest version."""
         self._start()
         self._published = max(self._published, published)
         serving = [a for name, a in self._answers.items() if self._watch.in_rotation(name)]
-        lags = self._watch.lags(published)
-        return {
-            "tensorhub/replicas/ready": float(len(serving)),
-            "tensorhub/replicas/lost": float(len(self._watch.lost())),
-            "tensorhub/replicas/refused": float(len(self._watch.refusing(published))),
-            "tensorhub/version_lag/max": float(max(lags, default=0)),
-            "tensorhub/version_lag/mean": sum(lags) / len(lags) if lags else 0.0,
-            "tensorhub/last_pull_age_s": max(self._watch.ages(time.monotonic()), default=0.0),
-            **figures.of_updates(serving, TRAINER),
-        }
+        told = figures.of_replicas(
+            self._watch.serving(),
+            lost=len(self._watch.lost()),
+            refused=len(self._watch.refusing(published)),
+            published=published,
+            now=time.monotonic(),
+        )
+        return {**told, **figures.of_updates(serving, TRAINER)}
 
     # The rest of verl's protocol, on the actor's one thread.
 

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
 torch = pytest.importorskip("torch")
 
+from openrlhf_fakes import make_engine  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
@@ -19,64 +20,11 @@ from tensorhub_plugins.core import CHECKPOINT, Client, NotPublished, TensorSpec,
 from tensorhub_plugins.core.client.publisher import Publisher  # noqa: E402
 from tensorhub_plugins.openrlhf import engine, parts, trainer  # noqa: E402
 from tensorhub_plugins.openrlhf.config import Options  # noqa: E402
-from tensorhub_plugins.openrlhf.follower import Follower, Gate  # noqa: E402
 from tensorhub_plugins.openrlhf.journal import GivenBack  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, LAST, Versioned  # noqa: E402
 from tensorhub_plugins.vllm import checkpoint_names  # noqa: E402
-from tensorhub_plugins.vllm.engine.departures import Departures  # noqa: E402
-from tensorhub_plugins.vllm.engine.staleness import Staleness  # noqa: E402
-from tensorhub_plugins.vllm.ray.health import Lifeline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
-
-
-class FakeLLM:
-    """vLLM's AsyncLLM: answers when told to, and takes every version at once."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.asked: list[tuple[list[int], Any]] = []
-        self.answers = asyncio.Event()
-        self.aborted: dict[str, list[int]] = {}  # request: its tokens up to then
-        self.errored = False
-        self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda names, internal: names)
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
-        self.calls.append(method)
-        return [{"state": "ready", "error": None, "installed": True, "broken": None}]
-
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        assert mode == "keep" and not clear_cache, "a pause that cannot forget ends vLLM's core"
-        self.calls.append("pause")
-
-    async def reset_prefix_cache(self, **how: bool) -> bool:
-        assert how == {"reset_running_requests": True, "reset_connector": True}
-        self.calls.append("forget")
-        return True
-
-    async def reset_encoder_cache(self) -> None: ...
-
-    async def resume_generation(self) -> None:
-        self.calls.append("resume")
-
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
-        self.output_processor.request_states[request_id] = None
-        self.asked.append((list(prompt["prompt_token_ids"]), params))
-        await self.answers.wait()
-        self.output_processor.request_states.pop(request_id, None)
-        if request_id in self.aborted:
-            yield SimpleNamespace(outputs=[completion("abort", self.aborted[request_id])])
-        else:
-            yield SimpleNamespace(outputs=[completion("stop", [7, 8])])
-
-    async def abort(self, requests: list[str], internal: bool) -> None:
-        assert internal, "the keys of request_states are vLLM's own names"
-        self.aborted = {request: [5] for request in requests}
-        self.answers.set()
-
-
-def completion(reason: str, tokens: list[int]) -> SimpleNamespace:
-    return SimpleNamespace(finish_reason=reason, token_ids=tokens, text="", logprobs=None, cumulative_logprob=None)
 
 
 class TwoTurns:
@@ -88,21 +36,6 @@ class TwoTurns:
             params = SimpleNamespace(max_tokens=6, min_tokens=0)
             tokens += (await llm_engine.generate(tokens, params)).outputs[0].token_ids
         return {"prompt": prompt, "tokens": tokens, "extra_logs": {"mine": 1.0}}
-
-
-def make_engine(*, is_partial: bool) -> Any:
-    """An engine whose __init__, which needs vLLM, is left out."""
-    one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
-    one.llm, one.worker, one._mm_pad_token_ids = FakeLLM(), "rollout-0/0", None
-    one.lifeline = Lifeline(one.llm, one.worker)
-    one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
-    one.executor = Versioned(TwoTurns())
-    one.gate = None if is_partial else Gate()
-    one.is_leaving = False
-    one._departures = Departures(one.llm.output_processor, one.running)
-    one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
-    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
-    return one
 
 
 def ask(one: Any, **kwargs: Any) -> Any:
@@ -117,7 +50,7 @@ async def settle() -> None:
 
 def test_samples_say_which_versions_they_are_of() -> None:
     async def story() -> None:
-        one = make_engine(is_partial=True)
+        one = make_engine(TwoTurns(), is_partial=True)
         answer = ask(one)
         await settle()
         assert len(one.llm.output_processor.request_states) == 2
@@ -132,7 +65,7 @@ def test_samples_say_which_versions_they_are_of() -> None:
 
 def test_without_partial_rollout_a_sample_is_of_one_version() -> None:
     async def story() -> None:
-        one = make_engine(is_partial=False)
+        one = make_engine(TwoTurns(), is_partial=False)
         answer = ask(one)
         await settle()
         update = asyncio.create_task(one.follower.update(3))
@@ -152,7 +85,7 @@ def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
     """Two samples of two turns: one has answered its first turn, the other has not."""
 
     async def story() -> None:
-        leaver, other = make_engine(is_partial=True), make_engine(is_partial=True)
+        leaver, other = make_engine(TwoTurns(), is_partial=True), make_engine(TwoTurns(), is_partial=True)
         leaver.follower.version, other.follower.version = 3, 5
         answer = ask(leaver)
         await settle()
@@ -176,7 +109,7 @@ def test_what_a_leaving_engine_gives_back_is_continued_token_by_token() -> None:
 
 def test_without_partial_rollout_a_prompt_is_asked_again_from_the_beginning() -> None:
     async def story() -> None:
-        leaver, other = make_engine(is_partial=False), make_engine(is_partial=False)
+        leaver, other = make_engine(TwoTurns(), is_partial=False), make_engine(TwoTurns(), is_partial=False)
         answer = ask(leaver)
         await settle()
         await leaver.tensorhub_abort()
@@ -203,7 +136,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
 
     async def story(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "LEAVING_TIMEOUT_S", 0.01)
-        leaver = make_engine(is_partial=True)
+        leaver = make_engine(TwoTurns(), is_partial=True)
         leaver.executor = Versioned(Slow())
         answer = ask(leaver)
         await settle()
@@ -218,7 +151,7 @@ def test_a_sample_that_is_in_its_environment_when_its_engine_leaves_is_given_bac
 
 def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
     async def story() -> None:
-        one = make_engine(is_partial=True)
+        one = make_engine(TwoTurns(), is_partial=True)
         said: list[str] = []
         one.client = SimpleNamespace(close=lambda: said.append("bye"))
         one._tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(2)]
@@ -231,11 +164,11 @@ def test_an_engine_that_leaves_says_goodbye_to_the_store() -> None:
 
 def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None:
     async def story(visible: int, until: int | None) -> int:
-        one = make_engine(is_partial=True)
+        one = make_engine(TwoTurns(), is_partial=True)
         one.options = Options(hub="tcp://h:1", run="r", pull_until=until)
 
-        def target(*, pins: bool, timeout_s: float) -> int:
-            assert pins
+        def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
+            assert pins and not refused
             if visible == 0:
                 raise NotPublished("none")
             return visible
@@ -246,6 +179,28 @@ def test_an_engine_that_was_started_again_catches_up_before_it_answers() -> None
     assert asyncio.run(story(0, None)) == 0
     assert asyncio.run(story(4, None)) == 4
     assert asyncio.run(story(4, 2)) == 0
+
+
+def test_an_engine_that_was_started_again_and_refuses_all_there_is_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "RETRY_DELAY_S", 0.0)
+
+    async def story() -> None:
+        one = make_engine(TwoTurns(), is_partial=True)
+        said = {"state": "failed", "error": "tensor 'x' is unknown", "error_kind": "VersionRefused"}
+
+        async def collective_rpc(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+            return [said]
+
+        def target(*, refused: tuple[int, ...], pins: bool, timeout_s: float) -> int:
+            if held := {3, 4} - set(refused):
+                return max(held)
+            raise NotPublished("no other one")
+
+        one.llm.collective_rpc = collective_rpc
+        await asyncio.wait_for(one._catch_up(SimpleNamespace(target=target)), 30)
+        assert one.follower.version == 0 and one.follower.refusal == (4, "tensor 'x' is unknown")
+
+    asyncio.run(story())
 
 
 def test_what_is_published_are_the_tensors_that_would_be_saved(tmp_path: Any) -> None:
@@ -364,6 +319,7 @@ def test_the_version_is_the_global_step(monkeypatch: pytest.MonkeyPatch) -> None
         "reward": 1.0,
         "tensorhub/version": 8,
         "tensorhub/publish/seconds": 0.2,
+        "tensorhub/publish/gather_seconds": 0.0,
         "tensorhub/publish/bytes": 20.0,
         "tensorhub/staleness_mean": 1.0,
         "tensorhub/staleness_max": 1.0,

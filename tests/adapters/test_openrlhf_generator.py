@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from openrlhf_fakes import EVERY_PROMPT, PROMPTS, FakeEngine, FakeHub, FakeRay, Ref, make, play_ray, prompts_of  # noqa: E402
 from ray.exceptions import ActorDiedError, RayActorError  # noqa: E402
 
-from tensorhub_plugins.core import VersionGone, version_of  # noqa: E402
+from tensorhub_plugins.core import VersionGone, VersionRefused, version_of  # noqa: E402
 from tensorhub_plugins.openrlhf import health, routing  # noqa: E402
 from tensorhub_plugins.openrlhf.versions import FIRST, figures_of  # noqa: E402
 
@@ -77,10 +77,15 @@ def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
         "sources": {"trainer/0": 30, "rollout-0/0": 10},
     }
     samples, *_ = make([behind, ahead]).generate_samples()
-    assert figures_of(samples) == {
+    told = figures_of(samples)
+    assert {**told, "tensorhub/last_pull_age_s": 0.0, "tensorhub/validation_wait/seconds": 0.0} == {
         "tensorhub/replicas/ready": 2.0,
         "tensorhub/replicas/lost": 0.0,
+        "tensorhub/replicas/refused": 0.0,
         "tensorhub/version_lag/max": 3.0,
+        "tensorhub/version_lag/mean": 1.5,
+        "tensorhub/last_pull_age_s": 0.0,
+        "tensorhub/validation_wait/seconds": 0.0,
         "tensorhub/pull/seconds_max": 0.5,
         "tensorhub/pause/seconds_max": 0.25,
         "tensorhub/pull/share_from_peers": 0.25,
@@ -89,6 +94,96 @@ def test_the_samples_carry_how_the_engines_did(ray: FakeRay) -> None:
     assert figures_of(level)["tensorhub/version_lag/max"] == 0.0  # the control
     former, *_ = make([FakeEngine(version=9), FakeEngine(version=version_of(1, 5))]).generate_samples()
     assert figures_of(former)["tensorhub/version_lag/max"] == 1.0  # of a former attempt: one at least
+
+
+def test_engines_that_all_stand_still_are_behind_what_was_published(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In partial rollout, where no answer needs the newest version; else it would wait for that."""
+    engines = [FakeEngine(version=5), FakeEngine(version=5)]
+    monkeypatch.setattr(FakeHub, "visible", 5)
+    ray.now = 1.0
+    generator = make(engines, is_partial=True, batches=2)
+    level, *_ = generator.generate_samples()
+    monkeypatch.setattr(FakeHub, "visible", 9)
+    ray.now += 60.0
+    behind, *_ = generator.generate_samples()
+    lags = [figures_of(samples)["tensorhub/version_lag/max"] for samples in (level, behind)]
+    assert lags == [0.0, 4.0] and figures_of(behind)["tensorhub/last_pull_age_s"] >= 60.0
+
+
+def refusing(self: FakeEngine, version: int) -> None:
+    """It cannot install this version, and says so when it is asked for it."""
+    heartbeat, answer = self.do_tensorhub_heartbeat, self.do_generate_responses
+
+    def refuse(*, min_version: int, **given: Any) -> Any:
+        if min_version > self.version:
+            return VersionRefused("tensor 'x' is unknown", version=version)
+        return answer(min_version=min_version, **given)
+
+    self.do_tensorhub_heartbeat = lambda: {**heartbeat(), "refusal": (version, "tensor 'x' is unknown")}  # type: ignore[method-assign]
+    self.do_generate_responses = refuse  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["found out by asking", "known by heartbeats"])
+def test_a_version_that_all_engines_refuse_is_an_error_with_their_reason(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    monkeypatch.setattr(FakeHub, "visible", 4)
+    engines = [FakeEngine(version=3), FakeEngine(version=3)]
+    generator = make(engines)
+    generator.engines.live()
+    for engine in engines:
+        refusing(engine, 4)
+    if is_known:
+        generator.engines.check()
+    else:
+        monkeypatch.setattr(generator.engines, "check", lambda **_: None)
+    with pytest.raises(
+        VersionRefused, match="version 4 cannot be installed in any of 2 replicas.*rollout-0/0: tensor 'x'"
+    ):
+        generator.generate_samples()
+    assert ray.now < 60.0 and bool(engines[0].asked) is not is_known
+    assert generator.engines.members[0].losses == 0  # it is well
+
+
+def test_operators_may_have_another_one_run_instead(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(version=3)
+    monkeypatch.setattr(FakeHub, "visible", 4)
+    generator = make([engine])
+    refusing(engine, 4)
+    generator.engines.live()
+    target = FakeHub.target
+
+    def pin(self: FakeHub, installed: int, **how: Any) -> int:
+        if installed == 4 and how["pins"]:  # it is asked whether it is still to be run
+            monkeypatch.setattr(FakeHub, "pinned", 3)
+        return target(self, installed, **how)
+
+    generator._look_for_newest()
+    monkeypatch.setattr(FakeHub, "target", pin)
+    generator._look_for_newest = lambda: None  # type: ignore[method-assign]
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and {asked["min_version"] for asked in engine.asked} == {3}
+
+
+def test_an_engine_that_was_not_heard_yet_may_take_it(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeHub, "visible", 4)
+    refuses, restarting = FakeEngine(version=3), FakeEngine(version=4)
+    generator = make([refuses, restarting])
+    generator.engines.live()
+    refusing(refuses, 4)
+    restarting.state = "lost"
+    generator.engines.check()
+    sleep = ray.sleep
+
+    def come_back(seconds: float) -> None:
+        sleep(seconds)
+        restarting.state = "well"
+
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: ray.now, sleep=come_back))
+    samples, *_ = generator.generate_samples()
+    assert prompts_of(samples) == EVERY_PROMPT and len(restarting.asked) == 6
 
 
 def test_a_step_logs_the_worst_that_its_samples_say() -> None:

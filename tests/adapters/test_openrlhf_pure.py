@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tensorhub_plugins.core import NotPublished, UsageError, VersionGone
+from tensorhub_plugins.core import NotPublished, UsageError, VersionGone, VersionRefused
 from tensorhub_plugins.openrlhf import autoload, config, install
 from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
 
@@ -262,14 +262,15 @@ class FakeEngine:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails: dict[str, str] = {}  # method -> error
-        self.breaks = False
+        self.breaks = self.refuses = False
 
     async def rpc(self, method: str, *args: object) -> list[dict[str, object]]:
         name = method.removeprefix("tensorhub_")
         self.log.append(name)
         if name == "poll":
             error = self.fails.get("fetch")
-            return [{"state": "failed" if error else "ready", "error": error}] * 2
+            kind = "VersionRefused" if self.refuses else "SourceLost"
+            return [{"state": "failed" if error else "ready", "error": error, "error_kind": kind}] * 2
         if name == "install":
             error = self.fails.get("install")
             return [{"installed": error is None, "error": error, "broken": "mixed" if self.breaks else None}] * 2
@@ -435,6 +436,26 @@ def test_pulling_can_be_switched_off_after_a_version() -> None:
         await one.update(3)
         await one.need(5)  # nobody waits for what will not come
         assert await one.hold(5) == 3
+
+    asyncio.run(story())
+
+
+def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5)
+        one.timeout_s = 60.0
+        await one.update(4)
+        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+        waiting = asyncio.create_task(one.need(5))
+        while not one._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        following = asyncio.create_task(one.follow())
+        with pytest.raises(VersionRefused, match="tensor 'x' is unknown") as refused:
+            await asyncio.wait_for(waiting, 4.0)  # before it would ask the hub again
+        assert refused.value.version == 5 and one.version == 4
+        await one.need(4)  # the control: it has this one
+        following.cancel()
 
     asyncio.run(story())
 

@@ -13,6 +13,7 @@ from tensorhub_plugins.core.types import version_of
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
 
 from tensorhub_plugins.verl import config, health, versions  # noqa: E402
+from tensorhub_plugins.vllm.ray import figures  # noqa: E402
 from tensorhub_plugins.vllm.ray.config import location_of  # noqa: E402
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -322,13 +323,19 @@ def test_who_is_behind():
     assert watch.behind(6) == ["new"]
 
 
+def _lag_and_age(watch: health.Watch, now: float, published: int = 0) -> tuple[float, float, float]:
+    """The largest and the mean lag, and the oldest age, for the trainer's log."""
+    told = figures.of_replicas(watch.serving(), lost=0, refused=0, published=published, now=now)
+    return told["tensorhub/version_lag/max"], told["tensorhub/version_lag/mean"], told["tensorhub/last_pull_age_s"]
+
+
 def test_replicas_that_all_stand_still_are_behind_what_was_published():
     watch = _watch()
-    assert watch.lags() == [0, 0]  # the newest of them says nothing of the trainer
-    assert watch.lags(5) == [0, 0] and watch.lags(9) == [4, 4]
-    assert watch.ages(31) == [30, 30]
+    assert _lag_and_age(watch, 31) == (0.0, 0.0, 30.0)  # the newest of them says nothing of the trainer
+    assert _lag_and_age(watch, 31, 5) == (0.0, 0.0, 30.0) and _lag_and_age(watch, 31, 9) == (4.0, 4.0, 30.0)
     watch.heard("a", 32, ready=True, version=9)
-    assert watch.lags(9) == [0, 4] and sorted(watch.ages(33)) == [1, 32]
+    assert _lag_and_age(watch, 33, 9) == (4.0, 2.0, 32.0)
+    assert [replica.installed_at for replica in watch.serving()] == [32, 1]
 
 
 def test_replicas_are_stuck_when_all_refuse_and_none_has_another_version():

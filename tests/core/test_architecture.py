@@ -71,6 +71,7 @@ PURE_IN_ADAPTERS = {
     "vllm.drafts",
     "vllm.engine.spans",
     "vllm.outlook",
+    "vllm.ray.figures",
     "vllm.ray.fleet_events",
     "vllm.ray.fleet_state",
     "vllm.ray.fleet_types",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from tensorhub_plugins.core import NotPublished
-from tensorhub_plugins.openrlhf import health, routing
+from tensorhub_plugins.openrlhf import engine, health, routing
 from tensorhub_plugins.openrlhf.config import Options
-from tensorhub_plugins.openrlhf.versions import FIRST
-from tensorhub_plugins.vllm.ray.health import EngineLost
+from tensorhub_plugins.openrlhf.follower import Follower, Gate
+from tensorhub_plugins.openrlhf.versions import FIRST, Versioned
+from tensorhub_plugins.vllm.engine.departures import Departures
+from tensorhub_plugins.vllm.engine.staleness import Staleness
+from tensorhub_plugins.vllm.ray.health import EngineLost, Lifeline
 
 
 class Ref:
@@ -195,3 +199,70 @@ def prompts_of(samples: list[Any]) -> list[str]:
 
 
 EVERY_PROMPT = sorted(2 * [f"p{i}" for i in range(6)])
+
+
+# --- an engine of ours, over a vLLM that is played ---
+
+
+class FakeLLM:
+    """vLLM's AsyncLLM: answers when told to, and takes every version at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.asked: list[tuple[list[int], Any]] = []
+        self.answers = asyncio.Event()
+        self.aborted: dict[str, list[int]] = {}  # request: its tokens up to then
+        self.errored = False
+        self.output_processor = SimpleNamespace(request_states={}, abort_requests=lambda names, internal: names)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self.calls.append(method)
+        return [{"state": "ready", "error": None, "installed": True, "broken": None}]
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        assert mode == "keep" and not clear_cache, "a pause that cannot forget ends vLLM's core"
+        self.calls.append("pause")
+
+    async def reset_prefix_cache(self, **how: bool) -> bool:
+        assert how == {"reset_running_requests": True, "reset_connector": True}
+        self.calls.append("forget")
+        return True
+
+    async def reset_encoder_cache(self) -> None: ...
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        self.output_processor.request_states[request_id] = None
+        self.asked.append((list(prompt["prompt_token_ids"]), params))
+        await self.answers.wait()
+        self.output_processor.request_states.pop(request_id, None)
+        if request_id in self.aborted:
+            yield SimpleNamespace(outputs=[completion("abort", self.aborted[request_id])])
+        else:
+            yield SimpleNamespace(outputs=[completion("stop", [7, 8])])
+
+    async def abort(self, requests: list[str], internal: bool) -> None:
+        assert internal, "the keys of request_states are vLLM's own names"
+        self.aborted = {request: [5] for request in requests}
+        self.answers.set()
+
+
+def completion(reason: str, tokens: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(finish_reason=reason, token_ids=tokens, text="", logprobs=None, cumulative_logprob=None)
+
+
+def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
+    """An engine whose __init__, which needs vLLM, is left out."""
+    one = engine.TensorHubEngine.__new__(engine.TensorHubEngine)
+    one.llm, one.worker, one._mm_pad_token_ids = llm or FakeLLM(), "rollout-0/0", None
+    one.lifeline = Lifeline(one.llm, one.worker)
+    one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
+    one.executor = Versioned(executor)
+    one.gate = None if is_partial else Gate()
+    one.is_leaving = False
+    one._departures = Departures(one.llm.output_processor, one.running)
+    one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
+    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
+    return one

@@ -1,9 +1,46 @@
-"""What the replicas' last updates have cost, for a trainer's log: the same names with every framework."""
+"""PURE: how the replicas do, for a trainer's log and for why it ends: the same words with every framework."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+from tensorhub_plugins.core import steps_behind, version_text
+
+
+class Serves(Protocol):
+    """A replica that gets requests. installed_at: when its version was first heard of."""
+
+    version: int
+    installed_at: float
+
+
+def of_replicas(
+    serving: Collection[Serves], *, lost: int, refused: int, published: int, now: float
+) -> dict[str, float]:
+    """How many there are, and by how many steps they are behind the newest version, one at least of a former attempt.
+
+    refused: how many cannot install it; published: by the trainer, which may be more than any of them has.
+    """
+    newest = max(published, *(one.version for one in serving)) if serving else published
+    lags = [steps_behind(one.version, newest) for one in serving]
+    return {
+        "tensorhub/replicas/ready": float(len(serving)),
+        "tensorhub/replicas/lost": float(lost),
+        "tensorhub/replicas/refused": float(refused),
+        "tensorhub/version_lag/max": float(max(lags, default=0)),
+        "tensorhub/version_lag/mean": sum(lags) / len(lags) if lags else 0.0,
+        "tensorhub/last_pull_age_s": max((now - one.installed_at for one in serving), default=0.0),
+    }
+
+
+def why_stuck(refusals: Mapping[str, tuple[int, str]]) -> str:
+    """Why a run ends. refusals: of every replica, a version and why that cannot be installed there."""
+    worker, (version, why) = next(iter(refusals.items()))
+    return (
+        f"version {version_text(version)} cannot be installed in any of {len(refusals)} replicas, and they have no "
+        f"other one to go on with: {worker}: {why}"
+    )
 
 
 def of_updates(updates: Iterable[Mapping[str, Any]], trainer: str) -> dict[str, float]:

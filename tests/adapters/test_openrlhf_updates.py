@@ -1,0 +1,182 @@
+"""OpenRLHF repeats an update, skips one, asks for none at first, restarts, resumes, ends in between: in all modes.
+
+OpenRLHF's own trainers and generators, and our engines, over a real hub, see tests/support/openrlhf_updates.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openrlhf", reason="needs OpenRLHF's environment (make test-openrlhf)")
+
+from openrlhf_updates import ENGINES, MODES, Engine, Life, play_ray  # noqa: E402
+
+from tensorhub_plugins.core import HubLimits, VersionRefused, start_server  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)  # importing OpenRLHF, vLLM and DeepSpeed takes half a minute on a busy machine
+
+KEYS = {
+    f"tensorhub/{name}"
+    for name in (
+        *("version", "publish/seconds", "publish/gather_seconds", "publish/bytes"),
+        *("replicas/ready", "replicas/lost", "replicas/refused", "version_lag/max", "version_lag/mean"),
+        *("last_pull_age_s", "pull/seconds_max", "pull/share_from_peers", "pause/seconds_max"),
+        *("staleness_mean", "staleness_max", "samples_of_several_versions", "validation_wait/seconds"),
+    )
+}
+
+
+class Story:
+    def __init__(self, address: str, folder: Path) -> None:
+        self.address, self.folder = address, folder
+        self.disk: dict[str, Any] = {}
+        self.engines: list[Engine] = []
+        self.open: list[Any] = []
+
+    def start_engines(self, mode: str, refuses: Callable[[int], bool] = lambda version: False) -> None:
+        for one in self.engines:
+            self.close(one)
+        self.engines = [Engine(self.address, number, mode, refuses) for number in range(ENGINES)]
+        self.open += self.engines
+
+    def life(self, mode: str, batches: int, **how: Any) -> Life:
+        life = Life(self.address, mode, self.engines, self.disk, self.folder, batches=batches, **how)
+        self.open.append(life)
+        return life
+
+    def close(self, one: Any) -> None:
+        self.open.remove(one)
+        one.close()
+
+    def have(self) -> set[float]:
+        return {one.store.trained for one in self.engines}
+
+
+@pytest.fixture
+def story(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Story]:
+    play_ray(monkeypatch)
+    with start_server(limits=HubLimits(grace_s=0.05)) as server:
+        told = Story(server.address, tmp_path)
+        try:
+            yield told
+        finally:
+            for one in reversed(list(told.open)):
+                told.close(one)
+
+
+def expected(mode: str, first: int, count: int, base: float) -> list[tuple[int, set[float]]]:
+    """Each step and the weights that answered its batch: in turns those before it, else those before that, if any."""
+    late = 0 if mode == "sync" else 1
+    return [(first + n, {base + max(0, n - late)}) for n in range(count)]
+
+
+@pytest.mark.parametrize(("updates", "eval_steps"), [(1, float("inf")), (2, 2), (1, 3)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_from_its_first_update_to_its_end(story: Story, mode: str, updates: int, eval_steps: float) -> None:
+    """No update comes before the first batch; some runs repeat each one, some evaluate at steps that divide the last
+    one, or do not."""
+    story.start_engines(mode)
+    life = story.life(mode, 4, updates=updates, eval_steps=eval_steps)
+    life.run()
+    assert life.policy.trained == 4 and story.have() == {4.0}
+    if mode == "sync" or eval_steps == float("inf"):
+        assert life.batches == expected(mode, 1, 4, 0.0)
+    assert [step for step, _ in life.batches] == [1, 2, 3, 4] == list(life.log.steps)
+    for step, told in life.log.steps.items():  # in the log of every mode
+        assert told.keys() >= KEYS, f"step {step} lacks {sorted(KEYS - told.keys())}"
+        assert told["tensorhub/version"] == step and told["tensorhub/publish/bytes"] == 128.0
+        assert told["tensorhub/version_lag/max"] == told["tensorhub/replicas/refused"] == 0.0
+        assert told["tensorhub/replicas/ready"] == ENGINES
+    if mode == "sync" and eval_steps != float("inf"):
+        assert {step: told["eval_d_pass1"] for step, told in life.log.evaluations.items()} == (
+            {2: 2.0, 4: 4.0} if eval_steps == 2 else {3: 3.0}
+        )
+    for told in life.log.evaluations.values():
+        assert told["eval_d_pass1"] in {1.0, 2.0, 3.0, 4.0}  # of one version
+    assert bool(life.log.evaluations) == (eval_steps != float("inf"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_actor_that_is_frozen_at_first_publishes_what_it_has(story: Story, mode: str) -> None:
+    """OpenRLHF trains the critic alone then, and updates the engines all the same."""
+    story.start_engines(mode)
+    life = story.life(mode, 4, freezing_steps=1)
+    life.run()
+    trained = [0.0, 0.0, 0.0, 1.0] if mode == "sync" else [0.0, 0.0, 0.0, 0.0]
+    assert life.batches == [(step, {one}) for step, one in enumerate(trained, 1)]
+    assert life.policy.trained == 2 and story.have() == {2.0}
+    assert all(told.keys() >= KEYS for told in life.log.steps.values())
+
+
+@pytest.mark.parametrize("are_new", [False, True], ids=["the same engines", "new engines"])
+@pytest.mark.parametrize("saved", [True, False], ids=["resumes", "restarts"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_ends_between_two_checkpoints_and_starts_again(
+    story: Story, mode: str, saved: bool, are_new: bool
+) -> None:
+    """From its checkpoint, or from none: what its former life has published since is over."""
+    story.start_engines(mode)
+    first = story.life(mode, 3, save_steps=2 if saved else float("inf"))
+    first.run()
+    assert story.have() == {3.0}
+    story.close(first)
+    if are_new:
+        story.start_engines(mode)
+        for one in story.engines:
+            one.store.trained = 0.5  # the model on their disk is that of the second life
+    second = story.life(mode, 2, resumes=saved, mark=0.5)
+    second.run()
+    begun = 2 if saved else 0
+    assert second.batches == expected(mode, begun + 1, 2, begun + 0.5)
+    assert story.have() == {begun + 2.5} and list(second.log.steps) == [begun + 1, begun + 2]
+    assert all(told.keys() >= KEYS for told in second.log.steps.values())
+
+
+SENTENCE = (
+    r"cannot be installed in any of 2 replicas, and .* no other one to go on with: rollout-0/0: .*mlp' is unknown"
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_first_version_that_all_engines_refuse_ends_the_run_with_the_reason(story: Story, mode: str) -> None:
+    story.start_engines(mode, refuses=lambda version: True)
+    life = story.life(mode, 8)
+    with pytest.raises(VersionRefused, match=rf"version 1 {SENTENCE}"):
+        life.run()
+    assert life.policy.trained <= 2 and not story.have() - {0.0}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_later_one_ends_a_run_that_is_to_answer_from_it(story: Story, mode: str) -> None:
+    story.start_engines(mode, refuses=lambda version: version >= 3)
+    life = story.life(mode, 8)
+    with pytest.raises(VersionRefused, match=rf"version 3 {SENTENCE}"):
+        life.run()
+    assert story.have() == {2.0}
+
+
+def test_in_partial_rollout_engines_go_on_and_the_log_says_how_far_they_are_behind(story: Story) -> None:
+    story.start_engines("partial", refuses=lambda version: version >= 3)
+    life = story.life("partial", 8)
+    life.run()
+    assert story.have() == {2.0} and life.policy.trained == 8
+    assert life.batches[-1] == (8, {2.0})
+    assert [told["tensorhub/replicas/refused"] for told in life.log.steps.values()] == 4 * [0.0] + 4 * [2.0]
+    lags = [told["tensorhub/version_lag/max"] for told in life.log.steps.values()]
+    assert lags == [told["tensorhub/version_lag/mean"] for told in life.log.steps.values()]
+    assert lags == [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_engine_that_alone_refuses_a_version_costs_its_answers(story: Story, mode: str) -> None:
+    story.start_engines(mode)
+    story.engines[1].store.refuses = lambda version: version == 2
+    life = story.life(mode, 4)
+    life.run()
+    assert [step for step, _ in life.batches] == [1, 2, 3, 4] and story.have() == {4.0}
+    if mode != "partial":  # where answers may be of the version before
+        assert life.batches == expected(mode, 1, 4, 0.0)
