@@ -142,6 +142,8 @@ class Engines:
                 if member.probe is None:
                     member.probe, member.sent_at = member.handle.tensorhub_heartbeat.remote(), now
             probes = [member.probe for member in self.members]
+            if any(now - member.sent_at > self.timeout_s for member in self.members):
+                wait_s = HEARTBEAT_TIMEOUT_S  # we may have stood still, and their answers are on the way
         if probes:
             ray.wait(probes, num_returns=len(probes), timeout=wait_s)
         with self.lock:

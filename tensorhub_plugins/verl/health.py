@@ -114,7 +114,7 @@ class Watch:
         """Call once a second: what this took too long for counts as nobody's silence."""
         still_s = max(0.0, now - self._looked_at - STILL_MAX_S)
         for replica in self.replicas.values():
-            replica.heard_at += still_s
+            replica.heard_at = min(now, replica.heard_at + still_s)  # it may have been heard since
         self._looked_at = now
 
     def late(self, now: float) -> list[str]:

@@ -303,6 +303,29 @@ def test_a_silent_server_of_others_is_not_ended_and_may_come_back(ray: FakeRay) 
     assert ray.killed == [theirs]
 
 
+@pytest.mark.parametrize("comes", [True, False], ids=["its answer comes", "the control"])
+def test_an_answer_that_came_while_we_stood_still_is_waited_for(
+    comes: bool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    well, other = FakeEngine(), FakeEngine()
+    engines = make([well, other]).engines
+    engines.live()
+    other.state = "silent"
+    engines.check(wait_s=0.0)
+    (probe,) = other.working
+    wait = ray.wait
+
+    def arrives(refs: list[Ref], num_returns: int = 1, timeout: float = 0.0) -> object:
+        if comes and timeout:
+            probe.answer = other.do_tensorhub_heartbeat()
+        return wait(refs, num_returns=num_returns, timeout=timeout)
+
+    monkeypatch.setattr(ray, "wait", arrives)
+    ray.now += 60.0
+    engines.check(wait_s=0.0)
+    assert ray.killed == ([] if comes else [other])
+
+
 def test_an_engine_that_is_loading_is_not_taken_for_silent(ray: FakeRay) -> None:
     well, loading = FakeEngine(), FakeEngine()
     loading.state = "silent"

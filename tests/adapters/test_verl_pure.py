@@ -280,6 +280,18 @@ def test_what_does_not_hang_is_not_taken_for_it():
     assert watch.hung(3706) == ["a"]
 
 
+def test_who_is_heard_before_the_router_finds_that_it_stood_still_is_not_heard_in_the_future():
+    watch = _watch()
+    watch.look(2)
+    watch.heard("a", 3602, ready=True, version=5)
+    watch.look(3602)
+    assert watch.silent(3602) == []
+    for now in range(3603, 3614):
+        watch.look(now)
+        watch.heard("b", now, ready=True, version=5)
+    assert watch.silent(3613) == ["a"]
+
+
 def test_what_verl_takes_away_is_not_put_back():
     watch = _watch()
     watch.remove("a")
