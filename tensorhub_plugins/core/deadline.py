@@ -11,6 +11,8 @@ from tensorhub_plugins.core.errors import DeadlineExceeded, UsageError
 
 T = TypeVar("T")
 
+TIMEOUT_S = 60.0  # of calls that move weights, for what does not depend on their size
+SIZE_BYTES_PER_S = 500_000_000  # what any host copies and digests, and 5 Gbit/s bring, with room to spare
 TIMEOUT_S_MAX = 31_536_000.0  # a year: nothing is meant to wait longer, and every clock and message can hold it
 
 
@@ -38,16 +40,33 @@ class Deadline(float):
 
 
 NEVER = Deadline("inf")
-STEPS = 1024  # between two looks at the clock: a few milliseconds of the slowest loop
+STEPS = 128  # between two looks at the clock: a few milliseconds of the slowest loop
 
 
-def until(deadline: float, items: Iterable[T]) -> Iterator[T]:
-    """These items. DeadlineExceeded at the deadline: for loops over as many as a peer says."""
+def until(deadline: float, items: Iterable[T], steps: int | None = None) -> Iterator[T]:
+    """These items. DeadlineExceeded at the deadline: for loops over as many as a peer or a caller says. steps: so many
+    of them take milliseconds."""
     rest = iter(items)
-    while some := list(islice(rest, STEPS)):
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded("the deadline passed", phase="prepare")
+    while some := list(islice(rest, steps or STEPS)):
+        check_time(deadline)
         yield from some
+
+
+def check_time(deadline: float) -> None:
+    """DeadlineExceeded at the deadline."""
+    if time.monotonic() >= deadline:
+        raise DeadlineExceeded("the deadline passed", phase="prepare")
+
+
+def timeout_for(timeout_s: float | None, size_bytes: int, *, base_s: float = TIMEOUT_S) -> float:
+    """The seconds of a call that moves so many bytes: those that are given, which are strict; None: `base_s`, and what
+    the size adds."""
+    return base_s + size_s(size_bytes) if timeout_s is None else bounded(timeout_s)
+
+
+def size_s(size_bytes: int) -> float:
+    """Seconds that so many bytes add to a timeout that nobody has given."""
+    return size_bytes / SIZE_BYTES_PER_S
 
 
 def remaining_s(deadline: float, now: float) -> float:

@@ -89,7 +89,13 @@ LIBRARIES_OF_PURE = {
     "itertools", "math", "hashlib", "hmac", "msgspec", "re", "typing", "typing_extensions", "weakref", "xxhash", "zlib",
 }  # fmt: skip
 # Of ours, beside each other. `Deadline` asks the clock.
-HELPERS_OF_PURE = {"core.errors", "core.deadline.bounded", "core.deadline.remaining_s", "verl.config"}
+HELPERS_OF_PURE = {
+    "core.errors",
+    "core.deadline.bounded",
+    "core.deadline.remaining_s",
+    "core.deadline.size_s",
+    "verl.config",
+}
 
 # All others are adapters: they know core, vllm and themselves. So is a folder that nobody has named here.
 SHARED = {"core": {"core"}, "vllm": {"core", "vllm"}}

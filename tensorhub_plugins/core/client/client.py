@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
-import msgspec
 import torch
 
-from tensorhub_plugins.core import device, digests
-from tensorhub_plugins.core.client import arguments, session
+from tensorhub_plugins.core import digests
+from tensorhub_plugins.core.client import arguments, publication, session
+from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
@@ -33,15 +33,12 @@ from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
-from tensorhub_plugins.core.deadline import Deadline, bounded
+from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded, until
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable
+from tensorhub_plugins.core.manifest import Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.claims import claimed
-from tensorhub_plugins.core.memory.downloads import Downloads
-from tensorhub_plugins.core.memory.moves import difference, with_parts
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.memory.tensors import check_tensors, copied_spec
 from tensorhub_plugins.core.process import check_not_forked, identity
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import address_towards
@@ -95,9 +92,12 @@ class Client:
     in the log, or, with over_budget="refuse", not published (UsageError); it says which versions take it. The last copy
     of a retained version is kept all the same.
 
-    Any timeout_s is in seconds, 0 or more; above a year counts as a year. Every method that asks the hub may raise
-    HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and UsageError, for
-    arguments that can never work or when the client is closed. What has raised is not carried out later.
+    Any timeout_s is in seconds, 0 or more, from the first line of a call; above a year counts as a year. It covers all
+    that the call does: looking at tensors, copies, digests, the hub's answer. One that is given is strict. None, of
+    calls that move weights: 60 s (unpublish: 30 s), and one more for each 0.5 GB that they move. Every method that asks
+    the hub may raise HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and
+    UsageError, for arguments that can never work or when the client is closed. What has raised is not carried out
+    later.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Client:
         layout: str = CHECKPOINT,
         *,
         copy: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         parts: Mapping[str, Part] | None = None,
         strict: bool = False,
     ) -> PublishReport:
@@ -172,41 +172,57 @@ class Client:
         shapes must be those that this client published before in this layout; else the log says what differs. Of one of
         several shards of a checkpoint only the tensors still here are compared: others may have gone to another shard.
 
-        timeout_s: for the hub's answer; copying and digesting come before it. Raise UsageError for what can never be
-        published, VersionGone for a withdrawn version, HubUnreachable without an answer: then nothing is published
-        later; it says whether the hub may have heard of it, in which case it is taken back.
+        Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
+        was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
+        whether the hub may have heard of it, in which case it is taken back.
         """
+        allowed = Allowed.begin(timeout_s, tensors)
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
-        timeout_s = bounded(timeout_s)
-        self._check_open()
-        self._serving.check(key)
-        began = time.monotonic()
-        slab = self._slab_of(tensors, version, parts, copy=copy)
-        copied = time.monotonic()
+        with allowed.naming(version):
+            self._check_open()
+            self._serving.check(key)
+            slab = publication.slab_of(self._serving, tensors, version, parts, allowed.deadline, copy=copy)
+            return self._publish(key, slab, parts, allowed, strict=strict, is_ours=slab is not tensors)
+
+    def _publish(
+        self,
+        key: ShardKey,
+        slab: Slab,
+        parts: Mapping[str, Part] | None,
+        allowed: Allowed,
+        *,
+        strict: bool,
+        is_ours: bool,
+    ) -> PublishReport:
+        version, deadline, copied = key.version, allowed.deadline, time.monotonic()
         try:
-            with claimed(slab, f"{self._worker} publishes, as version {version},"):
-                manifest, changed = self._describe(key, slab, parts, strict=strict)
+            with claimed(slab, f"{self._worker} publishes, as version {version},", deadline):
+                manifest, changed = publication.describe(
+                    self._serving, key, slab, parts, deadline, algorithm=self.digest, strict=strict
+                )
                 digested = time.monotonic()
                 # A trainer does not lend: who installs late would keep it from using its memory again.
-                lends = layout != CHECKPOINT and slab is not tensors
-                self._serving.publish(key, manifest, slab, Deadline.after(timeout_s), lends=lends)
+                lends = key.layout != CHECKPOINT and is_ours
+                self._serving.publish(key, manifest, slab, deadline, lends=lends)
         except BaseException:
-            if slab is not tensors:
+            if is_ours:
                 self._serving.pool.discard(slab)
             raise
         with self._lock:
             self._seen = max(self._seen, version)
         if changed:
             log.warning("%s: version %d: %s", self._worker, version, changed)
-        seconds = {"copy": copied - began, "digest": digested - copied, "announce": time.monotonic() - digested}
-        return PublishReport(version, layout, manifest.size_bytes, seconds, manifest)
+        announced = time.monotonic() - digested
+        seconds = {"copy": copied - allowed.began, "digest": digested - copied, "announce": announced}
+        return PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
 
-    def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float = 30.0) -> UnpublishReport:
+    def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float | None = None) -> UnpublishReport:
         """Take a version back (layout None: in every layout). Afterwards its memory may change.
 
         Returns when its last reader has finished, or after timeout_s, when the readers that are left are cut off. The
         last copy of a retained version is moved to host memory first and served from there until it is not needed; so
         is a copy about which the hub does not answer, as it may be the last one: this does not raise HubUnreachable.
+        DeadlineExceeded when moving it takes longer: then it is offered on where it lies, and must not change yet.
         A version that is not offered here is no error. UsageError while it is still being read here.
 
         Of tensors that were published in place a few segments are compared with their digests: the log and
@@ -214,7 +230,7 @@ class Client:
         """
         check_version(version)
         self._check_open()
-        return self._serving.unpublish(version, layout, bounded(timeout_s))
+        return self._serving.unpublish(version, layout, timeout_s)
 
     def recheck(self, version: int, layout: str | None = None) -> tuple[str, ...]:
         """The tensors of a version offered here (layout None: in every layout) whose bytes are not those that were
@@ -232,7 +248,7 @@ class Client:
         version: int | str = LATEST,
         layout: str = CHECKPOINT,
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         serve: bool = True,
         parts: Mapping[str, Part] | None = None,
         repair: bool = False,
@@ -242,9 +258,9 @@ class Client:
         tensors: name -> dense tensor, all on the CPU or all on one device, of the dtype and shape that were published
         (or of a part's). version: its number, or "latest", which is never older than what was read before. The
         checkpoint layout may be wanted in part (the names given); any other layout must match shard for shard, tensor
-        for tensor. timeout_s: for all of it. serve: offer what was read to others, until unpublish. parts: tensors that
-        are only a part of what is published, and where it lies there (in elements), for example a rank's rows; what was
-        published in parts is put together. Only the segments that are needed are read.
+        for tensor. serve: offer what was read to others, until unpublish. parts: tensors that are only a part of what
+        is published, and where it lies there (in elements), for example a rank's rows; what was published in parts is
+        put together. Only the segments that are needed are read.
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
         read into a `fetch`ed slab instead). repair: they are mixed, or damaged: what has the right digest already stays
@@ -255,15 +271,18 @@ class Client:
         here (tied weights) and were published with different bytes. Further names of the same memory take host memory
         while they are read. Memory that another call of this process reads into, or that is published, is a UsageError.
         """
-        destinations = Destinations(self._serving, serve=serve, into=LiveMemory(tensors, parts, repairs=repair))
-        return ReplicateReport.of(self._transfer(destinations, version, (layout,), timeout_s, claim=False))
+        allowed = Allowed.begin(timeout_s, tensors)
+        with allowed.naming(version):
+            live = LiveMemory(tensors, parts, repairs=repair, deadline=allowed.deadline)
+            destinations = Destinations(self._serving, allowed.deadline, serve=serve, into=live)
+            return ReplicateReport.of(self._transfer(destinations, version, (layout,), allowed, claim=False))
 
     def fetch(
         self,
         version: int | str = LATEST,
         layouts: Sequence[str] = (CHECKPOINT,),
         *,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         converts: bool = True,
         serve: bool = False,
         into: Mapping[str, torch.Tensor] | None = None,
@@ -285,26 +304,24 @@ class Client:
         none. Nothing may be written to these tensors; a forked child does not have them. They are offered until the
         next such fetch begins, and until they are released, too, the other one has new memory for what comes next.
         """
+        allowed = Allowed.begin(timeout_s, into)
         arguments.check_layouts(layouts)
-        live, only = None, None if wanted is None else TensorTable.of(wanted)
-        if into is not None:
-            live = LiveMemory(into, repairs=repair)
-        destinations = Destinations(
-            self._serving, serve=serve, into=live, in_place=layouts[0], wanted=only, borrows=borrow
-        )
-        outcome = self._transfer(destinations, version, tuple(layouts), timeout_s, claim=converts and len(layouts) > 1)
-        chosen = outcome.claimed is not None and outcome.layout != layouts[0]
-        if outcome.claimed is not None and not chosen:
-            self.abandon(outcome.version, layouts[0])
-        return Fetched(
-            outcome.version,
-            outcome.layout,
-            destinations.allocated,
-            outcome.manifests,
-            ReplicateReport.of(outcome),
-            layouts[0] if chosen else None,
-            only if outcome.layout == CHECKPOINT else None,
-            self._serving.releaser(destinations.allocated.values()),
+        with allowed.naming(version):
+            only = None if wanted is None else TensorTable.of(until(allowed.deadline, wanted))
+            live = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
+            destinations = Destinations(
+                self._serving,
+                allowed.deadline,
+                serve=serve,
+                into=live,
+                in_place=layouts[0],
+                wanted=only,
+                borrows=borrow,
+            )
+            claim = converts and len(layouts) > 1
+            outcome = self._transfer(destinations, version, tuple(layouts), allowed, claim=claim)
+        return self._fetched(
+            outcome, destinations.allocated, layouts[0], only if outcome.layout == CHECKPOINT else None
         )
 
     def abandon(self, version: int, layout: str) -> None:
@@ -417,13 +434,14 @@ class Client:
         self._hub.leave()
         return hand_over(self, timeout_s)
 
-    def allocate(self, specs: Iterable[TensorSpec]) -> Slab:
+    def allocate(self, specs: Iterable[TensorSpec], *, deadline: float = NEVER) -> Slab:
         """Host memory for these tensors, shareable with readers on this host; reused from versions that are over.
 
-        Write all of them (`Slab.write`), then `publish` the slab. UsageError for a name that comes twice.
+        Write all of them (`Slab.write`), then `publish` the slab. UsageError for a name that comes twice, and
+        DeadlineExceeded at the deadline, a `Deadline`.
         """
         self._check_open()
-        return self._serving.take(specs)
+        return self._serving.take(until(deadline, specs), deadline)
 
     def serving(self) -> list[ShardKey]:
         """The shards this worker offers now, sorted."""
@@ -496,25 +514,43 @@ class Client:
 
     def _copy(self, version: int) -> None:
         """For others, see copies.py."""
-        into = Destinations(self._serving, serve=True, for_others=True)
-        self._transfer(into, version, (CHECKPOINT,), READ_TIMEOUT_S, claim=False)
+        allowed = Allowed.begin(READ_TIMEOUT_S)
+        into = Destinations(self._serving, allowed.deadline, serve=True, for_others=True)
+        self._transfer(into, version, (CHECKPOINT,), allowed, claim=False)
         self._serving.releaser(into.allocated.values())()  # what was here before is not offered a second time
 
+    def _fetched(
+        self, outcome: Outcome, allocated: dict[int, Slab], preferred: str, wanted: TensorTable | None
+    ) -> Fetched:
+        """What was read; a conversion that is not needed after all is given up."""
+        chosen = outcome.claimed is not None and outcome.layout != preferred
+        if outcome.claimed is not None and not chosen:
+            self.abandon(outcome.version, preferred)
+        return Fetched(
+            outcome.version,
+            outcome.layout,
+            allocated,
+            outcome.manifests,
+            ReplicateReport.of(outcome),
+            preferred if chosen else None,
+            wanted,
+            self._serving.releaser(allocated.values()),
+        )
+
     def _transfer(
-        self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], timeout_s: float, *, claim: bool
+        self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], allowed: Allowed, *, claim: bool
     ) -> Outcome:
         """Read into these destinations; what is wrong with them after an error is taken back."""
         self._check_open()
-        for layout in layouts:
-            check_name("layout", layout)
-        number, timeout_s = 0 if version == LATEST else check_version(version), bounded(timeout_s)
+        number = 0 if version == LATEST else check_version(version)
         machine = replication.Replication(
             version=number,
             at_least=0 if number else self._seen,
-            layouts=layouts,
+            layouts=tuple(check_name("layout", layout) for layout in layouts),
             claim=claim,
-            deadline=Deadline.after(timeout_s),
-            timeout_s=timeout_s,
+            deadline=allowed.begins_with,
+            timeout_s=allowed.begins_with - allowed.began,
+            grows=allowed.grows,
             verify=self._verify,
             algorithm=self.digest if self.digest == digests.BLAKE3 else None,
             serve=destinations.serve,
@@ -529,8 +565,9 @@ class Client:
             self._transfers.add(transfer)
         transfer.direct(self._hub.directive)
         try:
-            destinations.begin(machine.deadline)
+            destinations.begin()
             outcome = transfer.run()
+            destinations.deadline = max(destinations.deadline, machine.deadline)
             destinations.complete(outcome.version)
             if self._hub.directive.is_over(outcome.version):  # since a moment
                 self._serving.supersede(self._hub.directive.attempts)
@@ -549,45 +586,6 @@ class Client:
         for loss in outcome.losses:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
-
-    def _slab_of(self, tensors: Mapping[str, torch.Tensor] | Slab, version: int, parts: object, *, copy: bool) -> Slab:
-        """What is to be published, as a slab."""
-        if isinstance(tensors, Slab):
-            arguments.check_written(tensors, version)
-            self._serving.pool.reclaim(tensors)
-            return tensors
-        if not copy:
-            return Slab.adopt(tensors)
-        check_tensors(tensors)
-        cut = parts if isinstance(parts, Mapping) else {}
-        slab = self._serving.take(copied_spec(name, t, is_part=name in cut) for name, t in tensors.items())
-        try:
-            with claimed(tensors, f"{self._worker} publishes, as version {version},"), Downloads() as downloads:
-                for name, tensor in device.settled(tensors.items()):
-                    slab.write_later(name, tensor, downloads, stays=True)
-        except BaseException:
-            self._serving.recycle(slab)
-            raise
-        return slab
-
-    def _describe(
-        self, key: ShardKey, slab: Slab, parts: Mapping[str, Part] | None, *, strict: bool
-    ) -> tuple[Manifest, str]:
-        """The manifest, and how the tensors differ from those of the last version; empty: not at all."""
-        described, last = with_parts(slab.specs, parts), self._serving.published(key.layout)
-        changed = ""
-        if last is not None:
-            may_move = key.layout == CHECKPOINT and self.shard_count > 1
-            changed = difference(last.manifest.tensors, described, may_move=may_move)
-        if last is not None and changed:
-            changed = f"the tensors of layout {key.layout} are not those published here before: {changed}"
-            if strict:
-                raise UsageError(
-                    f"{changed}. Nothing was published: publish what version {last.version} consisted of. If the "
-                    "change is meant, take a new run or model name, or pass strict=False",
-                    version=key.version,
-                )
-        return msgspec.structs.replace(slab.manifest(algorithm=self.digest), tensors=described), changed
 
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
         check_not_forked(self._pid, "client")

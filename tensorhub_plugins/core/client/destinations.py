@@ -4,18 +4,20 @@ them meanwhile. The shell of a `Transfer` asks for memory and says what has arri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 import torch
 
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.claims import Claim, claim
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.machine import Room
-from tensorhub_plugins.core.memory.moves import check_cover, with_parts
+from tensorhub_plugins.core.memory.moves import Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
@@ -27,7 +29,7 @@ class LiveMemory:
     parts: where they lie in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
     be passed on, and one slab is for all source shards.
 
-    UsageError for what cannot be a target, before anything moves.
+    UsageError for what cannot be a target, before anything moves; DeadlineExceeded when so many take longer to look at.
     """
 
     def __init__(
@@ -37,13 +39,15 @@ class LiveMemory:
         *,
         repairs: bool = False,
         wanted: TensorTable | None = None,
+        deadline: float = NEVER,
     ) -> None:
         self.repairs = repairs
-        self.check_cover: Callable[[Mapping[int, TensorTable], TensorTable], None] = check_cover
-        self.live = LiveTensors(tensors)
+        self.check_cover: Callable[[Mapping[int, TensorTable], TensorTable, Paced], None] = check_cover
+        self._paced = partial(until, deadline)
+        self.live = LiveTensors(tensors, deadline)
         whole = self.live.adopt()
         self._whole: Slab | None = whole  # until a source shard has been given it
-        self._wanted = with_parts(whole.specs, parts) if wanted is None else wanted
+        self._wanted = with_parts(whole.specs, parts, self._paced) if wanted is None else wanted
         self.in_part = bool(parts) or wanted is not None
         if self.in_part:
             whole.specs = self._wanted
@@ -53,7 +57,7 @@ class LiveMemory:
         """The tensors that this source shard has. UsageError for some that would not fit, or would be missing."""
         self._sources[key.shard] = manifest.tensors
         if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
-            self.check_cover(self._sources, self._wanted)
+            self.check_cover(self._sources, self._wanted, self._paced)
         if self.in_part and self._whole is not None:
             return self._whole
         slab, self._whole = self._whole, None
@@ -71,7 +75,7 @@ class LiveMemory:
 
 
 class Destinations:
-    """The memory of one read.
+    """The memory of one read, until the deadline.
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
@@ -82,6 +86,7 @@ class Destinations:
     def __init__(
         self,
         serving: Serving,
+        deadline: float = NEVER,
         *,
         serve: bool,
         into: LiveMemory | None = None,
@@ -95,7 +100,7 @@ class Destinations:
         if into is not None:
             into.check_cover = serving.check_cover
         self.serve, self.for_others, self.borrows = serve, for_others, borrows
-        self.worker = serving.worker
+        self.worker, self.deadline = serving.worker, deadline
         self._serving = serving
         self._into = into
         self._in_place = in_place
@@ -111,9 +116,8 @@ class Destinations:
         self._parted: dict[int, TensorTable] = {}  # source shards that hold parts
         self._placed: dict[str, int] = {}  # whole tensors of which parts come: the negative number of their slab
 
-    def begin(self, deadline: float) -> None:
+    def begin(self) -> None:
         """Sources are asked for from now on. UsageError when the memory is read into already, or published."""
-        self._deadline = deadline
         if self._into is not None:
             self._claim(self._into.live.whole)
         if self.borrows:
@@ -149,7 +153,7 @@ class Destinations:
         repairs = self._live is not None and self._live.repairs
         if not (repairs and manifest.has_digests and slab.specs == manifest.tensors):
             return needed
-        damaged = frozenset(slab.damaged(manifest))
+        damaged = frozenset(slab.damaged(manifest, deadline=self.deadline))
         for segment in needed:
             if segment not in damaged:
                 self.verified(key.shard, segment)
@@ -171,7 +175,7 @@ class Destinations:
             for offer in self._serving.arriving(self._read) if self.serve else ():
                 offer.move(self._live.live.settled(offer.slab))
         if self._parted:
-            self._serving.check_parts(self._parted)
+            self._serving.check_parts(self._parted, self.deadline)
         names = {name for table in self._parted.values() for name in table.of_tensor}
         for number, slab in self.allocated.items():
             slab.mark_written(None if number >= 0 else names)
@@ -193,7 +197,7 @@ class Destinations:
     def _claim(self, slab: Slab, *, is_pooled: bool = False) -> Slab:
         """Read into by nobody else, until the end."""
         what = f"{self.worker} is reading into"
-        self._claims[slab] = claim(slab, what, is_written=True, is_pooled=is_pooled, deadline=self._deadline)
+        self._claims[slab] = claim(slab, what, is_written=True, is_pooled=is_pooled, deadline=self.deadline)
         return slab
 
     def _may_serve(self, key: ShardKey) -> bool:
@@ -211,7 +215,7 @@ class Destinations:
         if loan is None:
             slab = self._take(manifest.tensors)
         else:
-            slab = self._serving.pool.keep(Slab.borrow(manifest.tensors, loan, deadline=self._deadline))
+            slab = self._serving.pool.keep(Slab.borrow(manifest.tensors, loan, deadline=self.deadline))
         self.allocated[key.shard] = slab
         return slab
 
@@ -220,7 +224,7 @@ class Destinations:
         if self._live is None:
             plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
             self.allocated[0] = slab = self._take(TensorTable.of(plain))
-            self._live = LiveMemory(slab.tensors(), wanted=wanted)
+            self._live = LiveMemory(slab.tensors(), wanted=wanted, deadline=self.deadline)
             self._live.check_cover = self._serving.check_cover
         return self._live
 
@@ -229,7 +233,7 @@ class Destinations:
         self._parted[shard] = table
         wholes = {spec.tensor: spec for spec in table if spec.part is not None and spec.tensor not in self._placed}
         if wholes:
-            missing = [whole_of(spec) for spec in wholes.values()]
+            missing = [whole_of(spec) for spec in until(self.deadline, wholes.values())]
             check_size(missing)
             wanted = TensorTable.of(missing)
             number = min((0, *self.allocated)) - 1
@@ -244,10 +248,10 @@ class Destinations:
         if alone:
             self.allocated[shard] = slab = self._take(alone)
             blocks.insert(0, slab)
-        return view_of(table, blocks)
+        return view_of(table, blocks, self.deadline)
 
     def _take(self, table: TensorTable) -> Slab:
-        slab = self._serving.take(table, self._deadline, for_others=self.for_others, of_read=self._room)
+        slab = self._serving.take(table, self.deadline, is_read=True, for_others=self.for_others, of_read=self._room)
         return self._claim(slab, is_pooled=True)
 
     def _drop(self, *, restarts: bool) -> None:

@@ -24,9 +24,10 @@ import torch
 
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
+from tensorhub_plugins.core.deadline import NEVER, Deadline, until
 from tensorhub_plugins.core.device import here, host_copy, settled
 from tensorhub_plugins.core.digests import XXH3
-from tensorhub_plugins.core.errors import NotPublished, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.errors import DeadlineExceeded, NotPublished, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import (
     Manifest,
     Part,
@@ -177,15 +178,16 @@ class Publisher:
         """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 
         Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
-        return self._publish(step, lambda version: self._snapshot(version, weights))
+        return self._publish(step, lambda version, _: self._snapshot(version, weights), gathers=True)
 
     def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
         """Publish what this rank holds of a model that is sharded: no rank waits for another, and nothing is gathered.
 
         held: every tensor of the model, on every rank in the same order, see parts.py. Metrics as from `publish`. The
-        memory it takes is the slab, and one part as it is cast.
+        memory it takes is the slab, and one part as it is cast. timeout_s is for all of it, once the version before is
+        settled; of `publish` it is for what comes after the collectives, which no rank may leave.
         """
-        return self._publish(step, lambda version: self._snapshot_parts(version, held))
+        return self._publish(step, lambda version, deadline: self._snapshot_parts(version, held, deadline))
 
     def settle(self) -> None:
         """Wait for what is published in the background, and raise what it raises."""
@@ -199,20 +201,28 @@ class Publisher:
         if error is not None:
             log.error("%s: a version was not published, as the next publish will say, too: %s", self.worker, error)
 
-    def _publish(self, step: int, snapshot: Callable[[int], Snapshot]) -> dict[str, float]:
+    def _publish(
+        self, step: int, snapshot: Callable[[int, Deadline], Snapshot], *, gathers: bool = False
+    ) -> dict[str, float]:
         self.settle()
         if self.attempt is None:
             self.begin(step - 1)
         version, started = self.version(step), time.monotonic()
-        taken = snapshot(version)
-        return (self._offer_later if self.in_background else self._offer)(version, taken, started)
+        deadline = Deadline.after(self.timeout_s)
+        try:
+            taken = snapshot(version, deadline)
+        except DeadlineExceeded as error:
+            text = "the deadline passed before the parts were copied, and nothing was published: raise timeout_s"
+            raise error.within(text, version=version, phase="prepare", timeout_s=self.timeout_s) from error
+        deadline = Deadline.after(self.timeout_s) if gathers else deadline
+        return (self._offer_later if self.in_background else self._offer)(version, taken, started, deadline)
 
-    def _offer_later(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
+    def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         """`_offer` in the background: what is known at once, and how long the version before took."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "tensorhub-publish")
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
-        self._coming = self._executor.submit(self._offer, version, taken, started)
+        self._coming = self._executor.submit(self._offer, version, taken, started, deadline)
         self._coming.add_done_callback(self._say_failure)
         return {
             **({} if self._last_seconds is None else {SECONDS: self._last_seconds}),
@@ -220,14 +230,15 @@ class Publisher:
             "tensorhub/publish/bytes": size_bytes,
         }
 
-    def _offer(self, version: int, taken: Snapshot, started: float) -> dict[str, float]:
+    def _offer(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         slab, whole, parts, downloads = taken
         downloads.wait()
         slab.know_digests(downloads.digests(slab.segment_size_bytes))
         gathered = time.monotonic()
         if self._published and version <= self._published[-1]:
             return self._again(version, slab, parts)
-        report = self.client.publish(version, slab, CHECKPOINT, timeout_s=self.timeout_s, parts=parts, strict=True)
+        left_s = deadline.remaining()
+        report = self.client.publish(version, slab, CHECKPOINT, timeout_s=left_s, parts=parts, strict=True)
         ended = time.monotonic()
         record(
             "publish",
@@ -300,20 +311,27 @@ class Publisher:
         downloads.wait()
         return self._reshape(slab, whole, buffered)
 
-    def _snapshot_parts(self, version: int, held: Iterable[Held]) -> Snapshot:
+    def _snapshot_parts(self, version: int, held: Iterable[Held], deadline: Deadline) -> Snapshot:
         """A slab with this rank's parts, what the whole tensors are, and where the parts lie in them."""
-        mine = list(held)
-        whole = TensorTable.of(self._cast_spec(one.whole) for one in mine)
+        mine = list(until(deadline, held, 1))
+        whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, mine))
         if self._whole and whole != self._whole:
             raise self._not_the_same(version, whole)
         dtypes = {spec.name: dtype_of(spec) for spec in whole}
         here = {one.whole.name: (one.tensor, one.part) for one in mine if one.tensor is not None}
-        specs = (contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in here.items())
+        specs = (
+            contiguous_spec(name, dtypes[name], tensor.shape) for name, (tensor, _) in until(deadline, here.items())
+        )
         parts = {name: part for name, (_, part) in here.items() if part is not None}
-        slab, pieces = self._allocate(with_parts(specs, parts))
-        with self._queueing(slab) as downloads:
-            for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
-                _write(slab, pieces[name], tensor.detach(), downloads, stays=not self.in_background)
+        slab, pieces = self._allocate(with_parts(specs, parts, partial(until, deadline)), deadline)
+        try:
+            with self._queueing(slab) as downloads:
+                for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
+                    stays = not self.in_background
+                    _write(slab, pieces[name], tensor.detach(), downloads, stays=stays, deadline=deadline)
+        except BaseException:
+            slab.close()
+            raise
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     @contextlib.contextmanager
@@ -332,12 +350,12 @@ class Publisher:
         which is read at once, by whatever was queued."""
         return settled(weights, host_only=self.in_background)
 
-    def _allocate(self, specs: Iterable[TensorSpec]) -> tuple[Slab, dict[str, list[Slice]]]:
+    def _allocate(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> tuple[Slab, dict[str, list[Slice]]]:
         """Memory for these, and by name how each is published."""
-        pieces = {spec.name: self._slices_of(spec) for spec in specs}
+        pieces = {spec.name: self._slices_of(spec) for spec in until(deadline, specs)}
         plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
         self._say_memory(sum(spec.size_bytes for spec in plain))
-        return self.client.allocate(plain), pieces
+        return self.client.allocate(plain, deadline=deadline), pieces
 
     def _say_memory(self, size_bytes: int) -> None:
         """Of its share of one version, once. UsageError where it does not fit."""
@@ -403,10 +421,18 @@ class Publisher:
             self.client.close()
 
 
-def _write(slab: Slab, pieces: list[Slice], tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False) -> None:
+def _write(
+    slab: Slab,
+    pieces: list[Slice],
+    tensor: torch.Tensor,
+    downloads: Downloads,
+    *,
+    stays: bool = False,
+    deadline: float = NEVER,
+) -> None:
     """Copy it in piece by piece, each cast by itself: no copy of all of it is made."""
     for piece in pieces:
-        slab.write_later(piece.spec.name, piece.of(tensor), downloads, stays=stays)
+        slab.write_later(piece.spec.name, piece.of(tensor), downloads, stays=stays, deadline=deadline)
 
 
 def _parts(pieces: dict[str, list[Slice]]) -> dict[str, Part]:

@@ -21,13 +21,13 @@ from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
 from tensorhub_plugins.core.client.shelf import Published, Shelf
-from tensorhub_plugins.core.deadline import NEVER, Deadline
-from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.deadline import NEVER, Deadline, check_time, size_s, timeout_for
+from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
 from tensorhub_plugins.core.memory.machine import Room
-from tensorhub_plugins.core.memory.moves import check_cover
+from tensorhub_plugins.core.memory.moves import Paced, check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
@@ -37,7 +37,8 @@ from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
-BACKGROUND_TIMEOUT_S = 30.0  # for readers of a retained copy that may be released
+BACKGROUND_TIMEOUT_S = 30.0  # for readers of a copy that is taken back
+RETAIN_S = 0.25  # at least, to move a last copy to host memory
 NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
 SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
 OWN_KINDS = ("allocated", "view")  # of slabs, in memory of the client's own
@@ -99,6 +100,7 @@ class Serving:
     ) -> None:
         """Offer a whole shard; returns when the hub knows of it. On an error nothing is published. lends: nobody but
         the pool writes to its memory when it is offered no more."""
+        check_time(deadline)
         was_read = slab in self._fetched
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
@@ -115,7 +117,7 @@ class Serving:
         with self._changed:
             self._shelf.announced(key, manifest)
 
-    def unpublish(self, version: int, layout: str | None, timeout_s: float) -> UnpublishReport:
+    def unpublish(self, version: int, layout: str | None, timeout_s: float | None) -> UnpublishReport:
         """As `Client.unpublish`."""
         with self._changed:
             ticket = self._shelf.unpublish(version, layout)
@@ -159,24 +161,34 @@ class Serving:
         with self._changed:  # there may have been others before it, and by now it is published again
             ticket = self._shelf.still_meant(ticket)
         try:
-            self._unpublish(0, ticket, BACKGROUND_TIMEOUT_S)
+            self._unpublish(0, ticket)
         except TensorHubError as error:
             log.info("%s: copies that others may need stay for now: %s", self.worker, error)
 
-    def _unpublish(self, version: int, ticket: shelf.Ticket, timeout_s: float) -> UnpublishReport:
+    def _unpublish(self, version: int, ticket: shelf.Ticket, timeout_s: float | None = None) -> UnpublishReport:
         if not ticket:
             return UnpublishReport(version, 0.0)
+        with self._changed:
+            slabs = [entry.offer.slab for key, entry in self._shelf.entries.items() if key in ticket]
+        size_bytes = sum(slab.size_bytes for slab in slabs if slab.kind == "adopted")  # which may have to be moved
+        timeout_s = timeout_for(timeout_s, size_bytes, base_s=BACKGROUND_TIMEOUT_S)
         began, deadline = time.monotonic(), Deadline.after(timeout_s)
+        readers_s = timeout_s - (min(timeout_s / 2, RETAIN_S + size_s(size_bytes)) if size_bytes else 0.0)
         try:
-            reply = self.hub.ask(lambda n: messages.Unpublish(n, tuple(ticket), timeout_s), deadline).result()
+            until_read = Deadline.after(readers_s)
+            reply = self.hub.ask(lambda n: messages.Unpublish(n, tuple(ticket), readers_s), until_read).result()
             assert isinstance(reply, messages.Unpublished)
         except HubUnreachable:  # it may be the last copy; the hub says when it is back
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
-        damaged = self._check_sample(ticket)
+        damaged = self._check_sample(ticket)  # a few segments
         with self._changed:
             effects = self._shelf.unpublished(ticket, keep=reply.must_retain)
-        self._carry_out(effects, deadline)
+        try:
+            self._carry_out(effects, Deadline(max(deadline, time.monotonic() + RETAIN_S)))
+        except DeadlineExceeded as error:
+            text = "the last copy could not be moved to host memory in time: it is offered on, and must not change yet"
+            raise error.within(text, version=version, phase="retain", timeout_s=timeout_s) from error
         kept = reply.must_retain and not damaged
         return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, damaged)
 
@@ -297,16 +309,17 @@ class Serving:
         specs: Iterable[TensorSpec],
         deadline: float = NEVER,
         *,
+        is_read: bool = False,
         for_others: bool = False,
         of_read: Room | None = None,
     ) -> Slab:
         """A slab for these tensors, a used one where there is one. UsageError when there is no room, for what is taken
-        for others also within the budget. of_read: what that read may still take."""
+        for others also within the budget. is_read: it is read into, which is not refused. of_read: what that read may
+        still take."""
         table = TensorTable.of(specs)
         if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
         if not for_others:
-            is_read = deadline != NEVER  # which is not refused
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
         slab = self.pool.take(table, deadline, of_read)
         self._fetched.discard(slab)
@@ -378,18 +391,18 @@ class Serving:
         with self._changed:
             self._lent[view] = tuple(blocks)
 
-    def check_parts(self, tables: Mapping[int, TensorTable]) -> None:
+    def check_parts(self, tables: Mapping[int, TensorTable], deadline: float = NEVER) -> None:
         """What has come in parts, by source shard. UsageError if they do not make whole tensors; those that did are
         remembered, as the next version will almost always come in the same."""
         if self._parts != tables:
-            check_whole(tables)
+            check_whole(tables, deadline)
             self._parts = dict(tables)
 
-    def check_cover(self, tables: Mapping[int, TensorTable], wanted: TensorTable) -> None:
+    def check_cover(self, tables: Mapping[int, TensorTable], wanted: TensorTable, paced: Paced) -> None:
         """As `moves.check_cover`, of source shards. What was right is remembered: to look at all tensors of hundreds of
         shards takes seconds, and to know that they are those of the last version nothing."""
         if self._covered != (tables, wanted):
-            check_cover(tables, wanted)
+            check_cover(tables, wanted, paced)
             self._covered = dict(tables), wanted
 
     def forget_tables(self) -> None:
@@ -472,9 +485,15 @@ class Serving:
         if offer.slab.kind != "adopted":
             return
         self._spend(offer.slab.size_bytes, refuses=False)  # rule 4 counts more
-        copy = self.pool.take_once(offer.manifest.tensors)  # with their strides: the published bytes are the storage's
-        for name, tensor in offer.slab.tensors().items():
-            copy.write(name, tensor)
+        copy = self.pool.take_once(
+            offer.manifest.tensors, deadline
+        )  # with their strides: the published bytes are the storage's
+        try:
+            for name, tensor in offer.slab.tensors().items():
+                copy.write(name, tensor, deadline=deadline)
+        except BaseException:
+            self.pool.discard(copy)
+            raise
         moved = Offer(key, offer.manifest, copy, created_after=offer.created_after, lends=offer.lends)
         moved.mark_all_ready()
         with self._changed:

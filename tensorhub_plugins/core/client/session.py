@@ -416,9 +416,8 @@ class Session:
                 self.claims.pop(key, None)
             case m.Acquire(), m.Granted():
                 sources = {grant.shard: grant.session for grant in reply.grants}
-                self.leases[reply.request_id] = _Lease(
-                    reply.version, reply.layout, sources, asked.deadline, reply.shard_count
-                )
+                ends_at = float("inf") if asked.message.grows else asked.deadline
+                self.leases[reply.request_id] = _Lease(reply.version, reply.layout, sources, ends_at, reply.shard_count)
                 self._has_seen(0 if asked.message.for_others else reply.version)
                 if reply.generation:
                     self.resolved, self.generation = reply.version, reply.generation

@@ -209,7 +209,7 @@ class Reading:
 
     def _grant(self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, now: float) -> m.Granted:
         worker, registry = pending.worker, self._registry
-        grants = tuple(self._grant_of(pending, version, found, shard, now) for shard in found.sources)
+        grants = tuple(self._grant_of(pending, acquire, version, found, shard, now) for shard in found.sources)
         claim = _claim_key(version, worker, acquire.layouts[0]) if found.converts else None
         if claim is not None:
             registry.add_claim(version, worker, claim, now, acquire.request_id)
@@ -220,7 +220,7 @@ class Reading:
             layout=found.layout,
             shard_count=found.shard_count,
             sources={shard: source.session for shard, source in found.sources.items()},
-            deadline=registry.lease_until(worker, acquire.request_id, pending.deadline, now),
+            deadline=registry.lease_until(worker, acquire.request_id, _ends_at(pending, acquire), now),
             serves=acquire.serve and not (acquire.in_part and found.layout == CHECKPOINT),
             beside=bool(acquire.beside),
         )
@@ -241,12 +241,15 @@ class Reading:
             hub=registry.session,
         )
 
-    def _grant_of(self, pending: Pending, version: Version, found: Found, shard: int, now: float) -> m.Grant:
+    def _grant_of(
+        self, pending: Pending, acquire: m.Acquire, version: Version, found: Found, shard: int, now: float
+    ) -> m.Grant:
         key, source = version.key(found.layout, shard, found.shard_count), found.sources[shard]
         root, size_bytes = version.contents[key.layout, key.shard_count, key.shard]
         ticket = None
         if self._lease_key:
-            until = self._registry.lease_until(pending.worker, pending.message.request_id, pending.deadline, now)
+            ends_at = _ends_at(pending, acquire)
+            until = self._registry.lease_until(pending.worker, acquire.request_id, ends_at, now)
             claim = m.Claim(self._registry.session, pending.worker.name, until)
             ticket = issue(self._lease_key, source.hello.endpoints, key, claim)
         held = source.holdings.get(key)
@@ -304,6 +307,11 @@ def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: 
     if acquire.shards and (layout, shard_count) == (acquire.shards_layout, acquire.shard_count):
         return acquire.shards
     return tuple(range(shard_count)) if layout == CHECKPOINT else (worker.hello.shard,)
+
+
+def _ends_at(pending: Pending, acquire: m.Acquire) -> float:
+    """When the reader will have read: where that follows from the size, no later than any lease."""
+    return float("inf") if acquire.grows else pending.deadline
 
 
 def _claim_key(version: Version, worker: Worker, layout: str) -> ShardKey:

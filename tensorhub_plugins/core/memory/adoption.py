@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.device import Device, of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
@@ -45,14 +46,15 @@ class Adoption:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Adoption:
-        """What is known of these, or is found out now. UsageError naming a tensor that cannot be adopted."""
+    def of(cls, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> Adoption:
+        """What is known of these, or is found out now. UsageError naming a tensor that cannot be adopted;
+        DeadlineExceeded when so many take longer."""
         with cls._lock:
             candidates = list(cls._kept) if hasattr(tensors, "values") else []
         for kept in candidates:
-            if kept._is_of(tensors):
+            if kept._is_of(tensors, deadline):
                 return kept
-        found = cls(tensors)
+        found = cls(tensors, deadline)
         with cls._lock:
             for kept in candidates:
                 if kept._same_objects(found):  # they have other memory now: nothing about the old is of use
@@ -62,13 +64,13 @@ class Adoption:
                 cls._kept[0]._forget(None)
         return found
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
         specs: list[TensorSpec] = []
         runs: list[Run] = []
         extents: list[Extent] = []
         found: set[Device | None] = set()
         start = 0
-        for name in check_tensors(tensors):
+        for name in until(deadline, check_tensors(tensors, deadline)):
             tensor = tensors[name]
             spec = spec_of(name, tensor)
             specs.append(spec)
@@ -91,8 +93,9 @@ class Adoption:
         self.specs = TensorTable.of(specs)
         self.runs = Runs(runs)
         self._names = list(tensors)
-        self._traits = [[list(map(trait, some)) for trait in _TRAITS] for some in _some_at_a_time(tensors)]
-        self._tensors = [weakref.ref(tensor, self._forget) for tensor in tensors.values()]
+        some_at_a_time = until(deadline, _some_at_a_time(tensors), 1)
+        self._traits = [[list(map(trait, some)) for trait in _TRAITS] for some in some_at_a_time]
+        self._tensors = [weakref.ref(tensor, self._forget) for tensor in until(deadline, tensors.values())]
 
     def runs_with(self, scratch: Mapping[str, torch.Tensor]) -> Runs:
         """The runs, those of these names in other memory of the host."""
@@ -105,11 +108,11 @@ class Adoption:
             runs.append(run)
         return Runs(runs)
 
-    def _is_of(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _is_of(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> bool:
         """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
         return self._names == list(tensors) and all(
             list(map(trait, some)) == before  # who they are comes first: others may not have the rest of it
-            for some, traits in zip(_some_at_a_time(tensors), self._traits, strict=True)
+            for some, traits in zip(until(deadline, _some_at_a_time(tensors), 1), self._traits, strict=True)
             for trait, before in zip(_TRAITS, traits, strict=True)
         )
 

@@ -7,12 +7,14 @@ within the whole tensors. So it is verified, and served on to others, as the ver
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.moves import check_cover, plan
@@ -36,27 +38,29 @@ def whole_of(spec: TensorSpec) -> TensorSpec:
     return contiguous_spec(spec.tensor, dtype, spec.part.global_shape)
 
 
-def view_of(table: TensorTable, blocks: Sequence[Slab]) -> Slab:
+def view_of(table: TensorTable, blocks: Sequence[Slab], deadline: float = NEVER) -> Slab:
     """A shard of this table in the memory of these allocated slabs, each of whose names it has in one of them.
 
     The slabs may have many more: only the table's own names are looked up, as hundreds of shards may share a slab.
-    UsageError for a tensor that they do not have, or have with another dtype or shape."""
+    UsageError for a tensor that they do not have, or have with another dtype or shape, DeadlineExceeded when
+    so many take longer."""
+    paced = partial(until, deadline)
     check_cover_of(table, blocks)
     whole = {name: tensor for block in blocks for name, tensor in block.tensors(table.of_tensor).items()}
     columns = _columns_of(table)
-    flats = {name: flat_bytes(whole[name]) for name in {spec.tensor for spec in table if spec.name in columns}}
+    flats = {name: flat_bytes(whole[name]) for name in paced({spec.tensor for spec in table if spec.name in columns})}
     addresses = {name: flat.data_ptr() for name, flat in flats.items()}
     runs = [
         Run(start, spec.size_bytes, addresses[spec.tensor] + column.start, None, column.of(flats[spec.tensor]))
-        for spec, start in zip(table, table.offsets, strict=True)
+        for spec, start in paced(zip(table, table.offsets, strict=True))
         if (column := columns.get(spec.name)) is not None
     ]
     placed = sorted(
         (move.source, move.target, move.size_bytes, index)
         for index, block in enumerate(blocks)
-        for move in plan(table, block.specs, without=columns)
+        for move in plan(table, block.specs, without=columns, paced=paced)
     )
-    for start, target, size_bytes, index in placed:
+    for start, target, size_bytes, index in paced(placed):
         memory = blocks[index].runs
         pieces = memory.pieces(target, target + size_bytes)
         for piece, (address, _) in zip(pieces, memory.addresses(target, target + size_bytes), strict=True):
@@ -74,11 +78,13 @@ def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
             raise UsageError(f"tensor {name!r} has no place of its own in the memory that is read into")
 
 
-def check_whole(tables: Mapping[int, TensorTable]) -> None:
+def check_whole(tables: Mapping[int, TensorTable], deadline: float = NEVER) -> None:
     """UsageError that names a tensor of which these source shards together do not hold every part exactly once."""
-    wanted = {spec.tensor: whole_of(spec) for table in tables.values() for spec in table if spec.part is not None}
+    paced = partial(until, deadline)
+    specs = paced(spec for table in tables.values() for spec in table)
+    wanted = {spec.tensor: whole_of(spec) for spec in specs if spec.part is not None}
     parts = {shard: TensorTable(spec for spec in table if spec.tensor in wanted) for shard, table in tables.items()}
-    check_cover(parts, TensorTable.of(wanted.values()))
+    check_cover(parts, TensorTable.of(wanted.values()), paced)
 
 
 def check_size(specs: Iterable[TensorSpec]) -> None:

@@ -59,16 +59,16 @@ class Block:
                 spec.name: _tensor_at(base, spec, offset)
                 for spec, offset in zip(until(deadline, table), table.block_offsets, strict=True)
             }
+            self.runs = Runs(
+                [
+                    Run(span.start, span.size_bytes, base.data_ptr() + span.offset, memory[span.slice])
+                    for span in until(deadline, table.spans)
+                ]
+            )
         except BaseException:
             if self.fd >= 0:
                 os.close(self.fd)
             raise
-        self.runs = Runs(
-            [
-                Run(span.start, span.size_bytes, base.data_ptr() + span.offset, memory[span.slice])
-                for span in table.spans
-            ]
-        )
 
 
 def _check_specs(table: Iterable[TensorSpec]) -> None:

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from tensorhub_plugins.core.deadline import NEVER
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.runs import Extents
 from tensorhub_plugins.core.memory.slab import Slab
@@ -55,11 +55,12 @@ class Claim:
 
 
 def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = False, deadline: float = NEVER) -> Claim:
-    """Claim memory, or raise UsageError that names who uses it. deadline: for what is about to end."""
+    """Claim memory, or raise UsageError that names who uses it. deadline: for what is about to end,
+    and for looking at so many tensors (DeadlineExceeded)."""
     mine = Claim(memory, what, is_written=is_written, is_pooled=is_pooled)
-    extents = _sorted(memory)
+    extents = _sorted(memory, deadline)
     with _changed:
-        while (found := _conflict(mine, extents)) is not None:
+        while (found := _conflict(mine, extents, deadline)) is not None:
             other, names = found
             left = deadline - time.monotonic()
             if not other.leaves() or left <= 0:
@@ -69,24 +70,24 @@ def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = Fals
 
 
 @contextmanager
-def claimed(memory: Memory, what: str) -> Iterator[None]:
+def claimed(memory: Memory, what: str, deadline: float = NEVER) -> Iterator[None]:
     """Within it the memory is read, by us."""
-    mine = claim(memory, what, is_written=False)
+    mine = claim(memory, what, is_written=False, deadline=deadline)
     try:
         yield
     finally:
         mine.end()
 
 
-def _conflict(mine: Claim, extents: Extents) -> tuple[Claim, tuple[str, str]] | None:
+def _conflict(mine: Claim, extents: Extents, deadline: float) -> tuple[Claim, tuple[str, str]] | None:
     """Another claim, and a tensor of each that lie in the same memory."""
     if mine.is_pooled:
         others = [each for each in _claims if each.is_written and not each.is_pooled]
     else:
         others = [each for each in _claims if mine.is_written or each.is_written]
     for other in sorted(others, key=lambda each: not each.is_written):  # a read that is passed on is claimed twice
-        if _overlap(extents, _sorted(other.memory)):
-            names = _names(mine.memory, other.memory)
+        if _overlap(extents, _sorted(other.memory, deadline)):
+            names = _names(mine.memory, other.memory, deadline)
             if names is not None:
                 return other, names
     return None
@@ -105,12 +106,13 @@ def _refusal(mine: Claim, other: Claim, names: tuple[str, str]) -> UsageError:
     )
 
 
-def _sorted(memory: Memory) -> Extents:
+def _sorted(memory: Memory, deadline: float) -> Extents:
     """Addresses [first, behind the last), by the first; the last ones never decrease."""
     if isinstance(memory, Slab):
-        extents = memory.extents()
+        extents = memory.extents(deadline)
     else:
-        found = [(tensor.data_ptr(), span_of(tensor)) for tensor in memory.values() if tensor.device.type != "meta"]
+        tensors = until(deadline, memory.values())
+        found = [(tensor.data_ptr(), span_of(tensor)) for tensor in tensors if tensor.device.type != "meta"]
         extents = np.array(found, np.uint64).reshape(-1, 2)
     extents = extents[extents[:, 1] > 0]
     extents = extents[np.argsort(extents[:, 0], kind="stable")]
@@ -125,9 +127,9 @@ def _overlap(some: Extents, others: Extents) -> bool:
     return bool(((before > 0) & (more[before - 1, 1] > fewer[:, 0])).any())
 
 
-def _names(mine: Memory, others: Memory) -> tuple[str, str] | None:
+def _names(mine: Memory, others: Memory, deadline: float) -> tuple[str, str] | None:
     """Of two tensors that overlap; None: the memory was taken away from one of them."""
-    ours, theirs = (sorted(_named(memory)) for memory in (mine, others))
+    ours, theirs = (sorted(_named(memory, deadline)) for memory in (mine, others))
     at = 0
     for start, stop, name in ours:
         while at < len(theirs) and theirs[at][1] <= start:
@@ -137,8 +139,8 @@ def _names(mine: Memory, others: Memory) -> tuple[str, str] | None:
     return None
 
 
-def _named(memory: Memory) -> Iterator[tuple[int, int, str]]:
+def _named(memory: Memory, deadline: float) -> Iterator[tuple[int, int, str]]:
     tensors = memory.named if isinstance(memory, Slab) else memory
-    for name, tensor in tensors.items():
+    for name, tensor in until(deadline, tensors.items()):
         if tensor.device.type != "meta" and (size_bytes := span_of(tensor)):
             yield tensor.data_ptr(), tensor.data_ptr() + size_bytes, name

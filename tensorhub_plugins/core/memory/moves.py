@@ -15,11 +15,11 @@ What cannot be placed is an error that names it, never a tensor left as it was.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import chain, pairwise, product
 from math import prod
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -40,9 +40,12 @@ class Move(NamedTuple):
 
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
+Paced: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]  # what a loop over many goes through: it may end it
 
 
-def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] = ()) -> Sequence[Move]:
+def plan(
+    source: TensorTable, target: TensorTable, *, without: Collection[str] = (), paced: Paced = iter
+) -> Sequence[Move]:
     """What of the source the target wants, in the source's order; what is in no move, or `without`, is not wanted.
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
@@ -52,7 +55,7 @@ def plan(source: TensorTable, target: TensorTable, *, without: Collection[str] =
     of_target = _plans.setdefault(target, WeakKeyDictionary())
     found = of_target.get(source)
     if found is None or (found[0] is not without and set(found[0]) != set(without)):
-        found = of_target[source] = without, _plan_by_tensor(source, target, without)
+        found = of_target[source] = without, _plan_by_tensor(source, target, without, paced)
     return found[1]
 
 
@@ -60,10 +63,10 @@ _Planned: TypeAlias = "tuple[Collection[str], list[Move]]"  # without what, and 
 _plans: WeakKeyDictionary[TensorTable, WeakKeyDictionary[TensorTable, _Planned]] = WeakKeyDictionary()
 
 
-def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collection[str]) -> list[Move]:
+def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collection[str], paced: Paced) -> list[Move]:
     moves: list[Move] = []
     ends = (0, -1)  # of the last move, in both streams
-    for spec, start in zip(source.specs, source.offsets, strict=True):
+    for spec, start in paced(zip(source.specs, source.offsets, strict=True)):
         positions = target.of_tensor.get(spec.tensor)
         if positions is None or spec.name in without:
             continue
@@ -118,13 +121,13 @@ def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
     return tuple(wanted)
 
 
-def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None:
+def check_cover(sources: Mapping[int, TensorTable], target: TensorTable, paced: Paced = iter) -> None:
     """Raise UsageError unless every byte of the target comes from exactly one of the source shards."""
     if list(sources.values()) == [target]:
         return
     found: dict[str, list[tuple[int, TensorSpec]]] = {}
     for shard, table in sources.items():
-        for spec in table.specs:
+        for spec in paced(table.specs):
             positions = target.of_tensor.get(spec.tensor)
             if positions is None:
                 continue
@@ -136,7 +139,7 @@ def check_cover(sources: Mapping[int, TensorTable], target: TensorTable) -> None
             if meeting:
                 beside.append((shard, spec))
     missing = {spec.tensor for spec in target if spec.tensor not in found}
-    missing = missing or {spec.tensor for spec in target if not _is_covered(spec, found[spec.tensor])}
+    missing = missing or {spec.tensor for spec in paced(target) if not _is_covered(spec, found[spec.tensor])}
     if missing:
         raise UsageError(
             f"{len(missing)} tensors would not be updated, or not all of them, because no source shard has them, first "
@@ -239,7 +242,7 @@ def difference(before: TensorTable, after: TensorTable, *, may_move: bool = Fals
     return "; ".join(filter(None, [*parts, _first("changed", changed)]))
 
 
-def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) -> TensorTable:
+def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None, paced: Paced = iter) -> TensorTable:
     """The table of these tensors, with what is said of some of them. Raise UsageError for a part that cannot be."""
     if not parts:
         return TensorTable.of(specs)
@@ -247,7 +250,7 @@ def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None) ->
         raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     described = []
     left = dict(parts)
-    for spec in specs:
+    for spec in paced(specs):
         part = left.pop(spec.name, None)
         if part is not None:
             _check_part(spec, part)

@@ -61,9 +61,9 @@ class SlabPool:
             self._handed_out[slab] = 1
         return slab
 
-    def take_once(self, specs: Iterable[TensorSpec]) -> Slab:
+    def take_once(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
         """Host memory that is closed when it is given back."""
-        return self.keep(Slab.allocate(specs, device=self._device))
+        return self.keep(Slab.allocate(specs, device=self._device, deadline=deadline))
 
     def keep(self, slab: Slab) -> Slab:
         """Close this slab, too, when it is given back."""

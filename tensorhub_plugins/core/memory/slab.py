@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from tensorhub_plugins.core import device as devices
-from tensorhub_plugins.core.deadline import NEVER
+from tensorhub_plugins.core.deadline import NEVER, check_time, until
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, NO_DIGESTS, XXH3, digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import (
@@ -50,6 +50,8 @@ from tensorhub_plugins.core.memory.runs import Extents, Runs, memory_of
 from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, span_of, stride_of
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor
+
+COPIED_AT_ONCE_BYTES = 256 << 20  # between two looks at the clock: 0.1 s of a slow host
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
@@ -102,16 +104,22 @@ class Slab:
     # --- three ways to get one ---
 
     @classmethod
-    def adopt(cls, tensors: Mapping[str, torch.Tensor], *, scratch: Mapping[str, torch.Tensor] | None = None) -> Slab:
+    def adopt(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        scratch: Mapping[str, torch.Tensor] | None = None,
+        deadline: float = NEVER,
+    ) -> Slab:
         """Take live tensors as they are: read and written in place, never copied.
 
         Each must be dense (any permutation of contiguous, no overlap with itself, no holes) and all must be on the CPU
         or on one device. Two names may be the same memory (tied weights, see `ties`), but may not overlap in part.
-        UsageError names the tensor otherwise.
+        UsageError names the tensor otherwise, DeadlineExceeded says that so many take longer.
 
         scratch: for some of the names a host tensor of the same kind, which holds their bytes instead. See tied.py.
         """
-        found = Adoption.of(tensors)
+        found = Adoption.of(tensors, deadline)
         named, runs = dict(tensors), found.runs
         instead = {name: tensor for name, tensor in scratch.items() if name in named} if scratch else {}
         if instead:
@@ -120,7 +128,7 @@ class Slab:
         slab = cls("adopted", found.specs, runs, tensors=named)
         slab.ties = found.ties
         if found.device is not None:
-            slab._copy_through_host(found.device)
+            slab._copy_through_host(found.device, deadline)
         return slab
 
     @classmethod
@@ -163,26 +171,39 @@ class Slab:
             return dict(self._tensors)
         return {name: self._tensors[name] for name in names if name in self._tensors}
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor, *, deadline: float = NEVER) -> None:
         """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides. What is queued
-        is waited for: also a copy from a device that still writes it, where it is host memory."""
+        is waited for: also a copy from a device that still writes it, where it is host memory. DeadlineExceeded when
+        the copy takes longer: it counts as not written then."""
         devices.settle_host([tensor])
-        self._write(name, tensor)
+        self._write(name, tensor, deadline)
 
-    def _write(self, name: str, tensor: torch.Tensor) -> None:
+    def _write(self, name: str, tensor: torch.Tensor, deadline: float) -> None:
+        check_time(deadline)
         spec, target = self._target_of(name, tensor)
         with torch.inference_mode():  # in which both a model's inference tensors and others can be written
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
                 devices.copy_all([(target, tensor)])
             elif spec.size_bytes:
-                _copy_flat(flat_bytes(tensor), flat_bytes(target))  # also packed dtypes, for which torch has no copy
+                _copy_flat(
+                    flat_bytes(tensor), flat_bytes(target), deadline
+                )  # also packed dtypes, for which torch has no copy
         self.mark_written([name])
 
-    def write_later(self, name: str, tensor: torch.Tensor, downloads: Downloads, *, stays: bool = False) -> None:
+    def write_later(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        downloads: Downloads,
+        *,
+        stays: bool = False,
+        deadline: float = NEVER,
+    ) -> None:
         """`write`, cast to the dtype here, of what is `settled`. A device's tensor has come when `downloads` have."""
         if devices.of(tensor) is None:
-            self._write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor)
+            self._write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor, deadline)
             return
+        check_time(deadline)
         _, target = self._target_of(name, tensor, casts=True)
         with torch.inference_mode():
             downloads.add(tensor, target, name=name, stays=stays)
@@ -295,13 +316,18 @@ class Slab:
         return digest_of(self.readable(start, stop), algorithm)
 
     def manifest(
-        self, segment_size_bytes: int | None = None, *, threads: int | None = None, algorithm: str = XXH3
+        self,
+        segment_size_bytes: int | None = None,
+        *,
+        threads: int | None = None,
+        algorithm: str = XXH3,
+        deadline: float = NEVER,
     ) -> Manifest:
         """Names, sizes and the digest of every segment, from the bytes as they are now.
 
         segment_size_bytes, threads: None picks by size. algorithm: of digests.py, also for none. Where an accelerator
         is used this first waits for the work queued on it, so that it is the finished bytes that are described; for
-        host memory, too, unless `write` alone has filled it.
+        host memory, too, unless `write` alone has filled it. DeadlineExceeded when so many bytes take longer.
         """
         self._check_open()
         if segment_size_bytes is None:
@@ -314,10 +340,14 @@ class Slab:
             devices.settle_host(islice(self._tensors.values(), 1))
         if algorithm == NO_DIGESTS:
             return Manifest(self.specs, os.urandom(DIGEST_SIZE_BYTES), segment_size_bytes, NO_DIGESTS)
-        joined = self._known_as(segment_size_bytes, algorithm) or self._digests(segment_size_bytes, algorithm, threads)
+        joined = self._known_as(segment_size_bytes, algorithm)
+        if joined is None:
+            joined = self._digests(segment_size_bytes, algorithm, threads, deadline)
         return Manifest(self.specs, joined, segment_size_bytes, algorithm)
 
-    def damaged(self, manifest: Manifest, segments: Sequence[int] | None = None) -> list[int]:
+    def damaged(
+        self, manifest: Manifest, segments: Sequence[int] | None = None, *, deadline: float = NEVER
+    ) -> list[int]:
         """Of these segments (None: all) those whose bytes are not the ones that the manifest's digests were taken of.
 
         manifest: of this very stream. Without digests there is nothing to compare: none are found.
@@ -329,19 +359,19 @@ class Slab:
         storages = dict(zip(self._tensors, self._storages, strict=True)) if self._storages else {}
         freed = [
             k
-            for k in wanted
-            if storages and any(self._is_freed(spec.name, storages[spec.name]) for spec in manifest.specs_in([k]))
+            for k in until(deadline, wanted if storages else (), 1)
+            if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
         ]
         if freed:
             return freed  # there is nothing to be read any more
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
-            found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm)
+            found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm, deadline=deadline)
             if found == manifest.digests:
                 return []
             now = msgspec.structs.replace(manifest, digests=found)
             return [k for k in range(manifest.segment_count) if now.digest(k) != manifest.digest(k)]
-        return [k for k in segments if digest(*manifest.segment_range(k)) != manifest.digest(k)]
+        return [k for k in until(deadline, segments, 1) if digest(*manifest.segment_range(k)) != manifest.digest(k)]
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
         """Where a stream range lies in this process's memory; None on a device, or where it is scattered."""
@@ -353,11 +383,12 @@ class Slab:
             else self._runs.addresses(start, stop)
         )
 
-    def extents(self) -> Extents:
+    def extents(self, deadline: float = NEVER) -> Extents:
         """All memory that it lies in, in any order; of a view also what others lie in beside it."""
         if self.kind != "view":
             return self._runs.extents
-        addresses = [(tensor.data_ptr(), span_of(tensor)) for tensor in self._tensors.values()]
+        tensors = until(deadline, self._tensors.values())
+        addresses = [(tensor.data_ptr(), span_of(tensor)) for tensor in tensors]
         return np.array(addresses, np.uint64).reshape(-1, 2)
 
     @property
@@ -461,11 +492,13 @@ class Slab:
         if not 0 <= start <= stop <= self.size_bytes:
             raise UsageError(f"range [{start}, {stop}) is outside the slab's {self.size_bytes} bytes")
 
-    def _digests(self, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
+    def _digests(
+        self, segment_size_bytes: int, algorithm: str, threads: int | None = None, deadline: float = NEVER
+    ) -> bytes:
         """Of all segments, joined. Of a device where they lie, or while the next piece is on its way here."""
         if self._device is None:
             digest = partial(self.digest, algorithm=algorithm)
-            return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads)
+            return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads, deadline=deadline)
         if algorithm == XXH3:
             there = digests_there(self._device, self._cut_flats, self.size_bytes, segment_size_bytes)
             if there is not None:
@@ -473,17 +506,17 @@ class Slab:
         step = max(self._device.piece_size_bytes // segment_size_bytes, 1) * segment_size_bytes
         ranges = [(start, min(start + step, self.size_bytes)) for start in range(0, self.size_bytes, step)]
         joined = []
-        for host in self._device.pieces(self._cut_flats, ranges):
+        for host in self._device.pieces(self._cut_flats, until(deadline, ranges, 1)):
             joined.append(digests_of_view(memory_of(host), segment_size_bytes, algorithm, threads))
         return b"".join(joined)
 
     def _known_as(self, segment_size_bytes: int, algorithm: str) -> bytes | None:
         return self._known if (algorithm, segment_size_bytes) == (XXH3, self.segment_size_bytes) else None
 
-    def _copy_through_host(self, device: devices.Device) -> None:
+    def _copy_through_host(self, device: devices.Device, deadline: float = NEVER) -> None:
         """Hand out and receive copies: what lies on this device cannot be handed out itself."""
         self._device = device
-        self._flats = [flat_bytes(self._tensors[spec.name]) for spec in self.specs if spec.size_bytes]
+        self._flats = [flat_bytes(self._tensors[spec.name]) for spec in until(deadline, self.specs) if spec.size_bytes]
 
     def _cut_flats(self, start: int, stop: int) -> list[torch.Tensor]:
         if start == stop:
@@ -495,8 +528,11 @@ class Slab:
         return flats
 
 
-def _copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
+def _copy_flat(source: torch.Tensor, target: torch.Tensor, deadline: float) -> None:
     if devices.of(source) is devices.of(target) is None:
-        copy_view(memory_of(source), memory_of(target))
+        mine, theirs = memory_of(source), memory_of(target)
+        for start in range(0, len(mine), COPIED_AT_ONCE_BYTES):
+            copy_view(mine[start : start + COPIED_AT_ONCE_BYTES], theirs[start : start + COPIED_AT_ONCE_BYTES])
+            check_time(deadline)
     else:
         devices.copy_flat(source, target)

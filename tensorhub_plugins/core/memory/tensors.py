@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 import msgspec
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.device import of, on_host
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
@@ -64,13 +65,13 @@ def copied_spec(name: str, tensor: torch.Tensor, *, is_part: bool = False) -> Te
     return msgspec.structs.replace(spec, stride=stride)
 
 
-def check_tensors(tensors: object) -> list[str]:
+def check_tensors(tensors: object, deadline: float = NEVER) -> list[str]:
     """The names, sorted. UsageError unless it is a mapping of text to tensor, which says what is wrong."""
     if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
         what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
         raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
     mapping = cast("Mapping[str, torch.Tensor]", tensors)
-    for name, tensor in zip(mapping.keys(), mapping.values(), strict=True):
+    for name, tensor in until(deadline, zip(mapping.keys(), mapping.values(), strict=True)):
         check_tensor(name, tensor)
     return sorted(mapping.keys())
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.device import synchronize
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.machine import Room
@@ -28,19 +29,19 @@ from tensorhub_plugins.core.memory.tensors import same_bytes
 class LiveTensors:
     """Tensors to read into in place. UsageError, as of `Slab.adopt`, for some that cannot be."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.whole = Slab.adopt(tensors)
+    def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
+        self._tensors, self._deadline = tensors, deadline
+        self.whole = Slab.adopt(tensors, deadline=deadline)
         self.specs = self.whole.specs
         self._scratch: Slab | None = None
         if self.whole.ties:
             further = [spec for spec in self.specs if spec.name in self.whole.ties]
             Room().take(sum(spec.size_bytes for spec in further))
-            self._scratch = Slab.allocate(further, pin=False)
+            self._scratch = Slab.allocate(further, pin=False, deadline=deadline)
 
     def settle(self) -> None:
         """Wait for what is queued on their device: a forward pass that still runs would read mixed weights."""
-        synchronize(self._tensors.values())
+        synchronize(until(self._deadline, self._tensors.values()))
 
     @property
     def tied(self) -> bool:
@@ -51,14 +52,14 @@ class LiveTensors:
         """These tensors (None: all) as a slab to read into."""
         scratch = self._scratch.tensors() if self._scratch is not None else None
         if names is None:
-            return Slab.adopt(self._tensors, scratch=scratch) if scratch else self.whole
-        return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch)
+            return Slab.adopt(self._tensors, scratch=scratch, deadline=self._deadline) if scratch else self.whole
+        return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch, deadline=self._deadline)
 
     def check(self, version: int) -> None:
         """Everything has arrived. UsageError naming two names whose memory is the same, and whose bytes are not."""
         if self._scratch is None:
             return
-        for name, read in self._scratch.tensors().items():
+        for name, read in until(self._deadline, self._scratch.tensors().items()):
             if not same_bytes(self._tensors[name], read):
                 names = f"{self.whole.ties[name]!r} and {name!r}"
                 raise UsageError(
@@ -69,6 +70,6 @@ class LiveTensors:
 
     def settled(self, slab: Slab) -> Slab:
         """The same names, all in the tensors themselves. Only after `check`."""
-        settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs})
+        settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs}, deadline=self._deadline)
         settled.specs = slab.specs
         return settled

@@ -290,7 +290,8 @@ class Acquire(_Message, frozen=True):
     failed, the last resort. exclude: never again. serve: what arrives is passed on, but of a checkpoint nothing
     that is read in_part. beside: sources of these shards that the worker keeps; it asks for one more. urgent:
     because they are slow; else only one with no other reader is wanted. for_others: a copy that the hub asks for
-    (`Alive.hold`), which says nothing of what this replica reads.
+    (`Alive.hold`), which says nothing of what this replica reads. grows: timeout_s is for finding sources; how long it
+    reads from them follows from what they hold.
     """
 
     request_id: Count
@@ -310,6 +311,7 @@ class Acquire(_Message, frozen=True):
     for_others: bool = False
     in_part: bool = False
     until: Until | None = None
+    grows: bool = False
 
 
 class Release(_Message, frozen=True):

@@ -37,11 +37,12 @@ class Opened(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order.
 
-    is_borrowed: it is the memory of the source that Prepare named."""
+    is_borrowed: it is the memory of the source that Prepare named. size_bytes: of these segments, about."""
 
     shard: int
     needed: tuple[int, ...]
     is_borrowed: bool = False
+    size_bytes: int = 0
 
 
 class Arrived(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import errors
-from tensorhub_plugins.core.deadline import remaining_s
+from tensorhub_plugins.core.deadline import remaining_s, size_s
 from tensorhub_plugins.core.manifest import (
     Manifest,
 )
@@ -72,7 +72,8 @@ class Replication:
     this host is asked to lend its memory. verify: whether the shell compares digests. algorithm: the only one of
     digests that is believed; None: any.
 
-    deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors.
+    deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: nobody has
+    given it, and what is to be read of each shard moves it.
     """
 
     version: int
@@ -86,6 +87,7 @@ class Replication:
     for_others: bool = False
     in_part: bool = False
     borrows: bool = False
+    grows: bool = False
     location: Location = Location()  # of the reader
     limits: TransferLimits = TransferLimits()
     algorithm: str | None = None
@@ -107,6 +109,7 @@ class Replication:
         self._corrupt: Counter[bytes] = Counter()
         self._damage: errors.TensorHubError | None = None  # the last
         self._directive = m.NO_DIRECTIVE  # the last that was heard
+        self._grown: set[ShardKey] = set()  # shards by which the deadline has moved
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -205,6 +208,7 @@ class Replication:
             urgent=urgent,
             for_others=self.for_others,
             in_part=self.in_part,
+            grows=self.grows,
         )
 
     def _answer(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
@@ -291,6 +295,10 @@ class Replication:
     def _prepared(self, event: Prepared, now: float) -> None:
         state = self.shards[event.shard]
         state.lender = state.lender if event.is_borrowed else None
+        if self.grows and self._key(event.shard) not in self._grown:
+            self._grown.add(self._key(event.shard))
+            self.deadline += size_s(event.size_bytes)
+            self.timeout_s += size_s(event.size_bytes)
         state.begin(event.needed, now, self.limits)
         self._go_on(event.shard, state, now)
 

@@ -14,12 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core.deadline import remaining_s
+from tensorhub_plugins.core.deadline import remaining_s, until
 from tensorhub_plugins.core.errors import DeadlineExceeded, TensorHubError
 from tensorhub_plugins.core.manifest import (
     Manifest,
@@ -249,12 +250,14 @@ class Transfer:
         loan = None if lender is None else self._readers[key.shard, lender].take_loan()
         try:
             slab = self._destinations.prepare(key, manifest, loan)
+            planned = moves.plan(manifest.tensors, slab.specs, paced=partial(until, self._machine.deadline))
+            needed = moves.needed(manifest, planned)
+            missing = self._destinations.missing(key, manifest, needed)
         except DeadlineExceeded:  # of its many tensors
             return events.Tick()  # who it came from, and what is missing, the machine knows
-        target = self._targets[key.shard] = Target(manifest, slab, moves.plan(manifest.tensors, slab.specs))
-        needed = moves.needed(manifest, target.moves)
-        missing = self._destinations.missing(key, manifest, needed)
-        return events.Prepared(key.shard, missing, loan is not None and slab.borrowed is loan)
+        self._targets[key.shard] = Target(manifest, slab, planned)
+        is_borrowed = loan is not None and slab.borrowed is loan
+        return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes)
 
     def _ask(self, acquire: messages.Acquire) -> None:
         numbers: list[int] = []

@@ -59,7 +59,7 @@ class SourceReader:
         self.grant = grant
         self.transport = ""
         self._transports = transports
-        self._deadline = machine.deadline
+        self._machine = machine
         self._limits = machine.limits
         self._verify = machine.verify
         self._borrows = machine.borrows and distance(machine.location, grant.location) == HOST
@@ -164,7 +164,7 @@ class SourceReader:
                 self._link.close()
 
     def _soon(self) -> float:
-        return min(self._deadline, Deadline.after(self._limits.open_s))
+        return min(self._machine.deadline, Deadline.after(self._limits.open_s))
 
     def _wait(self) -> bool:
         """Until there is something to do; False: it is over."""
@@ -216,7 +216,7 @@ class SourceReader:
         segments = self._more()
         assert self._target is not None
         manifest, slab, moves = self._target.manifest, self._target.slab, self._target.moves
-        for segment in link.read(segments, slab, moves, deadline=self._deadline, more=self._more):
+        for segment in link.read(segments, slab, moves, deadline=self._machine.deadline, more=self._more):
             intact = not self._verify or link.digest(segment) == manifest.digest(segment)
             self._expected_at = time.monotonic() + self._limits.stall_s
             with self._changed:  # the caller's thread adds to it

@@ -112,7 +112,7 @@ def test_memory_for_too_many_tensors_is_given_up_at_the_deadline(stage, monkeypa
 
     def slowly(*arguments: Any) -> torch.Tensor:
         made.append(arguments[1].name)
-        time.sleep(0.001)  # STEPS of them are a second: what a million tensors take
+        time.sleep(0.008)  # STEPS of them are a second: what a million tensors take
         return tensor_at(*arguments)
 
     monkeypatch.setattr(block, "_tensor_at", slowly)

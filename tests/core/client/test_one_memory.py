@@ -139,7 +139,7 @@ def test_neighbours_are_not_the_same_memory(stage, reading):
 def test_without_the_register_bytes_are_of_both(stage, reading, monkeypatch):
     """The control."""
     live, _, goes_on = reading
-    monkeypatch.setattr(claims, "_conflict", lambda mine, extents: None)
+    monkeypatch.setattr(claims, "_conflict", lambda mine, extents, deadline: None)
     trainer, other = stage.client("trainer-2"), stage.client("other")
     trainer.publish(2, tensors_of(2), "another")
     other.replicate(live, 2, "another")

@@ -372,7 +372,7 @@ def test_memory_for_the_parts_of_many_ranks_costs_what_each_of_them_has(monkeypa
         serving = Serving("reader/0", SlabPool(), Budget("reader/0", 1 << 40))
         for version in (1, 2):  # at first a slab for each rank, then one for all
             into = destinations.Destinations(serving, serve=False)
-            into.begin(float("inf"))
+            into.begin()
             Looks.seen = 0
             for rank, table in enumerate(halves_of(count)):
                 into.prepare(ShardKey(version, CHECKPOINT, rank, 2 * count), Manifest(table, bytes(16)))
@@ -386,7 +386,7 @@ def test_memory_for_the_parts_of_many_ranks_costs_what_each_of_them_has(monkeypa
 
     if passed_on == "all slabs":  # the control: what it cost before
 
-        def of_all(table, blocks):
+        def of_all(table, blocks, deadline):
             into = sys._getframe(1).f_locals["self"]
             return assembly.view_of(table, list(into.allocated.values()))
 

@@ -1,0 +1,57 @@
+"""The time that one call has: from its first line, for all that it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tensorhub_plugins.core.deadline import Deadline, timeout_for
+from tensorhub_plugins.core.errors import DeadlineExceeded
+from tensorhub_plugins.core.memory.slab import Slab
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """began: the first line of the call. timeout_s: that it has, for tensors of its caller. begins_with: the deadline
+    before it is known what is to be read, which moves it if it grows: where nobody has given a timeout."""
+
+    began: float
+    timeout_s: float
+    begins_with: Deadline
+    grows: bool
+
+    @classmethod
+    def begin(cls, timeout_s: float | None, tensors: object = None) -> Allowed:
+        """To be the first line of a call, which moves these tensors."""
+        began = time.monotonic()
+        allowed_s = timeout_for(timeout_s, _size_of(tensors) if timeout_s is None else 0)
+        return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), grows=timeout_s is None)
+
+    @property
+    def deadline(self) -> Deadline:
+        """For all that is done with the tensors of the caller."""
+        return Deadline(self.began + self.timeout_s)
+
+    @contextmanager
+    def naming(self, version: int | str) -> Iterator[None]:
+        """What ends at the deadline within, here and not at a peer, names the version."""
+        try:
+            yield
+        except DeadlineExceeded as error:
+            if error.timeout_s is not None:
+                raise
+            text = "the deadline passed before all tensors were looked at, copied and digested here"
+            number = version if isinstance(version, int) else None
+            raise error.within(text, version=number, phase=error.phase, timeout_s=self.timeout_s) from error
+
+
+def _size_of(tensors: object) -> int:
+    """Bytes of these tensors, of a slab or a mapping; of anything else, which is refused later, none."""
+    if isinstance(tensors, Slab):
+        return tensors.size_bytes
+    found = tensors.values() if isinstance(tensors, Mapping) else ()
+    return sum(each.numel() * each.element_size() for each in found if isinstance(each, torch.Tensor))
