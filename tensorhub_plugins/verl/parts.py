@@ -10,6 +10,10 @@ and otherwise nothing. Why this, of all roads:
 - engines that export in another way (VeOmni, Megatron, torchtitan, Automodel) have that method as their own, and are
   left alone; so is every call with arguments, by which verl updates engines on the trainer's own GPUs.
 
+The names are verl's, but for models whose experts transformers 5 fuses and verl publishes under names of no checkpoint:
+it makes gate_proj of Mixtral's w1, and leaves those of LFM2 fused. Of these all come under the checkpoint's, which vLLM
+loads (`as_saved`).
+
 All ranks take the same way: it is chosen by what is the same on all of them, or some would wait for a gather that the
 others never join.
 """
@@ -17,8 +21,9 @@ others never join.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,6 +32,7 @@ from tensorhub_plugins.core import (
     Held,
     TensorSpec,
     Turns,
+    UsageError,
     fsdp1_parts,
     fsdp1_problem,
     fsdp2_parts,
@@ -34,6 +40,9 @@ from tensorhub_plugins.core import (
     held_split,
     is_fsdp1,
 )
+from tensorhub_plugins.vllm import checkpoint_names
+
+Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shape: of a tensor that lies in another
 
 # vLLM keeps these in fp32 where the checkpoint has them so, and a router that is rounded chooses other experts.
 EXACT = (
@@ -68,7 +77,7 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         weights, _ = self._gather(self.engine)
-        yield from weights
+        yield from _renamed(weights, as_saved(self.engine))
 
 
 def watch() -> None:
@@ -81,8 +90,11 @@ def watch() -> None:
 
     @functools.wraps(original)
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or why_gathered(self):
+        if args or kwargs:
             return original(self, *args, **kwargs)
+        if why_gathered(self):
+            (weights, adapter), saved = original(self), as_saved(self)
+            return (_renamed(weights, saved) if saved else weights), adapter
         return Weights(self, original), None
 
     FSDPEngine.get_per_tensor_param = get_per_tensor_param
@@ -107,16 +119,89 @@ def why_gathered(engine: Any) -> str:
 
 
 def held_by_rank(engine: Any) -> Iterator[Held]:
-    """This rank's parts, under the names of `get_per_tensor_param()`. `why_gathered` has nothing against it."""
+    """This rank's parts, under the names of `Weights`. `why_gathered` has nothing against it."""
+    named = {held.whole.name: held for held in _held(engine.module)}
+    saved, model_type = as_saved(engine), engine.model_config.hf_config.model_type
+    for name, held in _as_verl_calls_them(named, engine.module).items():
+        pieces = _unfused(name, held.whole.shape, model_type)
+        if saved:
+            pieces = [(new, first + at, shape) for old, first, _ in pieces for new, at, shape in saved[old]]
+        if len(pieces) == 1 and pieces[0][2] == held.whole.shape:
+            yield held.named(pieces[0][0])
+        else:
+            yield from held_split(held, pieces)
+
+
+def _held(module: Any) -> Iterator[Held]:
+    turns = Turns(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return fsdp1_parts(module, turns) if is_fsdp1(module) else fsdp2_parts(module.state_dict(), turns)
+
+
+def _as_verl_calls_them(tensors: dict[str, Any], module: Any) -> dict[str, Any]:
     from verl.utils.model import convert_weight_keys
 
-    module = engine.module
-    turns = Turns(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    found = fsdp1_parts(module, turns) if is_fsdp1(module) else fsdp2_parts(module.state_dict(), turns)
-    named = {held.whole.name: held for held in found}
-    named = convert_weight_keys(named, getattr(module, "_fsdp_wrapped_module", module))
-    for name, held in named.items():
-        yield from _unfused(name, held, engine.model_config.hf_config.model_type)
+    named: dict[str, Any] = convert_weight_keys(tensors, getattr(module, "_fsdp_wrapped_module", module))
+    return named
+
+
+def as_saved(engine: Any) -> Mapping[str, list[Piece]]:
+    """What each tensor of verl's is in a checkpoint; {} where verl's names do. The same on all ranks, computed once.
+
+    For experts of which a checkpoint has a tensor each, under other names than verl's, in memory as the model has them.
+    """
+    if not hasattr(engine, "_tensorhub_saved"):
+        engine._tensorhub_saved = _as_saved(engine)
+    found: Mapping[str, list[Piece]] = engine._tensorhub_saved
+    return found
+
+
+def _as_saved(engine: Any) -> dict[str, list[Piece]]:
+    module, model_type = engine.module, engine.model_config.hf_config.model_type
+    if why_gathered(engine) in (LORA, QAT):
+        return {}
+    if not is_fsdp1(module):
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    elif fsdp1_problem(module, torch.distributed.get_world_size()):
+        return {}
+    else:
+        shapes = {held.whole.name: held.whole.shape for held in _held(module)}
+    own = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    if not any(".experts." in name and len(shape) == 3 for name, shape in shapes.items()):
+        return {}
+    # Views of the model's own tensors, where the checkpoint's lie in them.
+    lying: dict[int, list[tuple[int, str, torch.Tensor]]] = {}
+    try:
+        converted = checkpoint_names.convert(module, own)
+    except UsageError:  # what it is called in a checkpoint is not known
+        return {}
+    for name, tensor in converted.items():
+        if tensor.is_contiguous():
+            lying.setdefault(_memory(tensor), []).append((int(tensor.storage_offset()), name, tensor))
+    saved: dict[str, list[Piece]] = {}
+    for name, tensor in _as_verl_calls_them(own, module).items():
+        for piece, first, shape in _unfused(name, tuple(tensor.shape), model_type):
+            end = first + prod(shape)
+            saved[piece] = [
+                (new, at - first, tuple(part.shape))
+                for at, new, part in sorted(lying.get(_memory(tensor), ()))
+                if first <= at and at + part.numel() <= end
+            ]
+            if sum(prod(part) for _, _, part in saved[piece]) != end - first:
+                return {}  # a checkpoint has these experts together
+    others = any(".experts." in name and [new for new, _, _ in pieces] != [name] for name, pieces in saved.items())
+    return saved if others else {}
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _renamed(
+    weights: Iterable[tuple[str, torch.Tensor]], saved: Mapping[str, list[Piece]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in weights:
+        for new, first, shape in saved.get(name, [(name, 0, tuple(tensor.shape))]):
+            yield new, tensor if tensor.shape == shape else tensor.reshape(-1)[first : first + prod(shape)].view(shape)
 
 
 def _is_fused(name: str, shape: tuple[int, ...], model_type: str) -> bool:
@@ -131,21 +216,19 @@ def _inner(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(getattr(placement, "dim", 0) for placement in tensor.placements)
 
 
-def _unfused(name: str, held: Held, model_type: str) -> Iterator[Held]:
-    """As `unfuse_moe_params` of verl, of parts."""
-    if not _is_fused(name, held.whole.shape, model_type):
-        yield held.named(name)
-        return
-    experts, rows, columns = held.whole.shape
+def _unfused(name: str, shape: tuple[int, ...], model_type: str) -> list[Piece]:
+    """As `unfuse_moe_params` of verl."""
+    if not _is_fused(name, shape, model_type):
+        return [(name, 0, shape)]
+    experts, rows, columns = shape
     base, _, last = name.rpartition(".")
     if last == "down_proj":
         names = [("down_proj", 0, rows)]
     else:  # torch.chunk: the first half is the larger one
         half = -(-rows // 2)
         names = [("gate_proj", 0, half), ("up_proj", half, rows - half)]
-    pieces = [
+    return [
         (f"{base}.{expert}.{projection}.weight", (expert * rows + first) * columns, (count, columns))
         for expert in range(experts)
         for projection, first, count in names
     ]
-    yield from held_split(held, pieces)

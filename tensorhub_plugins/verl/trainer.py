@@ -52,7 +52,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
         self._publisher: Publisher | None = None
         self._published = 0  # the last version that this trainer has published
         self._received: Fetched | None = None  # the version that this rollout worker serves
-        if self.is_trainer and self.options.parts:
+        if self.is_trainer:
             parts.watch()
         if self.options.hub is not None and self.is_trainer:
             self._connect(self.options.hub)  # a wrong address is found here, before the first step

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("verl", reason="the adapter registers with verl when it is imported")
@@ -22,13 +23,17 @@ from recipes.ranks import free_port  # noqa: E402
 from tensorhub_plugins.core import Client, contiguous_spec, start_server  # noqa: E402
 from tensorhub_plugins.verl import parts  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
+from tensorhub_plugins.vllm.checkpoint_names import checkpoint_tensors  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 READ = "read\n"  # what a rank hears when its case has been read
 TIMEOUT_S = 240
 STEPS = (1, 2)
-CASES = ["fsdp2 dense", "fsdp1 dense", "fsdp1 experts originals", "fsdp2 experts", "fsdp2 dense gathered", "broken"]
+CASES = [
+    *("fsdp2 dense", "fsdp1 dense", "fsdp1 experts originals", "fsdp2 experts", "fsdp2 dense gathered", "broken"),
+    *("fsdp1 mixtral originals", "fsdp2 mixtral", "fsdp2 mixtral gathered"),  # named as in a checkpoint
+]
 
 
 def build(kind):
@@ -47,6 +52,8 @@ def build(kind):
         config = transformers.Qwen3MoeConfig(
             **common, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=16
         )
+    elif kind == "mixtral":
+        config = transformers.MixtralConfig(**common, num_local_experts=3)
     else:
         config = transformers.Qwen2Config(**common, tie_word_embeddings=True)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -132,6 +139,11 @@ def run_case(case, rank, address, folder):
         )
     for step in STEPS:
         truth = {name: tensor.detach() for name, tensor in gather(engine)[0]}
+        if "mixtral" in case:  # of which verl makes names that vLLM does not load
+            assert "model.layers.0.mlp.experts.2.up_proj.weight" in truth
+            state = engine.module.state_dict()
+            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+            truth = checkpoint_tensors(engine.module, whole)
         truth = {name: t if stays(name, t) else t.bfloat16() for name, t in truth.items()}
         assert {tensor.dtype for tensor in truth.values()} == {torch.float32, torch.bfloat16}
         if rank == 0:
@@ -174,6 +186,7 @@ def read(address, case, folder, processes):
             assert bool(differ) == (case == "broken"), differ
             assert sorted(fetched.report.sources) == ["trainer/0", "trainer/1"]
             assert any(".experts.2.up_proj.weight" in n for n in truth) == ("experts" in case)
+            assert any(".block_sparse_moe.experts.2.w3.weight" in n for n in truth) == ("mixtral" in case)
     for process in processes:
         process.stdin.write(READ)
         process.stdin.flush()
@@ -191,6 +204,61 @@ def test_what_only_whole_tensors_are_good_for_is_gathered(change, why):
     engine = SimpleNamespace(_qat_enabled=False, module=torch.nn.Linear(2, 2))
     vars(engine).update(change)
     assert parts.why_gathered(engine) == why
+
+
+SHAPE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 13,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+ROUTED = {"n_routed_experts": 3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+CUT = {"num_experts": 3, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "is_renamed"),
+    [
+        ("Mixtral", {"num_local_experts": 3}, True),
+        ("Mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, True),
+        ("Phimoe", {"num_local_experts": 3}, True),
+        ("Lfm2Moe", CUT, True),  # verl leaves its experts fused
+        ("Qwen3Moe", {"num_experts": 3, "head_dim": 16}, False),
+        ("DeepseekV3", ROUTED, False),
+        ("GptOss", {"num_local_experts": 3, "head_dim": 16}, False),
+        ("Qwen2", {}, False),
+    ],
+)
+def test_names_are_verls_where_a_checkpoint_has_them_and_else_the_checkpoints(family, more, is_renamed, monkeypatch):
+    import transformers
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **more})
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    engine = SimpleNamespace(module=model, model_config=SimpleNamespace(hf_config=config))
+    gathered = dict(unfuse_moe_params(model.state_dict().items(), config.model_type))
+    saved = parts.as_saved(engine)
+    assert bool(saved) == is_renamed
+    published = dict(parts._renamed(gathered.items(), saved))
+    held = {one.whole.name: one.tensor for one in parts.held_by_rank(engine)}
+    assert held.keys() == published.keys()
+    assert all(torch.equal(tensor, published[name]) for name, tensor in held.items())
+    if not is_renamed:
+        assert all(published[name] is tensor for name, tensor in gathered.items()) and len(published) == len(gathered)
+        return
+    truth = checkpoint_tensors(model)
+    assert published.keys() == truth.keys() and published.keys() != gathered.keys()
+    assert all(torch.equal(tensor, truth[name]) for name, tensor in published.items())
+    storages = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in held.values()} <= storages  # no copies
 
 
 if __name__ == "__main__":
