@@ -104,7 +104,7 @@ class Hub:
         self._reading = Reading(self.registry, lease_key)
         self._following = Following(self.registry, self._outbox)
         self._domains = FailureDomains(self.registry, self._outbox)
-        self._namesakes = Namesakes(self.registry, is_on=lease_key != b"")
+        self._namesakes = Namesakes(self.registry, self._outbox, is_on=lease_key != b"")
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
         for later in (self.registry.recovered, self.registry.all_silent_are_given_up):

@@ -9,12 +9,14 @@ apart: what all processes of one job have in common, and those of another one do
   SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
 - A reader has no name that a worker with the secret has, and leaves it when one says Hello under it (hub.py).
 - Trainers are not given up here, as others may need what they hold: which one counts is decided when they begin
-  (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more.
+  (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more; without a secret
+  the hub only warns of it.
 """
 
 from __future__ import annotations
 
 from tensorhub_plugins.core.hub.beginning import is_trainer
+from tensorhub_plugins.core.hub.outbox import Outbox
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
@@ -27,14 +29,16 @@ WAITING_MAX = 1024  # sessions that wait for a name; the oldest begins to wait a
 class Namesakes:
     """is_on: the hub has a secret. Without one anybody may be anybody."""
 
-    def __init__(self, registry: Registry, *, is_on: bool) -> None:
+    def __init__(self, registry: Registry, outbox: Outbox, *, is_on: bool) -> None:
         self._registry = registry
+        self._outbox = outbox
+        self._warned: set[bytes] = set()  # sessions
         self._is_on = is_on
         self._waiting: dict[bytes, float] = {}  # session -> when it said Hello first
 
     def problem(self, session: bytes, hello: m.Hello, role: Role, now: float) -> str | None:
         """Why this new session is not let in; "": it has to wait; None: it is let in."""
-        others = [other for other in self._others(session, hello) if other.role == role]
+        others = [other for other in self._others(session, hello) if other.role == role and self._is_on]
         if not others or (hello.mark and all(map(is_trainer, others))):
             self._waiting.pop(session, None)
             return None
@@ -58,16 +62,25 @@ class Namesakes:
     def former_lives(self, worker: Worker) -> list[Worker]:
         """Whose name this worker, which was let in, has taken."""
         self._waiting.pop(worker.session, None)
-        return [other for other in self._others(worker.session, worker.hello) if not is_trainer(other)]
+        others = self._others(worker.session, worker.hello) if self._is_on else []
+        return [other for other in others if not is_trainer(other)]
 
     def taken(self, worker: Worker) -> str | None:
         """Why this worker is not heard as the one that it was; None: it is still that one."""
         others = self._others(worker.session, worker.hello) if worker.is_replaced else []
-        return _taken(worker.name) if any(not other.is_replaced for other in others) else None
+        if all(other.is_replaced for other in others):
+            return None
+        if not self._is_on and worker.session not in self._warned:
+            self._warned = {worker.session, *(self._warned & self._registry.workers.keys())}
+            self._outbox.warn(
+                f"two processes publish as {worker.name} in {worker.history.name}, and readers get the versions of "
+                "both: end one. Where a trainer calls Client.begin, or the hub has a secret, the other one is refused"
+            )
+        return _taken(worker.name) if self._is_on else None
 
     def _others(self, session: bytes, hello: m.Hello) -> list[Worker]:
         """Other processes of this name."""
-        history = self._registry.histories.get((hello.run, hello.model)) if self._is_on else None
+        history = self._registry.histories.get((hello.run, hello.model))
         if history is None:
             return []
         return [

@@ -118,10 +118,26 @@ def test_a_trainer_whose_name_was_taken_publishes_no_more(why_not: str) -> None:
     story.publish("trainer/0", 2)
     history = story.hub.registry.histories["run", "actor"]
     assert story.heard("trainer/0") == ([] if why_not else ["refused Superseded"])
+    assert len(story.warned) == (why_not == "no secret")
     assert history.is_visible(2) is bool(why_not)
     story.requests["again"] = 1
     story.publish("again", 3)
     assert history.is_visible(3) and history.is_visible(1)  # what the former life holds stays
+    story.publish("trainer/0", 4)
+    assert len(story.warned) == (why_not == "no secret")  # once
+    assert all("two processes publish as trainer/0 in run/actor, and readers get" in text for text in story.warned)
+
+
+def test_a_trainer_that_starts_again_without_a_secret_is_no_second_one() -> None:
+    story = Scenario()
+    story.join("trainer/0", process="boot 1 2")
+    story.publish("trainer/0", 1)
+    story.sessions["again"] = SECOND
+    said = {"request_id": 1, "hub": story.hub.session, "process": "boot 3 4"}
+    story._deliver(Received(SECOND, m.Hello("run", "actor", "trainer", 0, 1, Location(), {}, **said)))
+    story.requests["again"] = 1
+    story.publish("again", 2)
+    assert story.warned == []
 
 
 @pytest.mark.parametrize("is_trainer", [False, True])
