@@ -9,6 +9,7 @@ knowing exactly what is true. In both, these are checked whenever they could bre
                 that one was superseded
     superseded  no version is lent, named or handed over by who knows it to be superseded
     zombie      who belongs to an attempt that the hub knows to be over changes nothing
+    hasty       no attempt is begun by a hub that has not listened for its grace
     numbers     no attempt is given the number of another one that the hub knows of, or has been told of
     withdrawn   no version is lent or named that the hub has been told is bad
     pinned      "latest" is the pinned version as long as the hub has been told of a pin
@@ -38,6 +39,7 @@ import msgspec
 import xxhash
 
 from tensorhub_plugins.core.hub import hub as hub_machine
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.manifest import (
     Manifest,
     TensorSpec,
@@ -112,6 +114,8 @@ def _check_directed(world: World, session: bytes, reply: m.HubMessage) -> None:
     _check_zombie(world, session, reply.request_id)
     match reply, asked:
         case m.Begun(_, attempt), _:
+            if world.now < world.hub_listens_from + HubLimits().grace_s - 0.01:
+                raise Violation("hasty", world, f"attempt {attempt.number} is begun, and others may have one to name")
             _check_number(world, attempt)
             world.directive = m.merge(old, m.Directive(old.serial, old.pin, (), (attempt,)))
             world.attempts = merged(world.attempts, (attempt,))

@@ -27,10 +27,11 @@ from broken_shelves import (
 )
 from checks import Violation
 from programs import cluster, simulate
-from world import Faults
+from world import Faults, Lasting
 
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.hub import candidates
+from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt
 
@@ -87,6 +88,23 @@ def test_without_faults_no_source_is_lost_and_nobody_gives_up() -> None:
         total = world.run()
         assert total["replications"] and not total["lost_sources"] - total["cut_off"]
         assert not [name for name in total if name.startswith("gave_up")], total
+
+
+@pytest.mark.parametrize("notices", [True, False], ids=["it notices", "the control"])
+def test_a_hub_that_is_stopped_at_its_start_decides_nothing_when_it_wakes(
+    notices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer starts again meanwhile: it is the first that the hub knows."""
+    world = cluster(3)
+    world.faults, world.lasting = Faults(), Lasting(hub_freeze_s=(18.0,), hub_down_s=(1.0,))
+    for action in (world._freeze_hub, world._crash_hub, lambda: world.trainers.crash(0.5)):
+        world.at(10.0, action)
+    if notices:
+        assert world.run()["attempts"] > len(world.trainers.workers)
+        return
+    monkeypatch.setattr(Registry, "was_deaf", lambda *_: None)
+    with pytest.raises(Violation, match="hasty"):
+        world.run()
 
 
 @pytest.mark.parametrize("starts_again", [True, False], ids=["it starts again", "the control"])

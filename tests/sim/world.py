@@ -117,6 +117,7 @@ class World:
         self.lives = 0
         self.hub_frozen_until = 0.0
         self.hub_deaf_since: float | None = None  # as its shell finds when it thaws
+        self.hub_listens_from = 0.0  # since when it would be listening now if it had never been frozen
         self.hub_lead = 0.0  # of this life's clock on everybody else's
         self.raised: dict[bytes, dict[int, ShardKey | None]] = {}  # session -> requests that were given up, and what
         # they would have published
@@ -216,6 +217,7 @@ class World:
         self.lives += 1
         self.met, self.returned, self.told_to_retain = set(), {}, False
         born = self.now if self.lives > 1 else self.now - HUB_ALONE_S
+        self.hub_listens_from = born
         self.hub_lead = random.Random(self.lives).uniform(-1000.0, 1000.0)  # leaves self.rng as it is
         self.hub = hub_machine.Hub(some_bytes("hub", self.lives) * 2, born + self.hub_lead)
         self.directive = m.NO_DIRECTIVE
@@ -320,6 +322,7 @@ class World:
         assert self.hub is not None
         deaf_s, self.hub_deaf_since = self.now - (self.hub_deaf_since or self.now), None
         if deaf_s > DEAF_S_MIN:
+            self.hub_listens_from += deaf_s
             self._feed_hub(hub_machine.Tick(deaf_s))
         self.visible_before = self._visible()
         held_before = held_by(self, event)
