@@ -39,7 +39,7 @@ from tensorhub_plugins.core import (
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.vllm.config import StartConfig, WorkerConfig, parse
 from tensorhub_plugins.vllm.worker import addresses, cpu, online, reload
-from tensorhub_plugins.vllm.worker.extension import extend, join
+from tensorhub_plugins.vllm.worker.extension import extend, join, leave
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import OutOfStep, anyone, engine_gather, first_says
 
@@ -94,13 +94,17 @@ class TensorHubModelLoader(BaseModelLoader):
             process_weights_after_loading(model, model_config, device)
         made = time.monotonic()
         if joining is not None:
-            updater = join(joining, model, vllm_config)
-            if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
-                reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
-                updater.mark_unversioned(mended=True)
-                on_disk = True
-            if on_disk:
-                _serve_what_was_on_disk(start, joining, updater)
+            try:
+                updater = join(joining, model, vllm_config)
+                if not on_disk and not _read(start, joining, updater, Deadline.after(start.start_timeout_s)):
+                    reload.reload_checkpoint(model, vllm_config, self.get_all_weights(model_config, model))
+                    updater.mark_unversioned(mended=True)
+                    on_disk = True
+                if on_disk:
+                    _serve_what_was_on_disk(start, joining, updater)
+            except BaseException:  # also a signal: no thread of its keeps the process, and the hub knows at once
+                leave(model)
+                raise
             # vLLM captures graphs from now on, to measure their memory and then for good: until the end of its warm-up
             # (extension.py) nothing is served from the device.
             gate.close()

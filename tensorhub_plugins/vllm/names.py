@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 NAME = "tensorhub"
+LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
 
 VERSIONS_SUPPORTED = ((0, 26), (0, 33))  # first and last minor version with these interfaces
 

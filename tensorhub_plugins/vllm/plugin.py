@@ -8,6 +8,8 @@ be called twice. What it registers acts only where a configuration names it:
     worker_extension_cls                                       caches.py: open sessions do not keep KV of old weights
     --load-format tensorhub, in `vllm serve`                   routes.py
     either of the two                                          engine/pooling.py
+    either of the two                                          time to hand over the last copy when an engine ends
+    either of the two                                          interrupts.py: an engine that starts ends at SIGTERM
     either of the two, or worker_extension_cls                 answers.py
 """
 
@@ -17,11 +19,12 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from tensorhub_plugins.vllm.names import NAME, check_version
+from tensorhub_plugins.vllm.names import LEAVING_S, NAME, check_version
 
 
 def register() -> None:
@@ -110,6 +113,62 @@ def _add_health_check(async_llm: Any) -> None:
     async_llm.AsyncLLM.check_health = check_health
 
 
+def _add_time_to_leave(utils: Any) -> None:
+    """A core hands over what only it has when it ends; vLLM kills it at once by default, or when its requests had their
+    time. Its parent waits only until it has."""
+    manager = utils.CoreEngineProcManager
+    begin, end = manager.__init__, manager.shutdown
+    if hasattr(end, NAME):
+        return
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        configs = (each for each in (*args, *kwargs.values()) if hasattr(each, "load_config"))
+        setattr(self, NAME, any(map(_is_ours, configs)))
+        begin(self, *args, **kwargs)
+
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        end(self, (timeout or 0.0) + LEAVING_S if getattr(self, NAME) else timeout)
+
+    setattr(shutdown, NAME, True)
+    manager.__init__, manager.shutdown = __init__, shutdown
+
+
+def _add_ends_of_client(core_client: Any) -> None:
+    """`vllm serve` and `LLM` wait here for their cores."""
+    begin = core_client.MPClient.__init__
+    if hasattr(begin, NAME):
+        return
+
+    def __init__(self: Any, asyncio_mode: bool, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _ends_at_signals(vllm_config, interactive=not asyncio_mode):
+            begin(self, asyncio_mode, vllm_config, *args, **kwargs)
+
+    setattr(__init__, NAME, True)
+    core_client.MPClient.__init__ = __init__
+
+
+def _add_ends_of_core(abstract: Any) -> None:
+    """Here a core waits for its workers, or loads the weights itself."""
+    begin = abstract.Executor.__init__
+    if hasattr(begin, NAME):
+        return
+
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _ends_at_signals(vllm_config, interactive=True):
+            begin(self, vllm_config, *args, **kwargs)
+
+    setattr(__init__, NAME, True)
+    abstract.Executor.__init__ = __init__
+
+
+def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
+    if not _is_ours(vllm_config):
+        return nullcontext()
+    from tensorhub_plugins.vllm.interrupts import ends_at_signals
+
+    return ends_at_signals(interactive=interactive)
+
+
 def _add_routes(serve: Any) -> None:
     """`vllm serve` tells which version it has."""
     original = serve.register_vllm_serve_api_routers
@@ -164,6 +223,9 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.distributed.weight_transfer.factory": _add_weight_transfer,
     "vllm.v1.engine.core": _add_to_engine_core,
     "vllm.v1.engine.async_llm": _add_health_check,
+    "vllm.v1.engine.core_client": _add_ends_of_client,
+    "vllm.v1.engine.utils": _add_time_to_leave,
+    "vllm.v1.executor.abstract": _add_ends_of_core,
     "vllm.entrypoints.serve": _add_routes,
     "vllm.v1.executor.multiproc_executor": _add_draining,
     "vllm.entrypoints.pooling.base.serving": _add_pooling,

@@ -69,6 +69,16 @@ def serving(
 
     hosts: what the hosts of this one engine are called, of several; each has its own processes, all on this machine.
     """
+    with starting(folder, out, extra, *options, hosts=hosts) as (server, processes):
+        until(server.healthy, f"vllm serve answers ({server.log})", *processes)
+        yield server
+
+
+@contextmanager
+def starting(
+    folder: Path, out: Path, extra: dict[str, Any], *options: str, hosts: tuple[str, ...] = ()
+) -> Iterator[tuple[Server, list[subprocess.Popen[bytes]]]]:
+    """The same, not waited for; and a process of each host."""
     with ExitStack() as stack:
         port, meeting = free_port(), ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
         told = ["--load-format", "tensorhub", "--model-loader-extra-config", json.dumps(extra)]
@@ -85,6 +95,4 @@ def serving(
             how: dict[str, Any] = {"env": {**environment, **also}, "cwd": ROOT, "process_group": 0}
             started.append(subprocess.Popen(whole, stdout=written, stderr=written, **how))
             stack.callback(stop, started[-1])
-        server = Server(f"http://127.0.0.1:{port}", started[0], out / "log")
-        until(server.healthy, f"vllm serve answers ({out / 'log'})", *started)
-        yield server
+        yield Server(f"http://127.0.0.1:{port}", started[0], out / "log"), started

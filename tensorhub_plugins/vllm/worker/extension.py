@@ -262,7 +262,7 @@ def _execute_model(original: Any, worker: Any, scheduled: Any, *args: Any, **kwa
 
 
 def _shutdown(original: Any, worker: Any) -> None:
-    leave(_model(worker))
+    leave(_model(worker), hands_over=True)
     original()
 
 

@@ -1,0 +1,67 @@
+"""SIGTERM and SIGINT end an engine that starts, within seconds: it may wait for its first version for minutes.
+
+vLLM's own handlers do not: the KeyboardInterrupt that its API server raises at SIGTERM is swallowed by the context of a
+socket (`zmq_socket_ctx`), asyncio's for SIGINT cancels a task that awaits nothing, and a core that is killed leaves
+workers that wait on. A SystemExit is swallowed by nobody, and whoever it passes ends the processes below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from tensorhub_plugins.core.log import get_logger
+
+logger = get_logger(__name__)
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ends_at_signals(*, interactive: bool = False) -> Iterator[None]:
+    """Raise SystemExit where a signal arrives that is to end this process; whoever has a handler of its own keeps it.
+
+    interactive: SIGINT ends in a KeyboardInterrupt, as Python's users expect.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python's handlers run in the main thread, and are set there
+        return
+    is_core = multiprocessing.parent_process() is not None
+    arrived: list[signal.Signals] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        arrived.append(signal.Signals(number))
+        if is_core and arrived[1:]:
+            return  # from its parent, too: nothing breaks off the end of the workers
+        for child in multiprocessing.active_children() if is_core else ():
+            child.terminate()  # vLLM waits before it does so, and they do not look for their parent yet
+        raise SystemExit(128 + number)
+
+    handlers = {number: signal.getsignal(number) for number in NUMBERS}
+    ours = [number for number, handler in handlers.items() if _only_ends(handler)]
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    except BaseException:
+        if not arrived:
+            raise
+        if not is_core:
+            logger.warning("%s: the engine ends before it has started", arrived[0].name)
+        if interactive and not is_core and arrived[0] == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + arrived[0]) from None
+    finally:
+        for number in ours:
+            signal.signal(number, handlers[number])
+
+
+def _only_ends(handler: Any) -> bool:
+    """Whether it is the system's, Python's, asyncio's or vLLM's."""
+    module = str(getattr(getattr(handler, "func", handler), "__module__", ""))
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or module.split(".")[0] in ("asyncio", "vllm")

@@ -1,0 +1,95 @@
+"""Which signals end an engine that starts, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tensorhub_plugins.vllm.interrupts import ends_at_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """As an interpreter begins with them, and afterwards as they were."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def swallows() -> Iterator[None]:
+    """As the context of vLLM's socket."""
+    with contextlib.suppress(KeyboardInterrupt):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("number", "interactive", "error"),
+    [
+        (signal.SIGTERM, False, SystemExit),
+        (signal.SIGTERM, True, SystemExit),
+        (signal.SIGINT, False, SystemExit),
+        (signal.SIGINT, True, KeyboardInterrupt),
+    ],
+)
+def test_a_signal_ends_it_and_the_handlers_are_as_before(number: int, interactive: bool, error: type) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(error) as caught, ends_at_signals(interactive=interactive), swallows():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+    assert error is KeyboardInterrupt or caught.value.code == 128 + number
+
+
+def test_the_control_a_keyboard_interrupt_is_swallowed() -> None:
+    with swallows():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_fails_by_itself_is_raised_as_it_is() -> None:
+    with pytest.raises(ValueError, match="mine"), ends_at_signals():
+        raise ValueError("mine")
+
+
+def test_whoever_has_a_handler_of_its_own_keeps_it() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with ends_at_signals():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert heard == [signal.SIGTERM]
+
+
+def test_the_handlers_of_asyncio_and_vllm_only_end_a_process() -> None:
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    interrupt.__module__ = "vllm.entrypoints.launchers.api_server.entry"
+    signal.signal(signal.SIGTERM, interrupt)
+    with pytest.raises(SystemExit), ends_at_signals(), swallows():
+        signal.raise_signal(signal.SIGTERM)
+
+    async def start() -> None:
+        with ends_at_signals():
+            signal.raise_signal(signal.SIGINT)  # asyncio's own cancels this task, which awaits nothing
+
+    with pytest.raises(SystemExit):
+        asyncio.run(start())
+
+
+def test_in_another_thread_nothing_changes() -> None:
+    def start() -> Any:
+        with ends_at_signals():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(start).result() == signal.SIG_DFL
