@@ -62,7 +62,6 @@ class TensorHubEngine(_Stock):
         self.worker = f"{name}/0"
         self.executor = Versioned(self.executor)
         self.lifeline = Lifeline(self.llm, self.worker)
-        self.gate = None if tensorhub["partial"] else Gate()
         self.is_leaving = False
         # It only waits; the vLLM workers are the replica's shards.
         client = await asyncio.to_thread(connect, self.options, replica=f"server-{tensorhub['engine']}")
@@ -75,7 +74,7 @@ class TensorHubEngine(_Stock):
             client.target,
             worker=self.worker,
             timeout_s=self.options.timeout_s,
-            gate=self.gate,
+            gate=None if tensorhub["partial"] else Gate(),
             until=self.options.pull_until,
             pins=not tensorhub["sync"],
         )
@@ -100,11 +99,9 @@ class TensorHubEngine(_Stock):
         if self.is_leaving:
             return GivenBack(journals)
         self._refuse_when_stale()
-        await self.follower.need(min_version)
-        if self.gate is None:
-            return await self._samples(Journals(journals, num_samples), num_samples, **kwargs)
-        async with self.gate:
-            return await self._samples(None, num_samples, **kwargs)
+        kept = Journals(journals, num_samples) if self.follower.gate is None else None
+        async with self.follower.answering(min_version):
+            return await self._samples(kept, num_samples, **kwargs)
 
     async def _samples(self, kept: Journals | None, count: int, **kwargs: Any) -> list[dict[str, Any]] | GivenBack:
         """kept: where what the samples get is noted, for whom they may be given back to."""

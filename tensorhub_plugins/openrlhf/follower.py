@@ -13,7 +13,8 @@ run are answered from that. Sync training is on policy: it needs the newest vers
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 from tensorhub_plugins.core import Deadline, HubUnreachable, NotPublished, VersionGone, VersionRefused
@@ -65,14 +66,27 @@ class Follower(follower.Follower):
         self._one_update = asyncio.Lock()
         self._changed = asyncio.Condition()
 
+    @asynccontextmanager
+    async def answering(self, version: int) -> AsyncIterator[None]:
+        """For the time of a prompt, which begins when this version or a later one is installed (`need`)."""
+        deadline = Deadline.after(self.timeout_s)
+        while True:
+            await self._need(version, deadline)
+            async with self.gate or nullcontext():
+                if not self.is_broken:  # by what it has waited for at the gate: the next installation waits for it
+                    yield
+                    return
+
     async def need(self, version: int) -> None:
         """Return when this version or a later one is installed; UpdateFailed when that takes longer than a deadline,
         VersionRefused when it cannot be.
 
         An older one is enough when that is what operators want to be run.
         """
+        await self._need(version, Deadline.after(self.timeout_s))
+
+    async def _need(self, version: int, deadline: Deadline) -> None:
         version = bounded(version, self.until)
-        deadline = Deadline.after(self.timeout_s)
         while self.is_broken or self.version < version:
             version = min(version, await self._to_run_instead_of(version))
             refused, why = self.refusal
@@ -111,13 +125,21 @@ class Follower(follower.Follower):
         return await super().next_version()
 
     async def hold(self, version: int = 0) -> int:
-        """Stay with the version that is installed, or with `version` if one is given, until `release`."""
+        """Stay with the version that is installed, or with `version` if one is given, until `release`. UpdateFailed
+        when it cannot; one that is broken goes on following then, to be repaired.
+        """
         version = bounded(version, self.until)
         async with self._one_update:
             self.is_held = True
-            if version and self.version != version:
-                await self.update(version)
-            return self.version
+            try:
+                if version and (self.is_broken or self.version != version):
+                    await self.update(version)
+                if self.is_broken:
+                    raise UpdateFailed(f"{self.worker} has no whole weights now", version=self.version, phase="hold")
+                return self.version
+            finally:
+                if self.is_broken:
+                    await self.release()
 
     async def release(self) -> None:
         async with self._changed:

@@ -260,9 +260,9 @@ def make_engine(executor: Any, *, is_partial: bool, llm: Any = None) -> Any:
     one.lifeline = Lifeline(one.llm, one.worker)
     one.options = Options(hub="tcp://h:1", run="r", timeout_s=5)
     one.executor = Versioned(executor)
-    one.gate = None if is_partial else Gate()
     one.is_leaving = False
     one._departures = Departures(one.llm.output_processor, one.running)
     one.staleness = Staleness(lambda: 0.0, None, worker=one.worker)
-    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=one.gate)
+    gate = None if is_partial else Gate()
+    one.follower = Follower(one, lambda *_, **__: 0, worker=one.worker, timeout_s=5, gate=gate)
     return one

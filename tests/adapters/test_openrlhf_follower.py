@@ -1,0 +1,383 @@
+"""The gate and the follower: no framework is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tensorhub_plugins.core import NotPublished, VersionGone, VersionRefused
+from tensorhub_plugins.openrlhf.follower import Follower, Gate, UpdateFailed
+
+
+class FakeEngine:
+    """Two vLLM workers that take every version, unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails: dict[str, str] = {}  # method -> error
+        self.breaks = self.refuses = False
+
+    async def rpc(self, method: str, *args: object) -> list[dict[str, object]]:
+        name = method.removeprefix("tensorhub_")
+        self.log.append(name)
+        if name == "poll":
+            error = self.fails.get("fetch")
+            kind = "VersionRefused" if self.refuses else "SourceLost"
+            return [{"state": "failed" if error else "ready", "error": error, "error_kind": kind}] * 2
+        if name == "install":
+            error = self.fails.get("install")
+            return [{"installed": error is None, "error": error, "broken": "mixed" if self.breaks else None}] * 2
+        return [{}] * 2
+
+    async def pause(self) -> None:
+        self.log.append("pause")
+
+    async def forget(self) -> None:
+        self.log.append("forget")
+
+    async def resume(self) -> None:
+        self.log.append("resume")
+
+    def running(self) -> dict[str, int]:
+        return {}
+
+    def departed(self) -> list[str]:
+        return []
+
+    def switch(self, version: int, running: object) -> None:
+        assert self.log[-1] == "install"
+
+
+class FakeHub:
+    """As the hub answers `Client.target`."""
+
+    def __init__(self, newest: int = 0, pinned: int = 0) -> None:
+        self.newest, self.pinned = newest, pinned
+        self.withdrawn: set[int] = set()
+
+    def target(self, installed: int, *, refused: Sequence[int] = (), pins: bool = True, timeout_s: float) -> int:
+        version = self.pinned if self.pinned and pins else self.newest
+        back = (self.pinned and pins) or installed in self.withdrawn
+        if version in (0, installed) or (version < installed and not back):
+            error = VersionGone if installed in self.withdrawn and not version else NotPublished
+            raise error("nothing else")
+        return version
+
+
+def follower(
+    engine: FakeEngine,
+    *,
+    gate: Gate | None = None,
+    until: int | None = None,
+    newest: int = 0,
+    hub: FakeHub | None = None,
+    pins: bool = True,
+) -> Follower:
+    hub = hub or FakeHub(newest)
+
+    async def no_sleep(_: float) -> None:
+        await asyncio.sleep(0)
+
+    target = hub.target
+    return Follower(engine, target, worker="w/0", timeout_s=0.2, gate=gate, until=until, sleep=no_sleep, pins=pins)
+
+
+UPDATE = ["start_fetch", "poll", "prepare_install", "pause", "install", "forget", "resume"]
+
+
+def test_an_update_stops_the_engine_only_for_the_installation() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine)
+        await one.update(3)
+        assert engine.log == UPDATE
+        assert one.version == 3
+
+    asyncio.run(story())
+
+
+def test_without_partial_rollout_an_update_waits_for_the_prompts_inside_and_new_ones_wait_for_it() -> None:
+    async def story() -> None:
+        engine, gate = FakeEngine(), Gate()
+        one = follower(engine, gate=gate)
+        await gate.__aenter__()
+        update = asyncio.create_task(one.update(1))
+        while not gate.is_closed:
+            await asyncio.sleep(0)
+        seen = []
+
+        async def prompt() -> None:
+            async with gate:
+                seen.append(one.version)
+
+        waiting = asyncio.create_task(prompt())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert "pause" not in engine.log and not seen
+        await gate.__aexit__()
+        await asyncio.gather(update, waiting)
+        assert seen == [1]
+
+    asyncio.run(story())
+
+
+def test_with_partial_rollout_nothing_waits() -> None:
+    async def story() -> None:
+        one = follower(FakeEngine())
+        await one.update(1)  # with any number of prompts in flight: there is no gate
+        await one.need(1)
+
+    asyncio.run(story())
+
+
+def test_a_version_that_fails_to_arrive_leaves_the_engine_running() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine)
+        await one.update(1)
+        engine.fails["fetch"] = "no source"
+        with pytest.raises(UpdateFailed, match="no source"):
+            await one.update(2)
+        assert one.version == 1 and engine.log.count("pause") == 1
+        with pytest.raises(UpdateFailed, match="has version 1"):
+            await one.need(2)
+
+    asyncio.run(story())
+
+
+def test_half_an_installation_never_answers_until_it_is_repaired() -> None:
+    async def story() -> None:
+        engine, gate = FakeEngine(), Gate()
+        one = follower(engine, gate=gate, newest=2)
+        await one.update(1)
+        engine.fails["install"], engine.breaks = "half way", True
+        with pytest.raises(UpdateFailed):
+            await one.update(2)
+        assert engine.log[-1] == "install"  # not resumed
+        with pytest.raises(UpdateFailed):
+            await one.need(1)
+        engine.fails.clear()
+        engine.breaks = False
+        assert await one.next_version() == 2
+        await one.update(2)
+        assert engine.log[-1] == "resume"
+        await one.need(2)
+
+    asyncio.run(story())
+
+
+def test_a_prompt_that_waits_at_the_gate_does_not_go_into_a_broken_engine() -> None:
+    """It waited in an engine that stands still, and the installation that would mend it waited for it."""
+
+    async def story() -> None:
+        engine, gate = FakeEngine(), Gate()
+        one = follower(engine, gate=gate)
+        one.timeout_s = 10.0
+        await one.update(1)
+        engine.fails["install"], engine.breaks = "half way", True
+        seen: list[int] = []
+
+        async def prompt() -> None:
+            async with one.answering(1):
+                seen.append(one.version)
+
+        async with one.answering(1):
+            breaking = asyncio.create_task(one.update(2))
+            while not gate.is_closed:
+                await asyncio.sleep(0)
+            waiting = asyncio.create_task(prompt())
+            await asyncio.sleep(0)
+        with pytest.raises(UpdateFailed, match="half way"):
+            await breaking
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert gate.inside == 0 and not seen
+        engine.fails.clear()
+        engine.breaks = False
+        await one.update(3)
+        await waiting
+        assert seen == [3]
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_a_prompt_that_waits_at_the_gate_of_a_broken_engine_keeps_its_deadline() -> None:
+    async def story() -> None:
+        gate = Gate()
+        one = follower(FakeEngine(), gate=gate)
+        await gate.close()
+
+        async def prompt() -> None:
+            async with one.answering(0):
+                pytest.fail("the engine is broken")
+
+        waiting = asyncio.create_task(prompt())
+        await asyncio.sleep(0)
+        one.is_broken = True
+        await gate.open()
+        with pytest.raises(UpdateFailed, match="w/0"):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+@pytest.mark.parametrize("mends", [True, False])
+def test_an_evaluation_does_not_hold_a_broken_engine_as_it_is(mends: bool) -> None:
+    """It said that it had its version, and was kept from being repaired."""
+
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine)
+        await one.update(1)
+        engine.fails["install"], engine.breaks = "half way", True
+        with pytest.raises(UpdateFailed):
+            await one.update(2)
+        with pytest.raises(UpdateFailed, match="no whole weights"):
+            await one.hold(0)
+        assert not one.is_held  # it follows on
+        if not mends:
+            with pytest.raises(UpdateFailed, match="half way"):
+                await one.hold(1)
+            assert not one.is_held
+            return
+        engine.fails.clear()
+        engine.breaks = False
+        assert await one.hold(1) == 1 and not one.is_broken and one.is_held
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_an_engine_that_is_held_stays_with_its_version() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5, until=9)
+        assert await one.hold(2) == 2
+        following = asyncio.create_task(one.follow())
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert one.version == 2
+        await one.release()
+        await asyncio.wait_for(one.need(5), 5)
+        following.cancel()
+
+    asyncio.run(story())
+
+
+def test_pulling_can_be_switched_off_after_a_version() -> None:
+    async def story() -> None:
+        one = follower(FakeEngine(), newest=5, until=3)
+        assert await one.next_version() is None
+        await one.update(3)
+        await one.need(5)  # nobody waits for what will not come
+        assert await one.hold(5) == 3
+
+    asyncio.run(story())
+
+
+def test_a_prompt_hears_at_once_that_its_version_is_refused() -> None:
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5)
+        one.timeout_s = 60.0
+        await one.update(4)
+        engine.refuses, engine.fails["fetch"] = True, "tensor 'x' is unknown"
+        waiting = asyncio.create_task(one.need(5))
+        while not one._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        following = asyncio.create_task(one.follow())
+        with pytest.raises(VersionRefused, match="tensor 'x' is unknown") as refused:
+            await asyncio.wait_for(waiting, 4.0)  # before it would ask the hub again
+        assert refused.value.version == 5 and one.version == 4
+        await one.need(4)  # the control: it has this one
+        following.cancel()
+
+    asyncio.run(story())
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub_plugins.openrlhf.follower.ASK_INTERVAL_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_prompts_do_not_wait_for_a_version_that_operators_do_not_want_to_be_run() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=4)
+        one = follower(FakeEngine(), hub=hub)
+        await one.update(4)
+        hub.newest = 5
+        waiting = asyncio.create_task(one.need(5))
+        while hub.newest and not one._changed._waiters:  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+        assert not waiting.done()  # the control: it waits for what is still to come
+        hub.pinned = 4
+        await waiting
+        hub.pinned, hub.newest = 0, 4
+        hub.withdrawn.add(5)
+        await one.need(5)
+        hub.newest = 0
+        hub.withdrawn.add(4)
+        await one.need(5)  # there is nothing to be run: from whatever it has
+        hub.newest = 6
+        with pytest.raises(UpdateFailed, match="has version 4"):
+            await one.need(6)
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("quick_looks")
+def test_pins_do_not_apply_to_an_engine_of_sync_training() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=5, pinned=4)
+        one, free = follower(FakeEngine(), hub=hub, pins=False), follower(FakeEngine(), hub=hub)
+        assert await one.next_version() == 5 and await free.next_version() == 4
+        await one.update(4)
+        await free.update(4)
+        await free.need(5)
+        with pytest.raises(UpdateFailed, match="has version 4"):
+            await one.need(5)
+
+    asyncio.run(story())
+
+
+def test_an_engine_goes_back_and_a_held_one_does_so_afterwards() -> None:
+    async def story() -> None:
+        hub = FakeHub(newest=5)
+        one = follower(FakeEngine(), hub=hub)
+        following = asyncio.create_task(one.follow())
+        await one.need(5)
+        assert await one.hold() == 5
+        hub.pinned = 3
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert one.version == 5
+        assert await one.hold(3) == 3  # an evaluation of the pinned version
+        await one.release()
+        hub.pinned = 2
+        while one.version != 2:
+            await asyncio.sleep(0.001)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+
+
+def test_an_answer_that_was_overtaken_by_an_evaluation_is_not_taken() -> None:
+    """The hub said 5, and before that was installed an evaluation has brought the engine to 6."""
+
+    async def story() -> None:
+        engine = FakeEngine()
+        one = follower(engine, newest=5)
+        version = await one.next_version()
+        assert version == 5
+        await one.hold(6)
+        taking = asyncio.create_task(one.take(version))
+        await one.release()
+        await taking
+        assert one.version == 6
+        one._asked_with = 6
+        await one.take(5)  # the control: an answer to the engine as it is
+        assert one.version == 5
+
+    asyncio.run(story())
