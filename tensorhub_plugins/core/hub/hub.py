@@ -71,7 +71,9 @@ from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
-FAILURES_PER_QUEUE_MAX = 4  # of requests that wait for the same: when so many cannot be served, nor can the rest
+# Of requests that wait for the same: when so many cannot be served, nor can the rest. One whose worker has changed
+# since, and that has a queue of its own by now, is no sign of that.
+FAILURES_PER_QUEUE_MAX = 4
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
@@ -161,7 +163,7 @@ class Hub:
             for queue in waiters.queues_with_room(history, changed):
                 failures = 0
                 for pending in list(queue.values()):
-                    failures += not self._try(pending, now)
+                    failures += not self._try(pending, now) and pending.id in queue
                     if failures >= FAILURES_PER_QUEUE_MAX:
                         break
             self.registry.forget_old_versions(history, list(history.versions) if ANY_VERSION in changed else changed)

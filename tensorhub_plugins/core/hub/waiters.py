@@ -125,11 +125,12 @@ class Waiters:
 def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
     """Equal for requests that can be served by the same sources."""
     worker, hello = pending.worker, pending.worker.hello
-    if acquire.avoid or acquire.exclude or acquire.shards or worker.readers or len(worker.leases) >= LEASES_ALIKE_MAX:
+    picky = acquire.avoid or acquire.exclude or acquire.shards or acquire.beside
+    if picky or worker.readers or len(worker.leases) >= LEASES_ALIKE_MAX:
         return pending.id
     if any(held.version == number for held in worker.holdings):
         return pending.id
-    claimant = hello.replica if acquire.claim else None
+    claimant = worker.session if acquire.claim else None
     data_center = hello.location.data_center
     return acquire.layouts, acquire.serve, claimant, hello.shard, hello.shard_count, data_center
 

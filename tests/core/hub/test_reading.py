@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hub_scenarios import LIMITS, RUNTIME, Scenario, source_of
 
-from tensorhub_plugins.core.hub.hub import Received
+from tensorhub_plugins.core.hub.hub import FAILURES_PER_QUEUE_MAX, Received
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
@@ -126,6 +126,33 @@ def test_readers_per_source_are_limited_and_the_next_waits_for_room() -> None:
     assert scenario.heard("c/0") == []
     scenario.tell("a/0", m.Release(leases["a/0"]))
     assert scenario.heard("c/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+
+
+@pytest.mark.parametrize("greedy", [False, True], ids=["control", "greedy"])
+def test_who_asks_for_more_beside_what_it_reads_keeps_nobody_from_a_place(*, greedy: bool) -> None:
+    scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
+    for name in ("trainer/0", "a/0", "greedy/0", "b/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    lease, beside = scenario.acquire("a/0", 1), (scenario.sessions["trainer/0"],)
+    for _ in range(FAILURES_PER_QUEUE_MAX if greedy else 0):
+        scenario.acquire("greedy/0", 1, beside=beside)
+    scenario.acquire("b/0", 1)
+    scenario.tell("a/0", m.Release(lease))
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-trainer/0"]
+
+
+def test_requests_that_a_change_of_their_worker_has_made_unlike_others_do_not_count_for_them() -> None:
+    scenario = Scenario(limits=HubLimits(readers_per_source_max=1))
+    for name in ("trainer/0", "a/0", "greedy/0", "b/0"):
+        scenario.join(name)
+    scenario.publish("trainer/0", 1)
+    scenario.acquire("a/0", 1)
+    for _ in range(FAILURES_PER_QUEUE_MAX):
+        scenario.acquire("greedy/0", 1)
+    scenario.acquire("b/0", 1)
+    scenario.publish("greedy/0", 1, origin="replicated")  # a place for all but itself
+    assert scenario.heard("b/0") == [f"read 1 {CHECKPOINT} 0<-greedy/0"]
 
 
 def test_a_herd_that_waits_becomes_a_chain_at_once_without_a_word_from_its_links(scenario: Scenario) -> None:

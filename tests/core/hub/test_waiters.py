@@ -60,8 +60,9 @@ def test_an_unpublish_is_tried_before_all_others(requests: Requests) -> None:
 def test_interchangeable_requests_share_a_queue_and_others_do_not(requests: Requests) -> None:
     alike = [requests.parked(requests.acquire()) for _ in range(3)]
     far = requests.parked(requests.acquire(), data_center="far")
-    picky = requests.parked(requests.acquire(avoid=(b"s" * 16,)))
-    assert requests.queues(v1=True) == [alike, [far], [picky]]
+    source = (b"s" * 16,)
+    picky = [requests.parked(requests.acquire(**{field: source})) for field in ("avoid", "exclude", "beside")]
+    assert requests.queues(v1=True) == [alike, [far], *([each] for each in picky)]
     assert requests.queues(v1=False) == requests.queues(v2=True) == []
 
 
