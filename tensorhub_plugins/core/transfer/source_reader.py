@@ -201,7 +201,7 @@ class SourceReader:
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
-            except (SourceLost, UsageError, OSError) as error:
+            except (SourceLost, UsageError, OSError, ValueError) as error:
                 problems.append(f"{name}: {error}")
                 self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
                 if self._link is not None:

@@ -57,6 +57,18 @@ def test_a_reader_serves_on_when_the_publisher_is_gone(stage, transport):
     assert fetched.report.sources == {"first/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://a..b:80", f"tcp://{'a' * 64}:80", "tcp://[::1:80", "tcp://", "a"])
+def test_an_address_that_is_none_costs_its_source_only(stage, monkeypatch, endpoint):
+    trainer = stage.client("trainer", location=FAR)
+    trainer.publish(1, tensors_of(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp.TcpTransport, "serve", lambda self, shelf: endpoint)
+        stage.client("evil").fetch(1, serve=True)
+    fetched = stage.client("reader").fetch(1, timeout_s=SOON_S)
+    assert fetched.report.sources == {"trainer/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(1))
+    assert [loss.split(":")[0] for loss in fetched.report.losses] == ["shard 0 from evil/0"]
+
+
 @pytest.mark.parametrize("transport", ["memory", "tcp", "shm"])
 def test_a_reader_serves_while_it_still_reads(stage, progress, transport):
     trainer = stage.client("trainer", location=FAR, transports=(transport,))

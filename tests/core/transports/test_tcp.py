@@ -13,7 +13,7 @@ import torch
 from transport_helpers import KEY, served, soon
 
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import local_host_towards
 from tensorhub_plugins.core.testing.material import read_equal
@@ -179,3 +179,11 @@ def test_a_stream_that_waits_for_work_ends_with_the_read():
             time.sleep(0)
         work.end()
         assert idle.result(60) == [] and work.take(0) == []
+
+
+@pytest.mark.parametrize("host", ["a..b", ".".join(["a" * 64, "b"])], ids=["an empty label", "a long label"])
+def test_a_host_that_is_no_name_is_lost_or_refused_like_one_that_is_not_there(host):
+    with contextlib.closing(TcpTransport()) as reader, pytest.raises(SourceLost, match="cannot connect"):
+        reader.connect(f"tcp://{host}:80", deadline=soon())
+    with pytest.raises(UsageError, match="is not an address"):
+        tcp_socket.listen(host, 0)

@@ -34,7 +34,7 @@ def connect(
     try:
         sock = socket.create_connection((host, port), timeout=min(left, stall_s))
         tune(sock)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no name that can be looked up, as "a..b"
         if sock is not None:
             sock.close()
         raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
@@ -62,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listener on this address; on all, where it is not of this host (address translation). UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"advertise_host={host!r} is not an address: {error}") from error
     listener = socket.socket(family, kind, protocol)
     try:

@@ -58,7 +58,7 @@ def connect(endpoint: str, scheme: str, *, stall_s: float, deadline: float) -> C
         sock.settimeout(max(0.001, min(deadline - time.monotonic(), stall_s)))
         sock.connect("\0" + name)
         check_owner(sock)
-    except (OSError, ProtocolError) as error:
+    except (OSError, ValueError, ProtocolError) as error:
         sock.close()
         raise SourceLost(f"not on this host, or gone: {error}", peer=endpoint, phase="connect") from error
     return greet(sock, endpoint, stall_s=stall_s, deadline=deadline)
