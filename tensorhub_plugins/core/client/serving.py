@@ -104,15 +104,16 @@ class Serving:
         was_read = slab in self._fetched
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
-        with self._changed:
-            effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
         try:
+            with self._changed:
+                effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
             for answer in self._carry_out(effects, deadline):
                 answer.result()  # the session machine ends every request at its deadline
         except BaseException:
             with self._changed:
                 effects = self._shelf.refused(key, offer)
             self._carry_out(effects)
+            offer.withdraw()  # the shelf may not have taken it
             raise
         with self._changed:
             self._shelf.announced(key, manifest)
@@ -274,6 +275,8 @@ class Serving:
         with self._changed:
             offer = Offer(key, manifest, slab, created_after=self._shelf.readings[read].since(key), lends=True)
             effects = self._shelf.prepare(read, key, offer)
+            if not effects:  # declined: what is here already stays
+                offer.withdraw()
             self._changed.notify_all()
         self._carry_out(effects)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -165,5 +166,6 @@ class Offer:
         from tensorhub_plugins.core.memory.claims import Claim  # with torch, which not everybody needs who knows offers
 
         claim = Claim(slab, f"{self.key} has", is_written=False, version=self.version)
-        claim.leaves = lambda: self._withdrawn
+        offer = weakref.ref(self)  # no circle: the claim of an offer that was dropped ends with it
+        claim.leaves = lambda: (mine := offer()) is None or mine._withdrawn
         return claim.begin()

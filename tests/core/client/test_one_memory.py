@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from client_processes import SEGMENTS, hold_back, let_go, same_bytes, tensors_of, zeros_like
 from client_stage import HELD, SOON_S
 
-from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.core import ShardKey, UsageError, spec_of
 from tensorhub_plugins.core.memory import claims
+from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.transports import Offer
 
 PUBLISHED = "these tensors are published: unpublish that version before they change"
 
@@ -146,3 +150,48 @@ def test_without_the_register_bytes_are_of_both(stage, reading, monkeypatch):
     with pytest.raises(AssertionError):
         goes_on()
     assert not same_bytes(live, tensors_of(2))
+
+
+@pytest.fixture
+def no_collector():
+    """The garbage collector frees nothing that another run of it would not."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_version_that_is_offered_already_leaves_its_second_memory_free(stage, no_collector):
+    """Two buffers by turns: what a read has put where it is not offered from is nobody's but its caller's."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    first, second = zeros_like(tensors_of(1)), zeros_like(tensors_of(1))
+    trainer.publish(1, tensors_of(1))
+    rollout.replicate(first, 1)
+    rollout.replicate(second, 1)
+    trainer.publish(2, tensors_of(2))
+    with pytest.raises(UsageError, match=PUBLISHED):  # the control
+        rollout.replicate(first, 2)
+    rollout.replicate(second, 2)
+    assert same_bytes(second, tensors_of(2))
+
+
+def test_a_publish_that_is_refused_leaves_its_memory_free(stage, no_collector):
+    trainer, other = stage.client("trainer"), stage.client("other")
+    live, wrong = tensors_of(1), tensors_of(2)
+    trainer.publish(1, live, copy=False)
+    trainer.retain(0)
+    trainer.unpublish(1)
+    with pytest.raises(UsageError, match="was published here before with other bytes"):
+        trainer.publish(1, wrong, copy=False)
+    other.publish(2, tensors_of(1))
+    trainer.replicate(wrong, 2, serve=False)
+    assert same_bytes(wrong, tensors_of(1))
+
+
+def test_the_claim_of_an_offer_ends_with_it(no_collector):
+    slab = Slab.allocate([spec_of("a", torch.zeros(4))])
+    slab.mark_written()
+    offer = Offer(ShardKey(1, "checkpoint"), slab.manifest(), slab)
+    with pytest.raises(UsageError, match=PUBLISHED):
+        claims.claim(slab, "it is reading into", is_written=True)
+    del offer
+    claims.claim(slab, "it is reading into", is_written=True).end()
