@@ -27,6 +27,8 @@ class EngineCore:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.version: int | None = 3  # of the workers
+        self.breaks = False  # what fails does so half way
+        self.broken: str | None = None
         self.label = "3"
         self.paused = False
         self.fails: set[str] = set()
@@ -45,9 +47,13 @@ class EngineCore:
     def _workers(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
         if method == "tensorhub_version":
             return [self.version]
+        if method == "tensorhub_health":
+            return [None, self.broken]
         self.log.append(method)
         if method in self.fails:
+            self.broken = "half way" if self.breaks else None
             raise RuntimeError(f"{method} failed")
+        self.broken = None
         if method == "reload_weights":
             self.version = 0
         if method == "update_weights":
@@ -129,6 +135,22 @@ def test_an_update_that_fails_forgets_as_well(core: Any) -> None:
     with pytest.raises(RuntimeError, match="update_weights failed"):
         core.collective_rpc("update_weights")
     assert core.log[-3:] == ["forget", "update_weights", "forget"] and core.label == "3"
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights", "reload_weights"])
+def test_what_fails_half_way_leaves_the_engine_standing(core: Any, method: str) -> None:
+    """Nobody had paused it: its next step ended it, and its label was that of the version before."""
+    core.fails.add(method)
+    with pytest.raises(RuntimeError, match=f"{method} failed"):  # the control: nothing was changed
+        core.collective_rpc(method)
+    assert (core.paused, core.label) == (False, "3")
+    core.breaks = True
+    with pytest.raises(RuntimeError, match=f"{method} failed"):
+        core.collective_rpc(method)
+    assert (core.paused, core.label) == (True, "none")
+    core.fails.clear()
+    core.collective_rpc(method)
+    assert core.label == ("4" if method == "update_weights" else "none" if method == "reload_weights" else "3")
 
 
 def test_weights_of_no_version_have_no_label(core: Any) -> None:

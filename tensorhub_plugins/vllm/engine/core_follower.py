@@ -11,7 +11,8 @@
                                         prepared images stays: it holds inputs, and the API server's half of it would
                                         not be told.
     Weights and labels change as one    vLLM's weight_version is the workers' after each of those, or "none".
-    Broken weights are not resumed      resume fails, the engine stays paused and alive: update again.
+    Broken weights are not used         What fails half way pauses the engine; resume fails, it stays paused and alive:
+                                        update again.
     "follow"                            The engine switches to every new version by itself, and back to a pinned one,
                                         see follower.py. It tells which version each token came from (spans.py).
 
@@ -84,6 +85,8 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
                 after = _version(core)
                 if after != before:
                     core.tensorhub_label(after or 0)
+                if _is_broken(core) and not core.is_scheduler_paused():  # the next step would end this process
+                    core.pause_scheduler("keep", False)
             raise
         after = _version(core)
         if after != before or not after:  # else it may be a text of somebody's own
@@ -115,9 +118,13 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
 
 
 def _version(core: Any) -> int | None:
-    """That all workers have; 0: none of the store's; None: they are not in the store."""
+    """That all workers have, whole; 0: none of the store's; None: they are not in the store."""
     versions = set(core.model_executor.collective_rpc("tensorhub_version"))
-    return versions.pop() if len(versions) == 1 else 0
+    return versions.pop() if len(versions) == 1 and not _is_broken(core) else 0
+
+
+def _is_broken(core: Any) -> bool:
+    return any(core.model_executor.collective_rpc("tensorhub_health"))
 
 
 def _only_if_whole(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable[..., Any]:
