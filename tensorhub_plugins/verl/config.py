@@ -16,6 +16,7 @@ import omegaconf
 from tensorhub_plugins.core import UsageError, options
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm import names
 
 logger = get_logger(__name__)
 
@@ -26,7 +27,7 @@ WHERE = f"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.{BACKEND}"
 
 # Both adapters reach into parts of verl and vLLM that change without notice: only what was run counts as tested.
 TESTED_VERL = ("0.9.1",)
-TESTED_VLLM = ("0.29",)
+TESTED_VLLM = names.run_with("verl")
 WAY_OUT = f"set {WHERE}.allow_untested=true"
 
 LORA = (

@@ -1,28 +1,44 @@
-"""What the store is called in vLLM's configurations, and the versions of vLLM that the adapter is written for."""
+"""What the store is called in vLLM's configurations, and the versions that the adapters are written for.
+
+The one table of versions: pyproject.toml, the README and every refusal say what stands here (tests/versions).
+"""
 
 from __future__ import annotations
 
 NAME = "tensorhub"
 LEAVING_S = 8.0  # for an engine that ends: HAND_OVER_TIMEOUT_S (updater.py), and its processes
 
-VERSIONS_SUPPORTED = ((0, 26), (0, 33))  # first and last minor version with these interfaces
+RUN = "run"  # the adapter's tests were run with it
+CHECKED = "checked"  # what the adapter uses is in its sources, and takes what it is given: tests/versions
+# By framework: the minor versions of vLLM. Each is held against its last release.
+VERSIONS = {
+    "vllm": {
+        **{"0.24": CHECKED, "0.25": CHECKED, "0.26": CHECKED, "0.27": CHECKED, "0.28": CHECKED, "0.29": RUN},
+        **{"0.30": CHECKED, "0.31": CHECKED, "0.32": RUN, "0.33": CHECKED},
+    },
+    "verl": {"0.24": CHECKED, "0.29": RUN},
+    "openrlhf": {"0.29": RUN},
+}
+RELEASES = {
+    **{"0.24": "0.24.0", "0.25": "0.25.1", "0.26": "0.26.0", "0.27": "0.27.1", "0.28": "0.28.0", "0.29": "0.29.0"},
+    **{"0.30": "0.30.0", "0.31": "0.31.0", "0.32": "0.32.0", "0.33": "0.33.0"},
+}
+WEIGHT_TRANSFER_FIRST = "0.28"  # older ones hand an engine of weights other things; see weight_transfer.py
 
 
-def check_version(version: str) -> None:
-    """Raise UsageError unless the adapter is written for that vLLM version."""
-    try:
-        minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    except ValueError:
-        minor = ()
-    first, last = VERSIONS_SUPPORTED
-    if not (first <= minor <= last):
+def run_with(framework: str) -> tuple[str, ...]:
+    """Return the minor versions of vLLM that this framework's adapter was run with."""
+    return tuple(minor for minor, how in VERSIONS[framework].items() if how == RUN)
+
+
+def check_version(version: str, *, first: str = "", what: str = "tensorhub") -> None:
+    """Raise UsageError unless the adapter is written for that vLLM version. first: what this part of it needs."""
+    minors = list(VERSIONS["vllm"])
+    supported = minors[minors.index(first) if first else 0 :]
+    if ".".join(version.split("+")[0].split(".")[:2]) not in supported:
         from tensorhub_plugins.core import UsageError  # plugin.py imports this module in every vLLM process
 
         raise UsageError(
-            f"vLLM {version} is outside the supported range {_dotted(first)} to {_dotted(last)}: "
+            f"vLLM {version} is outside the supported range {supported[0]} to {supported[-1]} of {what}: "
             "install a version in that range, or use the engine's own weight update instead of tensorhub"
         )
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

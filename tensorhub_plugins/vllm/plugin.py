@@ -24,7 +24,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from tensorhub_plugins.vllm.names import LEAVING_S, NAME, check_version
+from tensorhub_plugins.vllm.names import LEAVING_S, NAME, WEIGHT_TRANSFER_FIRST, check_version
 
 
 def register() -> None:
@@ -61,17 +61,17 @@ def _add_weight_transfer(factory: Any) -> None:
 
 
 def _transfer_class(name: str) -> Any:
-    _check_version()
+    _check_version(first=WEIGHT_TRANSFER_FIRST, what="its weight transfer")
     from tensorhub_plugins.vllm import weight_transfer
 
     return getattr(weight_transfer, name)
 
 
-def _check_version() -> None:
+def _check_version(**needs: str) -> None:
     """Call before anything of ours is imported that needs what other versions lack."""
     import vllm
 
-    check_version(vllm.__version__)
+    check_version(vllm.__version__, **needs)
 
 
 def _add_to_engine_core(core: Any) -> None:
@@ -189,9 +189,10 @@ def _add_pooling(serving: Any) -> None:
     """What is made of several requests is of one version."""
     from tensorhub_plugins.vllm.engine.pooling import of_one_version
 
-    if not hasattr(serving.PoolingBaseServing, NAME):
-        of_one_version(serving.PoolingBaseServing, _is_ours)
-        setattr(serving.PoolingBaseServing, NAME, True)
+    base = getattr(serving, "PoolingBaseServing", None) or serving.PoolingServingBase  # its name before vLLM 0.25
+    if not hasattr(base, NAME):
+        of_one_version(base, _is_ours)
+        setattr(base, NAME, True)
 
 
 def _add_scores(serving: Any) -> None:

@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +49,7 @@ from tensorhub_plugins.vllm import checkpoint_names
 from tensorhub_plugins.vllm.config import WorkerConfig, configure, is_further_rank
 from tensorhub_plugins.vllm.plugin import register
 from tensorhub_plugins.vllm.worker import cpu
-from tensorhub_plugins.vllm.worker.extension import extend, join, leave
+from tensorhub_plugins.vllm.worker.extension import extend, join
 from tensorhub_plugins.vllm.worker.updater import Updater
 
 logger = get_logger(__name__)
@@ -103,7 +104,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         self._updater().guard()
 
     def shutdown(self) -> None:
-        leave(self.model)
+        """Since vLLM 0.32 also what a trainer's goodbye calls: the engine stays in the store until its worker ends."""
 
     def _updater(self) -> Updater:
         updater: Updater | None = vars(self.model).get("tensorhub_updater")
@@ -170,15 +171,21 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         """
         version = self._version + 1 if version is None else version
         if self._store is None:
-            for _ in self.source:  # the ranks that hold parts of a tensor gather it together
+            for _ in _items(self.source):  # the ranks that hold parts of a tensor gather it together
                 pass
             self._version = version
             return
-        slab = self._store.allocate(
-            contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()
-        )
-        for name, tensor in self.source:
+        declared = _declared(self.source)
+        lacking = {meta.name for meta in declared}
+        slab = self._store.allocate(contiguous_spec(meta.name, meta.dtype, meta.shape) for meta in declared)
+        for name, tensor in _items(self.source):
             slab.write(name, tensor.detach())
+            lacking.discard(name)
+        if lacking:
+            raise UsageError(
+                f"the source declares {min(lacking)}, and {len(lacking) - 1} more, that rank 0 got nothing of: rank 0 "
+                "publishes, so give it a source that it owns all parameters of, such as CheckpointSource(model)"
+            )
         self._store.publish(version, slab, strict=True)
         self._version = version
         self._held.append(version)
@@ -219,12 +226,13 @@ class CheckpointSource(WeightSource):
         checkpoint_names.check_whole(model)
         self._steps = checkpoint_names.steps(self._model)
 
-    def metadata(self) -> list[ParamMeta]:
-        return [
+    @cached_property
+    def metadata(self) -> Declared:
+        return Declared(
             ParamMeta(name, dtype, tuple(shape))
             for step in self._steps
             for name, (dtype, shape) in step.targets.items()
-        ]
+        )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         own = self._model.state_dict()
@@ -234,6 +242,24 @@ class CheckpointSource(WeightSource):
             converted = checkpoint_names.convert(self._model, whole)
             for name in step.targets:
                 yield name, converted[name]
+
+    iter_full = __iter__  # its name since vLLM 0.33
+
+
+class Declared(list[ParamMeta]):
+    """A source's metadata: a property since vLLM 0.33, which refuses a method, and a method before."""
+
+    def __call__(self) -> Declared:
+        return self
+
+
+def _declared(source: Any) -> list[ParamMeta]:
+    found = source.metadata
+    return list(found() if callable(found) else found)
+
+
+def _items(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 
 class FollowingEngines:

@@ -54,7 +54,7 @@ class EngineCore:
             self.broken = "half way" if self.breaks else None
             raise RuntimeError(f"{method} failed")
         self.broken = None
-        if method == "reload_weights":
+        if method in ("reload_weights", "reset_weights"):
             self.version = 0
         if method == "update_weights":
             self.version = 4
@@ -151,6 +151,12 @@ def test_what_fails_half_way_leaves_the_engine_standing(core: Any, method: str) 
     core.fails.clear()
     core.collective_rpc(method)
     assert core.label == ("4" if method == "update_weights" else "none" if method == "reload_weights" else "3")
+
+
+@pytest.mark.parametrize(("method", "forgets"), [("reset_weights", True), ("apply_model", False), ("profile", False)])
+def test_a_call_that_turns_out_to_change_weights_forgets(core: Any, method: str, forgets: bool) -> None:
+    core.collective_rpc(method)
+    assert core.log == [method, *["forget"] * forgets] and core.label == ("none" if forgets else "3")
 
 
 def test_weights_of_no_version_have_no_label(core: Any) -> None:

@@ -38,7 +38,7 @@ def test_a_vllm_that_is_not_as_expected_starts_all_the_same(tmp_path: Path) -> N
     for folder in [tmp_path / "vllm", *(tmp_path / "vllm").rglob("*")]:
         if folder.is_dir():
             (folder / "__init__.py").touch()
-    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.25.1'\n")
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.23.1'\n")
     (tmp_path / "vllm/model_executor/model_loader.py").write_text("_LOAD_FORMAT_TO_MODEL_LOADER = {}\n")
     (tmp_path / "vllm/distributed/weight_transfer/factory.py").write_text("nothing = 1\n")
     (tmp_path / "vllm/v1/engine/core.py").write_text("class EngineCore: pass\n")
@@ -57,7 +57,7 @@ except Exception as refusal:
     first, refusal = run(program).splitlines()
     assert first == "['tensorhub'] 1"
     assert refusal.startswith(
-        "vLLM 0.25.1 is outside the supported range 0.26 to 0.33: install a version in that range"
+        "vLLM 0.23.1 is outside the supported range 0.24 to 0.33 of tensorhub: install a version in that range"
     )
 
 

@@ -92,15 +92,20 @@ def test_scalars_follow_their_buffers() -> None:
     assert layer._k_scale_float == 0.25
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.29.0+cpu", "0.33.2"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.29.0+cpu", "0.33.2"])
 def test_supported_versions(version: str) -> None:
     names.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.23.3", "0.34.0", "1.0.0", "dev"])
 def test_other_versions_are_refused_with_what_to_do(version: str) -> None:
-    with pytest.raises(UsageError, match="supported range 0.26 to 0.33: install a version in that range"):
+    with pytest.raises(UsageError, match="supported range 0.24 to 0.33 of tensorhub: install a version in that range"):
         names.check_version(version)
+
+
+def test_a_part_that_needs_a_newer_version_says_so() -> None:
+    with pytest.raises(UsageError, match="supported range 0.28 to 0.33 of its weight transfer: install"):
+        names.check_version("0.27.1", first=names.WEIGHT_TRANSFER_FIRST, what="its weight transfer")
 
 
 class Backend(enum.Enum):

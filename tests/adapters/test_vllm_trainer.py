@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from functools import cached_property
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,9 +14,16 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.distributed.weight_transfer import ModuleSource
+from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tensorhub_plugins.core import Client, Server, UsageError
-from tensorhub_plugins.vllm.weight_transfer import FollowingEngines, TensorHubTrainerEngine, TensorHubTrainerInitInfo
+from tensorhub_plugins.vllm.weight_transfer import (
+    CheckpointSource,
+    Declared,
+    FollowingEngines,
+    TensorHubTrainerEngine,
+    TensorHubTrainerInitInfo,
+)
 
 
 def trainer(hub: Server, linger_s: float) -> TensorHubTrainerEngine:
@@ -102,3 +112,37 @@ def test_a_version_that_the_engines_did_not_take_is_taken_back_with_the_next(hub
         engine.send_weights()
         assert [info.version for info in reader.versions() if info.visible] == [3]
     engine.shutdown()
+
+
+class Since033:
+    """A source as vLLM 0.33 wants it: its metadata is a property, and iter_full gives what this rank owns."""
+
+    def __init__(self, owned: tuple[str, ...]) -> None:
+        self._owned = owned
+        self.metadata = [SimpleNamespace(name=name, dtype=torch.float32, shape=(3,)) for name in "ab"]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, torch.full((3,), float(ord(name)))) for name in self._owned)
+
+
+@pytest.mark.parametrize("owned", [("a", "b"), ("a",)])
+def test_a_source_of_a_newer_vllm_is_read_and_one_in_parts_refused(hub: Server, owned: tuple[str, ...]) -> None:
+    info = TensorHubTrainerInitInfo(hub=hub.address, model="actor", rank=0, linger_s=0.0)
+    engine = TensorHubTrainerEngine.trainer_init(info, client=FollowingEngines(), source=Since033(owned))
+    if len(owned) == 1:
+        with pytest.raises(UsageError, match="declares b, and 0 more, that rank 0 got nothing of"):
+            engine.send_weights()
+    else:
+        engine.send_weights()
+        with Client(hub.address, run="default", model="actor", replica="reader") as reader:
+            tensors = reader.fetch(1).tensors()
+            assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"a": [97.0] * 3, "b": [98.0] * 3}
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("asks", ["property", "method"])
+def test_a_source_of_ours_is_what_older_and_newer_vllm_ask_for(asks: str) -> None:
+    declared = Declared([ParamMeta("a", torch.float32, (3,))])
+    assert [meta.name for meta in (declared if asks == "property" else declared())] == ["a"]
+    assert isinstance(vars(CheckpointSource)["metadata"], cached_property)  # or vLLM 0.33 refuses the class
+    assert CheckpointSource.iter_full is CheckpointSource.__iter__

@@ -39,6 +39,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, reload, weights
+from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, hook
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -495,6 +496,44 @@ def test_what_others_do_to_the_weights_leaves_them_served_or_of_no_version(how: 
         if how == "half way":
             with pytest.raises(BrokenWeights, match="reload_weights failed half way: RuntimeError: no such checkpoint"):
                 updater.guard()
+
+
+@pytest.mark.parametrize("method", ["zero", "read", "peek", "get_model"])
+def test_a_method_of_a_worker_that_nobody_knows_is_told_by_the_bytes(method: str, engines: Engines) -> None:
+    """vLLM 0.32's `/weight_checker` zeroed the weights of a version, which went on under its number. `peek` is declared
+    to read only, and get_model is known to: they are not looked at."""
+
+    class Worker(TensorHubWorkerExtension):
+        tensorhub_leave_weights = ("peek",)
+
+        def __new__(cls) -> Any:
+            return object.__new__(cls)
+
+        def zero(self) -> None:
+            with torch.no_grad():
+                self.model_runner.get_model().fused.zero_()
+
+        def read(self) -> list[int]:
+            return served()
+
+        peek = get_model = read
+
+    def served() -> list[int]:
+        return [key.version for key in updater._client.serving()]
+
+    updater = engines("first", serve_from="live")
+    hook(Worker)
+    worker = Worker()
+    vars(updater._model)["tensorhub_updater"] = updater
+    worker.model_runner = SimpleNamespace(model=updater._model, get_model=lambda: updater._model)
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        wait_until(lambda: served() == [1])
+        assert getattr(worker, method)() == {"zero": None, "read": []}.get(method, [1])
+        assert updater.poll()["version"] == (0 if method == "zero" else 1)
+        wait_until(lambda: served() == ([] if method == "zero" else [1]))
 
 
 def test_what_is_ready_is_not_fetched_again(engines: Engines) -> None:

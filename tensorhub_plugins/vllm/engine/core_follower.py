@@ -37,6 +37,7 @@ from tensorhub_plugins.vllm.engine.core import Core, label, status
 from tensorhub_plugins.vllm.engine.follower import POLL_INTERVAL_S, RETRY_DELAY_MAX_S, RETRY_DELAY_S, Follower
 from tensorhub_plugins.vllm.engine.ranks import FirstRank, OtherRank, store_of
 from tensorhub_plugins.vllm.names import NAME
+from tensorhub_plugins.vllm.worker.methods import may_change_weights
 
 logger = get_logger(__name__)
 
@@ -99,14 +100,18 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
             raise StaleCaches(caches.refusal)
         if method == "start_weight_update":
             return change(method, *args, **kwargs)
-        if method not in CHANGES:
+        if method not in CHANGES and not may_change_weights(method):
             answers = original(method, *args, **kwargs)
             return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
-        caches.forget()  # or nothing changes
-        caches.is_stale = True
+        before = _version(core)
+        if method in CHANGES:
+            caches.forget()  # or nothing changes
+            caches.is_stale = True
         try:
             result = change(method, *args, **kwargs)
         finally:
+            with suppress(Exception):  # of workers that are gone
+                caches.is_stale |= _version(core) != before
             why = caches.why_stale()
             if why and not core.is_scheduler_paused():
                 core.pause_scheduler("keep", False)

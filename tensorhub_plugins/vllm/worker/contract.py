@@ -575,9 +575,11 @@ def _not_filled(places: Mapping[int, Place]) -> list[str]:
 def _is_optional(place: Place) -> bool:
     if place.name.rpartition(".")[2] not in OPTIONAL_SCALES:
         return False
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    return bool(is_deferred_attention_layer(place.layer))
+    is_attention = isinstance(place.layer, AttentionLayerBase | MMEncoderAttention)
+    return is_attention and hasattr(place.layer, "process_weights_after_loading")  # as vLLM's own, of 0.28 and newer
 
 
 # --- small things ---

@@ -36,9 +36,11 @@ Never another model's bytes
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -50,6 +52,7 @@ from tensorhub_plugins.vllm import drafts, names
 from tensorhub_plugins.vllm.config import WorkerConfig, is_further_rank, shares_experts
 from tensorhub_plugins.vllm.worker import addresses, cpu, fingerprint, online, progress, weights
 from tensorhub_plugins.vllm.worker.external_change import external_change
+from tensorhub_plugins.vllm.worker.methods import CHANGE_WEIGHTS, may_change_weights
 from tensorhub_plugins.vllm.worker.updater import Updater
 from tensorhub_plugins.vllm.worker.votes import ShardPosition, engine_gather, first_name
 
@@ -57,15 +60,13 @@ logger = get_logger(__name__)
 
 TIMEOUT_S = 60.0
 
-# What else changes the weights; no peer may be reading them then.
-EXTERNAL_CHANGES = ("reload_weights", "start_weight_update")
-
 
 class TensorHubWorkerExtension:
     """Mixed into vLLM's Worker. Arguments and results are plain types, as collective_rpc needs them."""
 
     model_runner: Any  # the worker's own, as is
     vllm_config: Any
+    tensorhub_leave_weights: tuple[str, ...] = ()  # names of a subclass's methods that only read: calls cost nothing
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """vLLM's worker is about to be made: the only moment before load_model at which an extension is asked."""
@@ -218,8 +219,12 @@ def hook(worker_class: type) -> None:
         "sleep": _sleep,
         "wake_up": _wake_up,
         "discard": _discard,
-        **{name: partial(_external_change, name) for name in EXTERNAL_CHANGES},
     }
+    only_read = getattr(worker_class, "tensorhub_leave_weights", ())
+    for name in dir(worker_class):
+        is_method = isinstance(inspect.getattr_static(worker_class, name), FunctionType)
+        if is_method and may_change_weights(name) and name not in only_read:
+            wrappers[name] = partial(_external_change, name)
     for name, wrapper in wrappers.items():
         original = getattr(worker_class, name, None)
         if original is not None:
@@ -299,7 +304,8 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
     ours = getattr(getattr(worker, "weight_transfer_engine", None), "tensorhub", False)
     if updater is None or (ours and name == "start_weight_update"):
         return original(*args, **kwargs)
-    with external_change(updater, name, worker.model_runner.get_model(), worker.vllm_config):
+    is_certain = name in CHANGE_WEIGHTS
+    with external_change(updater, name, worker.model_runner.get_model(), worker.vllm_config, is_certain=is_certain):
         return original(*args, **kwargs)
 
 

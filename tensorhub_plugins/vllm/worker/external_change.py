@@ -17,9 +17,13 @@ from tensorhub_plugins.vllm.worker.votes import anyone
 
 
 @contextmanager
-def external_change(updater: Updater, what: str, model: torch.nn.Module, vllm_config: Any) -> Iterator[None]:
+def external_change(
+    updater: Updater, what: str, model: torch.nn.Module, vllm_config: Any, *, is_certain: bool = True
+) -> Iterator[None]:
     """Around it, in all workers of the engine at once: no peer reads the weights meanwhile, and afterwards they are no
-    version of the store. When it fails they are what they were and served as before, or broken."""
+    version of the store. When it fails they are what they were and served as before, or broken.
+
+    is_certain: it changes them, now or by what follows; else only where their bytes are others afterwards."""
     updater.before_external_change(what)
     before = Slab.adopt(weights.tensors(model)).manifest()
     reason = ""
@@ -30,13 +34,13 @@ def external_change(updater: Updater, what: str, model: torch.nn.Module, vllm_co
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        changed = not reason or bool(Slab.adopt(weights.tensors(model)).damaged(before))
+        changed = (is_certain and not reason) or bool(Slab.adopt(weights.tensors(model)).damaged(before))
         if not shares_experts(vllm_config):  # whose ranks are not asked at once
             failed, changed = anyone(updater.gather, bool(reason)), anyone(updater.gather, changed)
             reason = reason or "another worker of this engine failed" * failed
-        if not reason:
-            updater.mark_unversioned()
-        elif changed:
+        if not changed:
+            updater.mark_unchanged()
+        elif reason:
             updater.mark_broken(f"{what} failed half way: {reason}")
         else:
-            updater.mark_unchanged()
+            updater.mark_unversioned()
