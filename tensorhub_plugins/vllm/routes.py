@@ -3,8 +3,8 @@
 GET /tensorhub                      whom it follows, which version it has, and what model it is; 404: not ours
 GET /tensorhub/starts/REQUEST       of a request that was named by `spans.PREFIX`: "answers", which are {"prompt": which
                                     of its prompts, "sample": which of n, "starts": [[version, first token], ...]}, and
-                                    "starts": of its only answer; null: it has several, or it is not known (any more).
-                                    Version 0 is none of the store's
+                                    "starts": of its only answer; null: it has several, or it is not known (any more;
+                                    or of beam search, or two requests had this name). Version 0 is none of the store's
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ async def status(request: Request) -> dict[str, Any]:
 async def starts(name: str, request: Request) -> dict[str, Any]:
     cores = await of_all_cores(_engine(request).engine_core, "tensorhub_starts", name)
     found = sorted(answer for core in cores for answer in core)
+    if len({tuple(place) for place, _ in found}) < len(found) or not all(starts for _, starts in found):
+        found = []
     answers = [{"prompt": prompt, "sample": sample, "starts": starts} for (prompt, sample), starts in found]
     return {"starts": answers[0]["starts"] if len(answers) == 1 else None, "answers": answers}
 

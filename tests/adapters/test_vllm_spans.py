@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+pytest.importorskip("vllm")
 pytest.importorskip("ray", reason="what comes of an external server's answers is an actor's")
 
+from tensorhub_plugins.vllm import routes  # noqa: E402
 from tensorhub_plugins.vllm.engine.spans import PREFIX, Spans  # noqa: E402
 from tensorhub_plugins.vllm.ray.external import spans_of  # noqa: E402
 
@@ -40,6 +46,65 @@ def test_each_answer_of_a_request_has_its_own_versions() -> None:
     ]
     spans.added(f"chatcmpl-{B}-12345678")  # what vLLM adds may be a number
     assert of(spans, B) == [(2, 0)]
+
+
+def test_prompts_of_a_batch_of_chats_are_told_apart() -> None:
+    """vLLM numbers them after an underscore: the last one stood for all."""
+    spans = Spans()
+    spans.settle(1, {})
+    names = [f"chatcmpl-{A}_{prompt}-1a2b3c4d" for prompt in (0, 1)]
+    for name in names:
+        spans.added(name)
+    spans.switched(2, {names[0]: 10, names[1]: 3})
+    assert spans.of(A) == [((0, 0), [(1, 0), (2, 10)]), ((1, 0), [(1, 0), (2, 3)])]
+
+
+def told(*cores: Spans) -> Any:
+    """What `vllm serve` says of A over HTTP."""
+
+    class Client:
+        core_engines = cores
+
+        async def _call_utility_async(self, _: str, name: str, *, engine: Spans) -> Any:
+            return engine.of(name)
+
+        async def call_utility_async(self, _: str, name: str) -> Any:
+            return cores[0].of(name)
+
+    config = SimpleNamespace(load_config=SimpleNamespace(load_format="tensorhub"))
+    engine = SimpleNamespace(engine_core=Client(), vllm_config=config)
+    return asyncio.run(
+        routes.starts(A, SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(engine_client=engine))))  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (f"cmpl-{A}-0-1a2b3c4d", f"cmpl-{A}-0-5e6f7a8b"),  # the name was used twice
+        (f"cmpl-{A}-{'1' * 32}-beam-0-1a2b3c4d", f"cmpl-{A}-{'2' * 32}-beam-1-1a2b3c4d"),
+    ],
+)
+def test_an_answer_that_several_requests_had_a_part_in_is_not_known(one: str, two: str) -> None:
+    """Each step of a beam search is a request, and the last one's version passed for that of all."""
+    spans, other = Spans(), Spans()
+    for core in (spans, other):
+        core.settle(1, {})
+    spans.added(one)
+    assert told(spans)["starts"] == told(spans, other)["starts"] == [(1, 0)]  # the control
+    other.added(two)
+    assert told(spans, other) == {"starts": None, "answers": []}
+    spans.switched(2, {})
+    spans.added(two)
+    spans.switched(3, {one: 5, two: 6})
+    assert told(spans) == {"starts": None, "answers": []}
+
+
+def test_nothing_is_kept_of_what_is_forgotten() -> None:
+    spans = Spans(requests_max=1)
+    for name in (A, A, B):
+        spans.added(f"cmpl-{name}-{len(spans._requests)}-0")
+    assert spans._requests.keys() == spans._starts.keys() == {B}
 
 
 def test_what_is_of_no_version_is_told() -> None:

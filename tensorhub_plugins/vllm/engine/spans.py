@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 
 PREFIX = "tensorhub-"
-NAMED = re.compile(rf"(?:^([0-9]{{1,9}})_.*?)?({PREFIX}[0-9a-f]{{32}})(?:-([0-9]{{1,7}})(?:-|$))?")  # RANDOM has 8
+NAMED = re.compile(rf"(?:^([0-9]{{1,9}})_.*?)?({PREFIX}[0-9a-f]{{32}})(?:[-_]([0-9]{{1,7}})(?:-|$))?")  # RANDOM has 8
 REQUESTS_MAX = 100_000  # answers remembered; beyond that those of the oldest are forgotten, and not used
 
 Start = tuple[int, int]  # a version, and the first token that came from it
@@ -28,7 +28,8 @@ class Spans:
         self.version = 0
         self._is_known = False  # also that they are of no version
         self._requests_max = requests_max
-        self._starts: dict[str, dict[Place, list[Start]]] = {}
+        self._starts: dict[str, dict[Place, list[Start]]] = {}  # none: of an answer that is not known
+        self._requests: dict[str, dict[Place, str]] = {}  # vLLM's names of these
         self._count = 0  # of answers
 
     def added(self, request: str) -> None:
@@ -39,16 +40,19 @@ class Spans:
         name, place = found
         answers = self._starts.setdefault(name, {})
         self._count += place not in answers
-        answers[place] = [(self.version, 0)]
+        is_first = self._requests.setdefault(name, {}).setdefault(place, request) == request
+        answers[place] = [(self.version, 0)] if is_first else []
         while self._count > self._requests_max:
-            self._count -= len(self._starts.pop(next(iter(self._starts))))
+            oldest = next(iter(self._starts))
+            self._count -= len(self._starts.pop(oldest))
+            del self._requests[oldest]
 
     def switched(self, version: int, produced: Mapping[str, int]) -> None:
         """The weights are another version from here on. produced: the tokens that each unfinished request has."""
         for request, tokens in produced.items():
             found = _named(request)
             starts = None if found is None else self._starts.get(found[0], {}).get(found[1])
-            if starts is None:
+            if not starts:
                 continue
             if starts[-1][1] == tokens:  # none came from the version before
                 starts.pop()
@@ -59,17 +63,18 @@ class Spans:
     def settle(self, version: int, produced: Mapping[str, int]) -> None:
         """The weights turn out to be this version. What came before anybody knew came from it, too."""
         if not self._is_known:
-            self._starts = {name: {place: [(version, 0)] for place in got} for name, got in self._starts.items()}
+            for starts in (starts for answers in self._starts.values() for starts in answers.values() if starts):
+                starts[:] = [(version, 0)]
             self.version, self._is_known = version, True
         elif self.version != version:
             self.switched(version, produced)
 
     def of(self, name: str) -> list[tuple[Place, list[Start]]]:
-        """Where the versions of each answer of this request start, in tokens. Missing: it is not known."""
+        """Where the versions of each answer of this request start, in tokens. Missing, or none: it is not known."""
         return sorted((place, list(starts)) for place, starts in self._starts.get(name, {}).items())
 
 
 def _named(request: str) -> tuple[str, Place] | None:
-    """The name in vLLM's name of an answer, `[SAMPLE_]cmpl-NAME[-PROMPT]-RANDOM`, and its place."""
+    """The name in vLLM's name of an answer, `[SAMPLE_]cmpl-NAME[-PROMPT]-RANDOM` (or `_PROMPT`), and its place."""
     found = NAMED.search(request)
     return None if found is None else (found[2], (int(found[3] or 0), int(found[1] or 0)))
