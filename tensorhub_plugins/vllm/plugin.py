@@ -203,6 +203,22 @@ def _add_scores(serving: Any) -> None:
         setattr(serving.ServingScores, NAME, True)
 
 
+def _add_beams(online: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import beams_of_one_version
+
+    if not hasattr(online.BeamSearchOnlineMixin, NAME):
+        beams_of_one_version(online.BeamSearchOnlineMixin, _is_ours)
+        setattr(online.BeamSearchOnlineMixin, NAME, True)
+
+
+def _add_generative_scores(serving: Any) -> None:
+    from tensorhub_plugins.vllm.engine.pooling import generative_scores_of_one_version
+
+    if NAME not in vars(serving.ServingGenerativeScoring):
+        generative_scores_of_one_version(serving.ServingGenerativeScoring, _is_ours)
+        setattr(serving.ServingGenerativeScoring, NAME, True)
+
+
 def _add_draining(multiproc_executor: Any) -> None:
     """An answer that is not fetched is taken for the answer to the next call."""
     from tensorhub_plugins.vllm.answers import all_fetched
@@ -231,6 +247,8 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
     "vllm.v1.executor.multiproc_executor": _add_draining,
     "vllm.entrypoints.pooling.base.serving": _add_pooling,
     "vllm.entrypoints.pooling.scoring.serving": _add_scores,
+    "vllm.entrypoints.generate.beam_search.online": _add_beams,
+    "vllm.entrypoints.generate.generative_scoring.serving": _add_generative_scores,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +100,18 @@ class Serving:
     async def _prepare_generators(self, ctx: Any) -> None:
         self.prepared += 1
 
+    async def _compute(self, request: Any) -> list[int]:
+        ctx = SimpleNamespace()
+        await Serving._collect_batch(self, ctx)
+        return [*ctx.final, request]
+
+    async def beam_search(self, request: Any, **_: Any) -> AsyncIterator[int]:
+        for version in await self._compute(request):
+            yield version
+
+    async def create_generative_scoring(self, request: Any) -> list[int]:
+        return await self._compute(request)
+
     async def _collect_batch(self, ctx: Any) -> None:
         ctx.final = [epoch(self.core)]
         if self.changes:
@@ -129,11 +142,38 @@ def test_an_answer_of_several_requests_is_of_one_version() -> None:
     assert (collect(serving), serving.prepared) == ([0], 1)  # a request is of one version by itself
 
 
-def test_weights_that_never_rest_are_said() -> None:
+WAYS = ["beam search", "generative scoring"]
+
+
+def computed(serving: Serving, way: str, *, ours: bool = True) -> list[int]:
+    class Wrapped(Serving):
+        pass
+
+    pooling.beams_of_one_version(Wrapped, lambda _: ours)
+    pooling.generative_scores_of_one_version(Wrapped, lambda _: ours)
+    serving.__class__ = Wrapped
+
+    async def searched() -> list[int]:
+        return [version async for version in serving.beam_search(7)]
+
+    asked = searched() if way == "beam search" else serving.create_generative_scoring(7)
+    return asyncio.run(asked)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_generates_in_several_requests_answers_from_one_version(way: str) -> None:
+    assert computed(Serving(1), way, ours=False) == [0, 1, 7]  # the control
+    assert computed(Serving(1), way) == [1, 1, 7]
+    assert computed(Serving(0), way) == [0, 0, 7]
+
+
+@pytest.mark.parametrize("way", ["pooling", *WAYS])
+def test_weights_that_never_rest_are_said(way: str) -> None:
     from fastapi import HTTPException
 
     with pytest.raises(HTTPException, match="ask again") as refused:
-        collect(Serving(pooling.ATTEMPTS_MAX))
+        serving = Serving(pooling.ATTEMPTS_MAX)
+        collect(serving) if way == "pooling" else computed(serving, way)
     assert refused.value.status_code == 503
 
 
@@ -149,6 +189,8 @@ def test_late_interaction_leaves_nothing_in_workers() -> None:
 
 
 def test_vllm_has_what_is_wrapped() -> None:
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.pooling.scoring.serving import ServingScores
 
@@ -156,7 +198,8 @@ def test_vllm_has_what_is_wrapped() -> None:
 
     register()
     register()
-    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__):
+    generates = (BeamSearchOnlineMixin.beam_search, ServingGenerativeScoring.create_generative_scoring)
+    for function in (PoolingBaseServing._collect_batch, ServingScores.__init__, *generates):
         assert not hasattr(function.__wrapped__, "__wrapped__")  # once
     assert ServingScores._collect_batch is PoolingBaseServing._collect_batch
     assert callable(PoolingBaseServing._prepare_generators)

@@ -1,21 +1,24 @@
 """Answers of `vllm serve` that the API server makes of several requests: the score of a query and a document, whose
-embeddings are requests of their own, or the embedding of a text in chunks. Each is of one version, or asked for again.
+embeddings are requests of their own, or the embedding of a text in chunks; a beam search, each of whose steps is asked
+for by itself; generative scores. Each is of one version, or asked for again.
 
 A request by itself is of one version by what workers forget of it at an install (worker/progress.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 ATTEMPTS_MAX = 5  # an install takes a moment, and versions are seconds apart
 
 
+T = TypeVar("T")
+
+
 def of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
-    """Wrap vLLM's PoolingBaseServing. What was computed while the weights changed is computed again; HTTP 503 after
-    ATTEMPTS_MAX changes."""
+    """Wrap vLLM's PoolingBaseServing."""
     original = serving._collect_batch
 
     @wraps(original)
@@ -23,18 +26,58 @@ def of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
         if not is_ours(self.engine_client.vllm_config) or len(ctx.engine_inputs or ()) < 2:
             await original(self, ctx)
             return
-        for attempt in range(ATTEMPTS_MAX):
+
+        async def collect(attempt: int) -> None:
             if attempt:
                 await self._prepare_generators(ctx)
-            before = await _epochs(self.engine_client)
             await original(self, ctx)
-            if await _epochs(self.engine_client) == before:
-                return
-        from fastapi import HTTPException
 
-        raise HTTPException(503, f"the weights changed {ATTEMPTS_MAX} times while this was computed: ask again")
+        await _while_weights_rest(self.engine_client, collect)
 
     serving._collect_batch = collect_batch
+
+
+def beams_of_one_version(mixin: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Wrap vLLM's BeamSearchOnlineMixin, which says nothing before the last step."""
+    original = mixin.beam_search
+
+    @wraps(original)
+    async def beam_search(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        async def search(_: int) -> list[Any]:
+            return [answer async for answer in original(self, *args, **options)]
+
+        ours = is_ours(self.engine_client.vllm_config)
+        for answer in await (_while_weights_rest(self.engine_client, search) if ours else search(0)):
+            yield answer
+
+    mixin.beam_search = beam_search
+
+
+def generative_scores_of_one_version(serving: Any, is_ours: Callable[[Any], bool]) -> None:
+    """Wrap vLLM's ServingGenerativeScoring."""
+    original = serving.create_generative_scoring
+
+    @wraps(original)
+    async def create_generative_scoring(self: Any, *args: Any, **options: Any) -> Any:
+        def create(_: int) -> Any:
+            return original(self, *args, **options)
+
+        ours = is_ours(self.engine_client.vllm_config)
+        return await (_while_weights_rest(self.engine_client, create) if ours else create(0))
+
+    serving.create_generative_scoring = create_generative_scoring
+
+
+async def _while_weights_rest(engine: Any, compute: Callable[[int], Awaitable[T]]) -> T:
+    """What was computed while the weights changed is computed again; HTTP 503 after ATTEMPTS_MAX changes."""
+    for attempt in range(ATTEMPTS_MAX):
+        before = await _epochs(engine)
+        computed = await compute(attempt)
+        if await _epochs(engine) == before:
+            return computed
+    from fastapi import HTTPException
+
+    raise HTTPException(503, f"the weights changed {ATTEMPTS_MAX} times while this was computed: ask again")
 
 
 async def _epochs(engine: Any) -> list[int]:
