@@ -573,9 +573,9 @@ class Client:
                 self._serving.supersede(self._hub.directive.attempts)
         except BaseException:
             destinations.fail()
-            if machine.claimed is not None:
+            if transfer.claimed is not None:
                 with suppress(TensorHubError):
-                    self.abandon(machine.claimed.version, machine.claimed.layout)
+                    self.abandon(transfer.claimed.version, transfer.claimed.layout)
             raise
         finally:
             destinations.end()

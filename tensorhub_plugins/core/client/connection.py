@@ -199,9 +199,7 @@ class HubLink:
     def close(self) -> None:
         """Say Bye and stop; closing twice is fine."""
         with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._outbox.append(messages.encode(messages.Bye()))
+            self._closing = True
         self._wake()
         self._thread.join()
 
@@ -240,8 +238,10 @@ class HubLink:
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
+                if is_last := self._closing:  # a Hello behind it would have us listed for a session timeout
+                    self._outbox.append(messages.encode(messages.Bye()))
                 self._flush()
-                if self._closing:
+                if is_last:
                     return
                 self._look_at_handshakes()
                 self._receive_all()

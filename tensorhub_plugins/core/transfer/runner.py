@@ -125,6 +125,7 @@ class Transfer:
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
+        self.claimed: ShardKey | None = None  # also by an answer that came when nobody took it any more
         self._look_at, self._stalls_at = 0.0, float("inf")  # when the readers are looked at next; the first that stalls
         self._ended, self._come = False, 0  # the bytes that had come when they were last counted
         self._error: TensorHubError | None = None
@@ -270,6 +271,8 @@ class Transfer:
         def answered(future: Future[messages.Reply]) -> None:
             reply = future.exception() or future.result()
             assert isinstance(reply, messages.Granted | TensorHubError)
+            if isinstance(reply, messages.Granted):
+                self.claimed = reply.claim or self.claimed
             self._events.put((None, events.Answer(numbers[0], reply, bool(acquire.beside))))
 
         self._hub.ask(make, self._machine.deadline).add_done_callback(answered)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,10 @@ from client_stage import FAR, HELD, SOON_S, holders, until
 
 from tensorhub_plugins.core import CHECKPOINT, Client, ShardKey, UsageError, process, start_server
 from tensorhub_plugins.core.cli import fetch_status
+from tensorhub_plugins.core.client import session
+from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # of Python 3.12, for what this is about
@@ -195,3 +199,25 @@ def test_an_interpreter_that_exits_says_bye():
     with start_server(limits=HubLimits(session_timeout_s=3600)) as hub:
         subprocess.run([sys.executable, "-c", PROGRAM, hub.address], check=True, timeout=4 * SOON_S)
         until(lambda: fetch_status(hub.address)["models"] == [])  # not given up for its silence
+
+
+def test_goodbye_is_the_last_word(monkeypatch):
+    """A Hello behind it, as the hub was restarted just then, would be listed for a session timeout."""
+    with start_server(limits=HubLimits(session_timeout_s=3600)) as hub:
+        client = Client(hub.address, run="r", model="m", replica="leaves", transports=("tcp",))
+        link, receive_all, leaving = client._hub, HubLink._receive_all, threading.Thread(target=client.close)
+
+        def unknown_while_it_leaves(self: HubLink) -> None:
+            if self is link and leaving.ident is None:
+                leaving.start()
+                until(lambda: link._closing)
+                with link._lock:
+                    unknown = session.Heard(messages.Unknown(link._machine.hub, 0.0))
+                    link._carry_out(link._machine.handle(unknown, time.monotonic()))
+                assert not link._machine._welcomed  # so that it has said Hello
+            receive_all(self)
+
+        monkeypatch.setattr(HubLink, "_receive_all", unknown_while_it_leaves)
+        until(lambda: leaving.ident)
+        leaving.join(SOON_S)
+        assert fetch_status(hub.address)["models"] == []

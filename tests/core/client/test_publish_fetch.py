@@ -30,6 +30,7 @@ from tensorhub_plugins.core import (
     start_server,
 )
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.transfer.runner import Transfer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 
 # --- publish, replicate, fetch, wait, versions, unpublish ---
@@ -379,6 +380,21 @@ def test_a_fetch_that_fails_gives_its_claim_back(stage):
         first.fetch(layouts=(RUNTIME, CHECKPOINT), timeout_s=0.5)
     let_go(trainer, 1)
     assert second.fetch(layouts=(RUNTIME, CHECKPOINT)).converts == RUNTIME
+
+
+def test_a_claim_that_came_too_late_is_given_back(stage, monkeypatch):
+    """The fetch has ended when its answer is there, and nobody has looked at it."""
+    trainer, first = stage.client("trainer"), stage.client("first")
+    trainer.publish(1, tensors_of(1))
+
+    def end_when_it_is_answered(transfer: Transfer) -> None:
+        until(lambda: first._hub._machine.claims and transfer.claimed)
+        raise DeadlineExceeded("just now")
+
+    monkeypatch.setattr(Transfer, "_next_event", end_when_it_is_answered)
+    with pytest.raises(DeadlineExceeded):
+        first.fetch(layouts=(RUNTIME, CHECKPOINT))
+    until(lambda: not first._hub._machine.claims)
 
 
 @pytest.mark.parametrize("peer_stays", [True, False])
