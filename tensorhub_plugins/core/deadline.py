@@ -74,8 +74,8 @@ def remaining_s(deadline: float, now: float) -> float:
     return max(0.0, deadline - now)
 
 
-def bounded(timeout_s: float) -> float:
+def bounded(timeout_s: float, name: str = "timeout_s") -> float:
     """Seconds that every clock and message can hold: at most a year. UsageError for what is no number."""
     if not isinstance(timeout_s, (int, float)) or timeout_s != timeout_s:  # the latter: not a number
-        raise UsageError(f"timeout_s={timeout_s!r}: pass a number of seconds, float('inf') to wait as long as it takes")
+        raise UsageError(f"{name}={timeout_s!r}: pass a number of seconds, float('inf') to wait as long as it takes")
     return min(max(0.0, timeout_s), TIMEOUT_S_MAX)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
+from tensorhub_plugins.core.deadline import until
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
@@ -38,7 +40,7 @@ def check_identity(shard: int, shard_count: int, **names: str) -> None:
 
 def check_layouts(layouts: Sequence[str]) -> None:
     """UsageError unless these are layouts, a few."""
-    if isinstance(layouts, str) or not 1 <= len(layouts) <= LAYOUTS_MAX:
+    if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not 1 <= len(layouts) <= LAYOUTS_MAX:
         raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
 
 
@@ -50,11 +52,30 @@ def check_budget(budget_bytes: object, over_budget: object) -> None:
         raise UsageError(f"over_budget={over_budget!r}: 'warn' or 'refuse'")
 
 
-def check_job(job: object) -> str:
+def check_word(what: str, word: object) -> str:
+    """UsageError for what no message can hold as a word, which may be empty."""
+    if not is_text(word) or len(word) > NAME_LENGTH_MAX or printable(word) != word:
+        raise UsageError(f"{what}={word!r:.80}: a text of at most {NAME_LENGTH_MAX} characters that can be printed")
+    return word
+
+
+def check_location(location: object) -> Location:
     """UsageError for what no Hello can hold."""
-    if not is_text(job) or len(job) > NAME_LENGTH_MAX or printable(job) != job:
-        raise UsageError(f"job={job!r:.80}: a text of at most {NAME_LENGTH_MAX} characters that can be printed")
-    return job
+    if not isinstance(location, Location):
+        raise UsageError(f"location={location!r:.80}: a Location(data_center, rack, host), or None for this host's")
+    for what in location.__struct_fields__:
+        check_word(f"location.{what}", getattr(location, what))
+    return location
+
+
+def checked_specs(specs: Iterable[TensorSpec], deadline: float) -> Iterator[TensorSpec]:
+    """These, for reading or for memory. UsageError for what is none, DeadlineExceeded at the deadline."""
+    if not isinstance(specs, Iterable):
+        raise UsageError(f"{specs!r:.80}: give a list of TensorSpec, as `spec_of(name, tensor)` makes them")
+    for spec in until(deadline, specs):
+        if not isinstance(spec, TensorSpec):
+            raise UsageError(f"{spec!r:.80} is no TensorSpec, as `spec_of(name, tensor)` makes them")
+        yield spec
 
 
 def check_retain(newest: object, domains: object, across: object) -> None:
@@ -99,6 +120,8 @@ def usable(
     names: Sequence[str], advertise_host: str, limits: TransportLimits, gate: Gate | None
 ) -> dict[str, Transport]:
     """The transports of these names that work here, made; UsageError when none does."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"transports={names!r:.80}: a list of names, for example ['tcp']")
     transports: dict[str, Transport] = {}
     for name in names:
         reason = unavailable(name)

@@ -33,7 +33,7 @@ from tensorhub_plugins.core.client.destinations import Destinations, LiveMemory
 from tensorhub_plugins.core.client.hand_over import hand_over
 from tensorhub_plugins.core.client.reports import Fetched, PublishReport, ReplicateReport, UnpublishReport
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
-from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded, until
+from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.manifest import Part, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.claims import claimed
@@ -130,17 +130,17 @@ class Client:
         keys = secret.from_environment() if keys is None else keys
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
-        self._location = arguments.here() if location is None else location
+        self._location = arguments.check_location(arguments.here() if location is None else location)
         self._lock = threading.Lock()
         self._transfers: set[Transfer] = set()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget)
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
-        self._job = arguments.check_job(os.environ.get("TENSORHUB_JOB", "") if job is None else job)
+        self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)
         self._copies = Copies(self._serving, self._copy)
-        towards = advertise_host or address_towards(address)
+        towards = arguments.check_word("advertise_host", advertise_host or "") or address_towards(address)
         self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
         try:
             self._hub = self._serving.hub = self._link(address, self._hello(run, model), connect_timeout_s, keys)
@@ -307,7 +307,7 @@ class Client:
         allowed = Allowed.begin(timeout_s, into)
         arguments.check_layouts(layouts)
         with allowed.naming(version):
-            only = None if wanted is None else TensorTable.of(until(allowed.deadline, wanted))
+            only = None if wanted is None else TensorTable.of(arguments.checked_specs(wanted, allowed.deadline))
             live = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(
                 self._serving,
@@ -357,7 +357,7 @@ class Client:
         if installed:
             check_version(installed)
         serial = self._hub.directive.serial
-        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, refused, serial, pins), timeout_s)
+        reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, refused, serial, bool(pins)), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
 
@@ -401,6 +401,7 @@ class Client:
         takes nothing back and retains nothing: Superseded.
         """
         version_of(0, step)
+        arguments.check_word("word", word)
         return begin(self._ask, step, word, bounded(timeout_s)).number
 
     @property
@@ -441,7 +442,7 @@ class Client:
         DeadlineExceeded at the deadline, a `Deadline`.
         """
         self._check_open()
-        return self._serving.take(until(deadline, specs), deadline)
+        return self._serving.take(arguments.checked_specs(specs, deadline), deadline)
 
     def serving(self) -> list[ShardKey]:
         """The shards this worker offers now, sorted."""

@@ -16,12 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import zmq
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import session
+from tensorhub_plugins.core.deadline import bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError, refusal
 from tensorhub_plugins.core.process import close_at_exit
 from tensorhub_plugins.core.protocol import messages
@@ -34,6 +36,7 @@ from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
 
 log = logging.getLogger("tensorhub.client")
+SaidT = TypeVar("SaidT", messages.Hello, session.Request)
 
 RECONNECT_FIRST_MS = 50
 RECONNECT_MAX_MS = 1000
@@ -101,10 +104,10 @@ class HubLink:
         self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
         self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
         often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
-        self._machine = session.Session(identity, time.monotonic(), redial_s=often if redial_s is None else redial_s)
-        self._lock = threading.RLock()
+        redial_s = often if redial_s is None else redial_s
+        self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s)
+        self._lock, self._outbox = threading.RLock(), deque[bytes]()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
-        self._outbox: deque[bytes] = deque()
         self._welcomed: Future[None] = Future()
         self._closing, self._refused = False, ""  # why the hub does not let us in any more
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -118,7 +121,7 @@ class HubLink:
         self._thread.start()
         close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
         try:
-            self._welcomed.result(timeout=connect_timeout_s)
+            self._welcomed.result(timeout=bounded(connect_timeout_s, "connect_timeout_s"))
         except FutureTimeout:
             self.close()
             raise HubUnreachable(
@@ -151,13 +154,14 @@ class HubLink:
     def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 
-        The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable.
+        The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable. UsageError
+        for what no hub can read.
         """
         future: Future[messages.Reply] = Future()
         with self._lock:
             if self._closing:
                 raise UsageError("the client is closed")
-            request = make(self._machine.next_request_id())
+            request = _checked(make(self._machine.next_request_id()))
             self._futures[request.request_id] = future, request
             self._carry_out(self._machine.handle(session.Ask(request, deadline), time.monotonic()))
         self._wake()
@@ -415,6 +419,17 @@ def outcome_text(request: session.Request, *, was_sent: bool) -> str:
     if not was_sent:
         return "; nothing was changed, as it was not even sent"
     return f"; it may have been carried out before, and will not be from now on: {FIND_OUT[type(request)]}"
+
+
+def _checked(message: SaidT) -> SaidT:
+    """Return a message of a caller's, or raise UsageError when it cannot be encoded, or the hub would not read it:
+    before anything is kept that the link's thread would send again and again."""
+    timed: dict[str, float] = {"timeout_s": 0.0} if hasattr(message, "timeout_s") else {}  # what is left is sent
+    try:
+        messages.decode_from_client(messages.encode(msgspec.structs.replace(message, **timed)))
+    except (ProtocolError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"what the hub is told ({type(message).__name__}) has a value of no use: {error}") from error
+    return message
 
 
 def _described(request: session.Request) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import socket
 
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.types import is_text
 
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 
@@ -34,7 +35,7 @@ def format_address(scheme: str, host: str, port: int) -> str:
 def check_address(address: str) -> str:
     """Return a hub's address, or raise UsageError."""
     try:
-        parse_address(address, "tcp")
+        parse_address(address if is_text(address) else "", "tcp")
     except UsageError as error:
         raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
     return address
@@ -42,7 +43,7 @@ def check_address(address: str) -> str:
 
 def hub_addresses(text: str) -> tuple[str, ...]:
     """Where a hub may be: one address, or several with commas between them. UsageError for what is none."""
-    return tuple(check_address(each.strip()) for each in text.split(","))
+    return tuple(check_address(each.strip()) for each in str(text).split(","))
 
 
 def is_loopback(address: str) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from client_processes import (
@@ -19,6 +20,7 @@ from tensorhub_plugins.core import (
     CHECKPOINT,
     Client,
     HubUnreachable,
+    Location,
     Part,
     ShardKey,
     TensorTable,
@@ -28,6 +30,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.memory import moves as reads
+from tensorhub_plugins.core.protocol import messages
 
 # --- what can never work, in words ---
 
@@ -245,6 +248,10 @@ def test_what_cannot_be_published_is_named_and_nothing_of_it_is(stage, bad, copy
         (lambda c: c.withdraw("newest"), "positive integer"),
         (lambda c: c.retain(-1), "a count of versions from 0 to 1024"),
         (lambda c: c.retain(2000), "a count of versions from 0 to 1024"),
+        (lambda c: c.fetch(layouts=7), "a list of 1 to 8 layouts"),
+        (lambda c: c.fetch(wanted=[1]), "1 is no TensorSpec"),
+        (lambda c: c.fetch(wanted=1), "1: give a list of TensorSpec"),
+        (lambda c: c.allocate([None]), "None is no TensorSpec"),
     ],
 )
 def test_what_makes_no_sense_is_refused_here_and_now(stage, call, words):
@@ -266,16 +273,60 @@ def test_what_makes_no_sense_is_refused_here_and_now(stage, call, words):
         ({"transports": ()}, "none of the transports"),
         ({"transports": ("tcp", "carrier pigeon")}, "no transport 'carrier pigeon'; known are"),
         ({"address": "nowhere"}, "use tcp://host:port"),
+        ({"address": 5}, "use tcp://host:port"),
+        ({"address": "tcp://\ud800:1", "advertise_host": "127.0.0.1"}, "use tcp://host:port"),
         ({"address": "tcp://no.such.host.invalid:1"}, "correct the host's name"),
         ({"advertise_host": "0.0.0.0"}, "cannot be connected to"),
         ({"memory_budget_bytes": "1 GB"}, "memory_budget_bytes='1 GB': a number of bytes"),
         ({"over_budget": "refused"}, "over_budget='refused': 'warn' or 'refuse'"),
+        ({"transports": 1}, "transports=1: a list of names"),
+        ({"transports": "tcp"}, "transports='tcp': a list of names"),
+        ({"transports": [[]]}, "a list of names"),
+        ({"advertise_host": "a..b"}, "advertise_host='a..b' is not an address"),
+        ({"advertise_host": 5}, "advertise_host=5: a text"),
+        ({"connect_timeout_s": "5"}, "connect_timeout_s='5': pass a number of seconds"),
+        ({"connect_timeout_s": float("nan")}, "connect_timeout_s=nan: pass a number of seconds"),
+        ({"location": "x"}, "location='x': a Location"),
+        ({"location": Location(host="\ud800")}, "location.host=.*a text of at most 256 characters"),
+        ({"location": Location(rack="x" * 300)}, "location.rack=.*a text of at most 256 characters"),
+        ({"preemptible": "no"}, "Hello.* has a value of no use"),
     ],
 )
 def test_a_client_that_cannot_work_is_refused(stage, options, words):
     arguments = {"address": stage.address, "run": "r", "model": "m", "replica": "x", **options}
     with pytest.raises(UsageError, match=words):
         Client(arguments.pop("address"), **arguments)
+
+
+def test_a_client_may_wait_for_its_hub_for_ever(stage):
+    stage.client("x", connect_timeout_s=float("inf")).versions()
+
+
+BAD_WORDS = ["\ud800", np.str_("x"), 1, None, "x" * 300, "a\nb"]
+
+
+@pytest.mark.parametrize("word", BAD_WORDS, ids=repr)
+def test_a_word_that_no_message_can_hold_is_refused_and_the_link_lives(stage, word):
+    client = stage.client("a")
+    with pytest.raises(UsageError, match="word=.*a text of at most 256 characters"):
+        client.begin(0, word=word, timeout_s=1.0)
+    assert client.begin(0, word="x") == 0
+
+
+@pytest.mark.parametrize("word", BAD_WORDS, ids=repr)
+def test_what_the_hub_would_not_read_is_refused_before_anything_is_kept_of_it(stage, word):
+    """Whatever a caller has not looked at: what is kept is sent again by the link's thread, which would end."""
+    client = stage.client("a")
+    with pytest.raises(UsageError, match=r"what the hub is told \(Begin\) has a value of no use"):
+        client._hub.ask(lambda n: messages.Begin(n, 0, 1.0, word), time.monotonic() + SOON_S)
+    assert client._hub._machine.asked == client._hub._futures == {}
+    client.versions()
+
+
+def test_a_flag_of_numpy_is_one(stage):
+    client = stage.client("a")
+    client.publish(1, tensors_of(1))
+    assert client.target(pins=np.bool_(True)) == 1
 
 
 def test_no_hub_at_the_address():

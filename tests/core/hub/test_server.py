@@ -20,6 +20,7 @@ import zmq
 from hub_peer import ask, peer
 
 from tensorhub_plugins.core.cli import fetch_status, status_text
+from tensorhub_plugins.core.client import connection
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
@@ -163,11 +164,14 @@ def test_a_worker_is_not_disturbed_by_strangers(server):
         assert isinstance(reply, messages.Done)
 
 
-def test_a_worker_that_is_refused_hears_why(server):
+def test_a_worker_that_is_refused_hears_why(server, monkeypatch):
     bad = messages.Hello("r", "m", "a", 3, 2, Location(), {})
     with pytest.raises(UsageError, match="shard 3 of 2: shards count from 0"):
         HubLink(server.address, bad, connect_timeout_s=10.0, on_source_gone=id, on_may_release=id)
     malformed = messages.Hello("", "m", "a", 0, 1, Location(), {})
+    with pytest.raises(UsageError, match=r"what the hub is told \(Hello\) has a value of no use"):
+        HubLink(server.address, malformed, connect_timeout_s=10.0, on_source_gone=id, on_may_release=id)
+    monkeypatch.setattr(connection, "_checked", lambda message: message)
     with pytest.raises(ProtocolError, match="malformed"):
         HubLink(server.address, malformed, connect_timeout_s=10.0, on_source_gone=id, on_may_release=id)
 
