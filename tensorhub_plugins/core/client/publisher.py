@@ -288,9 +288,11 @@ class Publisher:
         slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
         buffered: dict[str, torch.Tensor] = {}
         passed: dict[str, TensorSpec] = {}
+        twice: list[str] = []
         with self._queueing(slab) as downloads:
             for name, tensor in self._settled(weights):
                 check_tensor(name, tensor)
+                twice += [name] * (name in passed)
                 spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
                 mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
                 if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
@@ -301,10 +303,12 @@ class Publisher:
                     buffered[name] = host_copy(tensor, dtype_of(spec))
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
-        if self._whole and whole != self._whole:
+        if twice or (self._whole and whole != self._whole):
             downloads.wait()
             if slab is not None:
                 slab.close()
+            if twice:
+                raise UsageError(f"tensor {twice[0]!r} is there twice, and nothing was published", version=version)
             raise self._not_the_same(version, whole)
         if slab is not None and not buffered and not slab.unwritten:
             return Snapshot(slab, whole, _parts(pieces), downloads)

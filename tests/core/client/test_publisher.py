@@ -215,6 +215,23 @@ def test_what_is_no_named_tensor_is_refused(address, name, tensor, words):
     rank.close()
 
 
+@pytest.mark.parametrize("is_known", [False, True], ids=["as it comes", "known beforehand"])
+def test_a_name_that_comes_twice_is_refused_on_every_rank_at_the_end(address, is_known):
+    """Readers would have whichever came last."""
+    model = weights(1)
+    ranks = [publisher(address, rank, 2, model=specs(model) if is_known else ()) for rank in range(2)]
+    for rank in ranks:
+        rest = iter([*model.items(), ("layer.0", model["layer.0"] + 1), ("last", torch.ones(2))])
+        with pytest.raises(UsageError, match="tensor 'layer.0' is there twice, and nothing was published"):
+            rank.publish(1, rest)
+        assert next(rest, None) is None and rank.client.serving() == []
+    for rank in ranks:
+        rank.publish(1, iter(model.items()))
+    assert_equal(read(address, 1)[0], model)
+    for rank in ranks:
+        rank.close()
+
+
 def test_a_model_known_beforehand_may_be_strided(address):
     model = {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(3)}
     rank = publisher(address, model=specs(model))
