@@ -26,7 +26,7 @@ class EngineCore:
 
     def __init__(self) -> None:
         self.input_queue: queue.Queue[Any] = queue.Queue()
-        self.scheduler = SimpleNamespace(requests={})
+        self.scheduler, self.batch_queue = SimpleNamespace(requests={}), None
         self.forgets = True
         self.model_executor: Any = SimpleNamespace(is_sleeping=False, collective_rpc=self._rpc)
         self.log: list[str] = []
@@ -149,6 +149,39 @@ def test_while_the_weights_are_broken_others_hear_why(engine: Any) -> None:
     assert not late.done() and engine.paused
     ours(engine, "resume")
     assert late.result(TIMEOUT_S) is None and not engine.paused
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_pause_of_another_client_while_the_weights_are_broken_lasts(engine: Any, early: bool, resumes: bool) -> None:
+    """It was answered, and the next version ended it."""
+    ours(engine, "pause")
+    engine.broken, engine.resumes = True, False
+    asked = theirs(engine, lambda: engine.pause_scheduler("abort")) if early else None
+    ours(engine, "install")
+    asked = asked or theirs(engine, lambda: engine.pause_scheduler("abort"))
+    assert asked.result(TIMEOUT_S) is None and engine.log[-1] == "pause abort"  # it aborts what there is
+    if resumes:  # the control: that client does not want it to stand still any more
+        with pytest.raises(UsageError, match="broken"):
+            theirs(engine, engine.resume_scheduler)
+    engine.broken, engine.resumes = False, True
+    ours(engine, "install", "resume")
+    assert engine.paused is not resumes
+    theirs(engine, engine.resume_scheduler)
+    ours(engine, "pause", "install", "resume")  # it was of that time only
+    assert not engine.paused
+
+
+def test_nothing_ends_on_broken_weights_so_nobody_waits_for_that(engine: Any) -> None:
+    """vLLM lets requests run on where a pause is to wait for their end."""
+    ours(engine, "pause")
+    engine.broken = True
+    ours(engine, "install")
+    engine.scheduler.has_unfinished_requests = lambda: True
+    with pytest.raises(UsageError, match="nothing to wait for ends"):
+        theirs(engine, lambda: engine.pause_scheduler("wait"))
+    engine.scheduler.has_unfinished_requests = lambda: False
+    assert theirs(engine, lambda: engine.pause_scheduler(mode="wait")).done()
 
 
 def test_nobody_waits_for_an_install_that_never_answered(engine: Any) -> None:

@@ -28,6 +28,7 @@ class FakeCore:
     def __init__(self, rank: int, store: TCPStore, everyone: list[FakeCore], together: threading.Barrier) -> None:
         self.rank, self.dp_store, self.everyone, self.together = rank, store, everyone, together
         self.asked: list[Any] = []
+        self.theirs = False
         self.wrong, self.available, self.idle, self.version, self.holds = "", True, True, 0, ""
 
     async def is_available(self) -> bool:
@@ -51,6 +52,12 @@ class FakeCore:
     async def resume(self) -> None:
         self._asked("resume")
         await asyncio.to_thread(self.together.wait, 30)
+
+    async def is_theirs(self) -> bool:
+        return self.theirs
+
+    async def stay(self) -> None:
+        self._asked("stay")
 
     def running(self) -> dict[str, int]:
         return {f"request-{self.rank}": 10 + self.rank}
@@ -87,6 +94,13 @@ def test_all_workers_answer_in_the_order_of_their_shards(cores: list[FakeCore]) 
     answers = asyncio.run(first(cores).rpc("tensorhub_install", 7, 60.0))
     assert [answer["worker"] for answer in answers] == list(range(2 * RANKS))
     assert all(core.asked == [("tensorhub_install", 7, 60.0)] for core in cores)
+
+
+def test_where_a_rank_is_paused_by_another_client_none_resumes(cores: list[FakeCore]) -> None:
+    engine = first(cores)
+    cores[1].theirs = True
+    asyncio.run(engine.resume())
+    assert all(core.asked == [("stay",)] for core in cores)
 
 
 def test_ranks_pause_and_resume_together(cores: list[FakeCore]) -> None:

@@ -61,9 +61,11 @@ class Core:
 
         core._handle_client_request = handle_client_request
         self._held = False  # by our update, from pause to resume
+        self._is_stopped = False  # by us, as well when that update has failed half way
+        self._is_theirs = False  # another client has paused it meanwhile, and not resumed
         self._deferred: list[tuple[partial[Any], Future[Any]]] = []  # what other clients have asked meanwhile
         self._pause, self._resume = core.pause_scheduler, core.resume_scheduler
-        core.pause_scheduler = self._unless_held(self._pause)
+        core.pause_scheduler = self._their_pause = self._unless_held(self._pause)
         core.resume_scheduler = self._unless_held(self._resume)
 
     def _unless_held(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,11 +75,15 @@ class Core:
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._held:
-                return original(*args, **kwargs)
-            done: Future[Any] = Future()
-            self._deferred.append((partial(original, *args, **kwargs), done))
-            return done
+            if self._held:
+                done: Future[Any] = Future()
+                self._deferred.append((partial(call, *args, **kwargs), done))
+                return done
+            if self._is_stopped:
+                self._is_theirs = original == self._pause
+                if self._is_theirs and "wait" in (*args, *kwargs.values()) and not self._idle:
+                    raise UsageError("this engine stands still after an update that failed: nothing to wait for ends")
+            return original(*args, **kwargs)
 
         return call
 
@@ -85,8 +91,8 @@ class Core:
         """Call in the loop."""
         self._held, deferred, self._deferred = False, self._deferred, []
         for call, done in deferred:
-            if call.func is self._pause and self._core.is_scheduler_paused():
-                done.set_result(None)  # it is: by a pause of ours that has failed on another rank
+            if call.func is self._their_pause and self._core.is_scheduler_paused() and not self._is_stopped:
+                done.set_result(None)  # it is: for another rank, where that client was quicker
             else:
                 _follow_up(call, done)
 
@@ -145,7 +151,8 @@ class Core:
             if held_by:
                 raise StaleCaches(held_by)
             self._departures.begin()
-            self._held = True
+            self._held = self._is_stopped = True
+            self._is_theirs = False
             return self._pause("keep", False)
 
         def undo() -> None:
@@ -168,20 +175,36 @@ class Core:
         """What was computed with other weights; StaleCaches."""
         await self.ask(self._caches.forget)
 
+    async def is_theirs(self) -> bool:
+        """Another client has paused it while it stood still after an update that failed, and not resumed."""
+        return bool(await self.ask(lambda: self._is_theirs))
+
     async def resume(self) -> None:
+        """Where another client has paused it, that client does."""
         await self.ask(self._go_on)
 
-    def _go_on(self) -> None:
+    async def stay(self) -> None:
+        """As `resume` where another client has paused a rank: it resumes all."""
+        await self.ask(partial(self._go_on, stay=True))
+
+    def _go_on(self, *, stay: bool = False) -> None:
         """Call in the loop."""
         try:
-            self._resume()
+            if not (stay or self._is_theirs):
+                self._resume()
+            self._is_stopped = False
             self._departures.end()
         finally:
             self._let_go()
 
     async def let_go(self) -> None:
         """Of a pause that has failed on another rank."""
-        await self.ask(self._let_go)
+
+        def let_go() -> None:
+            self._is_stopped = False
+            self._let_go()
+
+        await self.ask(let_go)
 
     def running(self) -> dict[str, int]:
         requests = list(self._core.scheduler.requests.items())  # at once: the loop may add some

@@ -222,7 +222,7 @@ class CoreFollower(Follower):
     when "now": at once; requests that are running are kept, and computed anew from their tokens under the new weights.
     "idle": when no request waits or runs, after patience_s at once; a newer version that appears meanwhile is fetched
     instead, and one that is not to be run any more is dropped. While another client has paused the engine, or put it to
-    sleep, nothing is switched.
+    sleep, nothing is switched; but one that stands still after an update that failed is mended, and stays paused.
     """
 
     def __init__(self, core: Core | FirstRank, joining: WorkerConfig, start: StartConfig) -> None:

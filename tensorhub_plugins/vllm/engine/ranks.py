@@ -40,7 +40,9 @@ QUESTIONS = frozenset(
         "pause",
         "let_go",
         "forget",
+        "is_theirs",
         "resume",
+        "stay",
         "running",
         "departed",
         "switch",
@@ -103,7 +105,8 @@ class FirstRank:
         await self._all("forget")
 
     async def resume(self) -> None:
-        await self._all("resume")
+        stay = any(await self._all("is_theirs"))  # all resume, or none does: each would wait for the others
+        await self._all("stay" if stay else "resume")
 
     def running(self) -> dict[str, int]:
         everywhere = [self._core.running(), *self._answers(self._ask("running"))]
