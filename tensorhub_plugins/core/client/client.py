@@ -430,8 +430,9 @@ class Client:
 
     def hand_over(self, timeout_s: float = 25.0) -> bool:
         """This worker will be taken away: take back all that it serves, newest first, and wait until somebody else has
-        what only it has. Returns whether nothing was left in time. Never raises. In a signal's handler, call it in a
-        thread: `threading.Thread(target=client.hand_over).start()`."""
+        what only it has. Returns whether nothing was left in time; UsageError for a timeout that is no number, and no
+        other error. In a signal's handler, call it in a thread: `threading.Thread(target=client.hand_over).start()`."""
+        timeout_s = bounded(timeout_s)
         self._hub.leave()
         return hand_over(self, timeout_s)
 

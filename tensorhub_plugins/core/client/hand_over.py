@@ -7,7 +7,7 @@ import time
 from typing import Any, Protocol
 
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import TensorHubError
+from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.core.types import ShardKey
 
 logger = logging.getLogger("tensorhub.client")
@@ -28,15 +28,27 @@ class Leaving(Protocol):
 def hand_over(client: Leaving, timeout_s: float) -> bool:
     """As `Client.hand_over`."""
     deadline = Deadline.after(timeout_s)
-    try:
-        for version in sorted({key.version for key in client.serving()}, reverse=True):
-            client.unpublish(version, timeout_s=max(0.1, deadline.remaining()))
-        while client.serving() and deadline.remaining() > 0:
-            time.sleep(POLL_INTERVAL_S)
-    except TensorHubError as error:
-        logger.warning("leaving without handing over: %s", error)
-        return False
-    left = sorted({key.version for key in client.serving()})
-    if left:
-        logger.warning("leaving with the last copy of version %s: nobody took it within %.0f s", left, timeout_s)
+    problems: dict[int, TensorHubError | None] = {}  # of each version that was asked for
+    while True:
+        for version in _versions(client):
+            if version in problems and not isinstance(problems[version], UsageError):
+                continue
+            problems[version] = None
+            try:
+                client.unpublish(version, timeout_s=max(0.1, deadline.remaining()))
+            except TensorHubError as error:  # UsageError: it is still being read here
+                problems[version] = error
+        left = _versions(client)
+        waits = [version for version in left if isinstance(problems.get(version), UsageError | None)]
+        if not waits or deadline.expired:
+            break
+        time.sleep(POLL_INTERVAL_S)
+    for version in left:
+        why = problems.get(version) or f"it is the last copy, and nobody took it within {timeout_s:.0f} s"
+        logger.warning("leaving with version %d: %s", version, why)
     return not left
+
+
+def _versions(client: Leaving) -> list[int]:
+    """Those that it offers, newest first."""
+    return sorted({key.version for key in client.serving()}, reverse=True)
