@@ -31,6 +31,7 @@ from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     hub_addresses,
+    needs_ipv6,
     new_session,
 )
 from tensorhub_plugins.core.security import curve, secret
@@ -302,6 +303,7 @@ def _fetch_status(address: str, timeout_s: float, keys: Keys | None) -> dict[str
     handshakes = curve.Handshakes(socket, address, keys)
     try:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, needs_ipv6(address))
         socket.setsockopt(zmq.IDENTITY, new_session())
         socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX)
         try:

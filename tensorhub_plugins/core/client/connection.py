@@ -29,6 +29,7 @@ from tensorhub_plugins.core.process import close_at_exit
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
     hub_addresses,
+    needs_ipv6,
     new_session,
 )
 from tensorhub_plugins.core.security import curve
@@ -99,8 +100,8 @@ class HubLink:
         redial_s: float | None = None,
     ) -> None:
         self._addresses, self._dialed = hub_addresses(address), 0
-        self.session = new_session()
-        self._name = f"{identity.replica}/{identity.shard}"
+        self._ipv6 = [needs_ipv6(each) for each in self._addresses]  # here: the link's thread must not wait for names
+        self.session, self._name = new_session(), f"{identity.replica}/{identity.shard}"
         self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
         self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
         often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
@@ -216,6 +217,7 @@ class HubLink:
 
     def _dial(self) -> None:
         self._socket = _dealer(self._context, self.session, self._keys)
+        self._socket.setsockopt(zmq.IPV6, self._ipv6[self._dialed % len(self._addresses)])
         self._handshakes = curve.Handshakes(self._socket, self.address, self._keys)
         self._socket.connect(self.address)
 

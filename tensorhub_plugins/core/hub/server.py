@@ -32,7 +32,7 @@ from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
 from tensorhub_plugins.core.process import ForeignPort, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import check_address, is_loopback, new_session, parse_address
+from tensorhub_plugins.core.protocol.address import check_address, is_loopback, needs_ipv6, new_session, parse_address
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Role, printable
@@ -53,7 +53,7 @@ LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, 
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine two enums costs as much as to send
 
 
-def _router() -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     """A ROUTER whose ZeroMQ thread does not interrupt ours on the same core.
 
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
@@ -62,7 +62,9 @@ def _router() -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
     context = zmq.Context()
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
-    return context, context.socket(zmq.ROUTER)
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.IPV6, needs_ipv6(address))
+    return context, socket
 
 
 def _may_run_in_batches() -> bool:
@@ -113,7 +115,7 @@ class Server:
         self._awake_at, self._hub = clock(), self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._failures: dict[bytes, int] = {}  # by the session that they cost
-        self._context, self._socket = _router()
+        self._context, self._socket = _router(address)
         self._doorman: curve.Doorman | None = None
         if keys is not None:
             self._doorman = curve.Doorman(self._context, admitted)

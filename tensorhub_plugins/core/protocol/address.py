@@ -55,6 +55,18 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+def needs_ipv6(address: str) -> bool:
+    """Whether this is an IPv6 address, or a name that has no other. Looks a name up; False where that fails.
+
+    ZeroMQ is to be told: of a name that has both it would take the IPv6 address only, where the hub may not listen."""
+    host, _ = parse_address(address, "tcp")
+    try:
+        found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, ValueError):
+        return False
+    return found == {socket.AF_INET6}
+
+
 def check_advertised(host: str) -> str:
     """Return a host that peers are told to connect to, or raise UsageError: 0.0.0.0 is none."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
@@ -29,7 +30,9 @@ from tensorhub_plugins.core import (
     spec_of,
     start_server,
 )
+from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.hub.limits import HubLimits
+from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.transfer.runner import Transfer
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 
@@ -449,3 +452,26 @@ def test_what_cannot_keep_its_strides_is_copied_row_by_row(stage):
     mine = {"holes": torch.zeros(8, 4), "repeated": torch.zeros(3, 8)}
     rollout.replicate(mine)
     assert torch.equal(mine["holes"], odd["holes"]) and torch.equal(mine["repeated"], odd["repeated"])
+
+
+def ipv6_problem() -> str:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        return f"no IPv6 loopback here: {error}"
+    return ""
+
+
+@pytest.mark.skipif(bool(ipv6_problem()), reason=ipv6_problem())
+@pytest.mark.parametrize("keys", [None, Keys.of(b"secret" * 6)], ids=["no secret", "secret"])
+def test_a_hub_and_its_workers_where_only_ipv6_is(stage, keys):
+    with start_server("tcp://[::1]:0", limits=HubLimits(grace_s=0.0), keys=keys) as hub:
+        assert hub.address.startswith("tcp://[::1]:")
+        stage.address = hub.address
+        trainer = stage.client("trainer", keys=keys, advertise_host="::1")
+        trainer.publish(1, tensors_of(1))
+        fetched = stage.client("reader", keys=keys).fetch(1)
+        assert same_bytes(fetched.tensors(), tensors_of(1)) and fetched.report.transports == {"tcp": SIZE}
+        assert fetch_status(hub.address, keys=keys)["hub"]
+        while stage.open:
+            stage.open.pop().close()

@@ -31,6 +31,7 @@ from tensorhub_plugins.core.hub.server import (
 from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
+    needs_ipv6,
     new_session,
 )
 from tensorhub_plugins.core.types import (
@@ -228,6 +229,13 @@ def test_the_address_it_got_and_one_it_cannot_have(server):
             HubLink(bad, hello(), connect_timeout_s=1.0, on_source_gone=id, on_may_release=id)
     with pytest.raises(UsageError, match="cannot listen on"):
         Server("tcp://no.such.host.invalid:1", insecure=True)
+
+
+def test_a_name_that_has_both_is_looked_for_where_it_was(monkeypatch):
+    """ZeroMQ would try its IPv6 address only, where no hub needs to listen."""
+    families = {"v4": [socket.AF_INET], "v6": [socket.AF_INET6], "both": [socket.AF_INET6, socket.AF_INET], "none": []}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(each, 0, 0, "", ()) for each in families[host]])
+    assert [name for name in families if needs_ipv6(f"tcp://{name}:1")] == ["v6"]
 
 
 def test_nobody_listens():
