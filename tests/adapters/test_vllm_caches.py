@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.vllm.engine.caches import Caches, StaleCaches
 from tensorhub_plugins.vllm.engine.core_follower import attach
 
@@ -104,6 +105,24 @@ def test_what_cannot_be_forgotten_keeps_the_weights(core: Any, method: str) -> N
     assert raised.value.message == HELD and core.version == 3 and core.label == "3" and not core.paused
     core.collective_rpc("finish_weight_update")
     core.resume_scheduler()
+
+
+@pytest.mark.parametrize("method", ["update_weights", "reload_weights"])
+def test_weights_do_not_change_under_a_step_that_makes_prompt_logprobs(core: Any, method: str) -> None:
+    """vLLM dropped what came of it, and the request ended without them."""
+    asked = core.scheduler.requests["a"] = request("RUNNING", computed=20)
+    asked.sampling_params, asked.num_output_tokens = SimpleNamespace(prompt_logprobs=0), 0
+    core.batch_queue = ["a step"]
+    with pytest.raises(UsageError, match="made for a: pause the engine first"):
+        core.collective_rpc(method)
+    assert core.log == [] and core.label == "3" and not core.paused
+    for change in ("they have come", "none is wanted", "not begun", "no step is under way"):  # controls
+        asked.num_output_tokens = int(change == "they have come")
+        asked.sampling_params = None if change == "none is wanted" else SimpleNamespace(prompt_logprobs=0)
+        asked.num_computed_tokens = 20 * (change != "not begun")
+        core.batch_queue = [] if change == "no step is under way" else ["a step"]
+        core.collective_rpc(method)
+    assert core.log.count(method) == 4
 
 
 def test_new_weights_with_old_caches_answer_nothing(core: Any) -> None:

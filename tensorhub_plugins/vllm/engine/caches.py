@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.core import TensorHubError, UsageError
 
 NAMED_MAX = 3  # of the requests that keep blocks
 WAY_OUT = "abort them, or wait until they end"
@@ -63,6 +63,21 @@ class Caches:
             self.refusal = f"the weights have changed, and what others have computed stays: {why}" * self.is_stale
             raise StaleCaches(self.refusal or why) from cause
         self.is_stale, self.refusal = False, ""
+
+    def check_steps(self) -> None:
+        """UsageError while a step is under way that makes log probabilities of a prompt: vLLM would drop what comes of
+        it, and workers do not make them again."""
+        requests = self._core.scheduler.requests.items() if getattr(self._core, "batch_queue", None) else ()
+        owed = [
+            name
+            for name, request in requests
+            if getattr(request.sampling_params, "prompt_logprobs", None) is not None
+            and request.num_computed_tokens
+            and not request.num_output_tokens
+        ]
+        if owed:
+            named = f"{', '.join(owed[:NAMED_MAX])}{', ...' * (len(owed) > NAMED_MAX)}"
+            raise UsageError(f"prompt_logprobs are being made for {named}: pause the engine first")
 
     def why_stale(self) -> str:
         """Forget what is stale; why that cannot be, or ""."""

@@ -5,11 +5,11 @@
 
     Weights and caches change as one    Before and after every update_weights, and every reload_weights, the prefix and
                                         encoder caches are forgotten and running requests are computed anew, in
-                                        whatever mode the engine was paused, or not at all. Where vLLM does not forget
-                                        before, nothing changes; where it does not afterwards, the engine stands still,
-                                        and finish_weight_update and resume fail until it has (caches.py). The cache of
-                                        prepared images stays: it holds inputs, and the API server's half of it would
-                                        not be told.
+                                        whatever mode the engine was paused, or not at all (but where that would lose
+                                        prompt_logprobs). Where vLLM does not forget before, nothing changes; where it
+                                        does not afterwards, the engine stands still, and finish_weight_update and
+                                        resume fail until it has (caches.py). The cache of prepared images stays: it
+                                        holds inputs, and the API server's half of it would not be told.
     Weights and labels change as one    vLLM's weight_version is the workers' after each of those, or "none".
     Broken weights are not used         What fails half way pauses the engine; resume fails, it stays paused and alive:
                                         update again.
@@ -105,6 +105,7 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
             return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
         before = _version(core)
         if method in CHANGES:
+            caches.check_steps()
             caches.forget()  # or nothing changes
             caches.is_stale = True
         try:
