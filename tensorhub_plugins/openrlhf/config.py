@@ -11,6 +11,7 @@ hub's address, the run's name) back into it. Every refusal is a UsageError whose
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -50,9 +51,10 @@ def is_colocated(colocate_all: bool, async_enable: bool) -> bool:
 
 def check_spelling(backend: str) -> None:
     """UsageError for what was meant to be ours: OpenRLHF would take it for a back end of torch, and fail much later."""
-    word = backend.partition("?")[0].partition(":")[0].strip()
-    if not is_ours(backend) and difflib.get_close_matches(word.lower(), [NAME], cutoff=MISSPELT_MIN):
-        raise UsageError(f"{FLAG} {backend!r} is no back end: did you mean {NAME}{backend.strip()[len(word) :]}?")
+    word, rest = re.fullmatch(r"\s*([^?:/]*)(.*?)\s*", backend, re.DOTALL).groups()  # type: ignore[union-attr]
+    if not is_ours(backend) and difflib.get_close_matches(word.strip().lower(), [NAME], cutoff=MISSPELT_MIN):
+        rest = f"://{rest.lstrip('/')}" if rest.startswith("/") else rest
+        raise UsageError(f"{FLAG} {backend!r} is no back end: did you mean {NAME}{rest}?")
 
 
 def parse(backend: str) -> Options:

@@ -48,15 +48,12 @@ class Journal:
         if call.prompt != tuple(prompt):
             del self.calls[self._replayed :]
             return None
-        if call.is_whole:
-            self._replayed += 1
-        else:
-            del self.calls[self._replayed :]  # it will be noted again, with what comes to it
+        self._replayed += call.is_whole  # one that was broken off stays until it is noted with what comes to it
         return call
 
     def note(self, call: Call) -> None:
-        """The answer of this engine."""
-        self.calls.append(call)
+        """The answer of this engine, in the place of one that was broken off."""
+        self.calls[self._replayed :] = [call]
         self._replayed = len(self.calls)
 
 

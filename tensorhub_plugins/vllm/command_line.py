@@ -31,9 +31,9 @@ def words_of(given: Sequence[str], commands: Collection[str], default: str) -> W
     """The framework's command and what follows it; `default` where none is named. What starts it (a shell's variables,
     `ray job submit ... --`, `python -u -m`) may stand before it."""
     is_submitted = tuple(Path(word).name for word in given[:3]) == SUBMIT
+    files = {f"/{command.replace('.', '/')}.py": command for command in commands}
     for number, word in enumerate(given):
-        files = {f"{command.replace('.', '/')}.py": command for command in commands}
-        found = word if word in commands else next((files[file] for file in files if word.endswith(file)), None)
+        found = word if word in commands else next((files[file] for file in files if f"/{word}".endswith(file)), None)
         if found is not None:
             return Words(found, list(given[number + 1 :]), is_submitted)
     if is_submitted or "-m" in given:

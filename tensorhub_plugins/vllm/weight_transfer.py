@@ -25,6 +25,7 @@ For servers that follow by themselves (engine/core_follower.py), client=Followin
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -92,7 +93,7 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         latest = update_info.version == LATEST
         if latest and is_further_rank(self.vllm_config):
             raise UsageError("name the version: each data parallel engine would take what is the latest for it")
-        version = updater.resolve(timeout_s) if latest else int(update_info.version)
+        version = updater.resolve(timeout_s) if latest else number_of(update_info.version)
         polled = updater.poll()
         if polled["version"] == version and not polled["broken"]:
             return
@@ -111,6 +112,13 @@ class TensorHubWeightTransferEngine(WeightTransferEngine[WorkerConfig, UpdateInf
         if updater is None:
             raise UsageError("not connected: call init_weight_transfer_engine first, with hub and model")
         return updater
+
+
+def number_of(version: object) -> int:
+    """Return the version that a request names, as a number or its digits."""
+    if isinstance(version, bool) or not re.fullmatch("[0-9]+", str(version)):
+        raise UsageError(f"version is {version!r}: name a whole number, or {LATEST!r}")
+    return int(str(version))
 
 
 # --- the trainer's side ---

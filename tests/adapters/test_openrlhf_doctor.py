@@ -46,6 +46,8 @@ def test_a_whole_command_is_understood(line: list[str], module: str, is_submitte
 
 
 def test_another_program_is_refused() -> None:
+    own = ["my_openrlhf/cli/train_ppo_ray.py", "--a", "1"]
+    assert words_of(own, (doctor.STOCK, doctor.OURS), doctor.STOCK).arguments == own
     with pytest.raises(UsageError, match=r"this command line starts none of openrlhf.cli.train_ppo_ray"):
         words_of(["-m", "verl.trainer.main_ppo", "x=1"], (doctor.STOCK, doctor.OURS), doctor.STOCK)
 

@@ -44,6 +44,17 @@ def test_the_next_engine_gets_the_same_answers_and_goes_on_with_the_last() -> No
     assert again.find([7]) is None
 
 
+def test_an_engine_that_leaves_before_it_asks_gives_back_what_it_was_given() -> None:
+    journal = Journal([Call((1,), output(2), (0, 0), True), Call((1, 2, 9), output(3, 4), (0, 0), False)])
+    there = moved(journal)
+    assert there.find([1]) is not None and there.find([1, 2, 9]) is not None
+    back = moved(GivenBack([there]).journals[0])  # type: ignore[index]
+    assert GivenBack([back]).tokens == 3 and not back.calls[-1].is_whole
+    back.find([1]), back.find([1, 2, 9])
+    back.note(Call((1, 2, 9), output(3, 4, 5), (0, 1), True))  # the control: it is there once
+    assert [call.output.token_ids for call in back.calls] == [[2], [3, 4, 5]]
+
+
 def test_an_agent_that_asks_something_else_is_answered_anew() -> None:
     journal = Journal([Call((1,), output(2), (0, 0), True), Call((1, 2, 9), output(3), (0, 0), True)])
     assert journal.find([1]) is not None

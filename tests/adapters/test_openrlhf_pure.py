@@ -168,6 +168,8 @@ def test_colocated_engines_keep_their_own_path_and_it_says_so(capsys: pytest.Cap
     ("backend", "meant"),
     [
         ("tensorhubb", "tensorhub"),
+        ("tensorhub//127.0.0.1:7070", "tensorhub://127.0.0.1:7070"),
+        ("tensorhub/127.0.0.1:7070?keep=2", "tensorhub://127.0.0.1:7070?keep=2"),
         ("tensorhubs", "tensorhub"),
         ("tensor-hub", "tensorhub"),
         ("TensorHub", "tensorhub"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 
 from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, wait_until
 
-from tensorhub_plugins.core import Client, Server
+from tensorhub_plugins.core import Client, Server, UsageError
 
 pytestmark = pytest.mark.heavy
 
@@ -36,6 +37,15 @@ def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int
         return known[seed]
 
     return get
+
+
+def test_a_version_is_a_whole_number() -> None:
+    from tensorhub_plugins.vllm.weight_transfer import number_of
+
+    for wrong in (1.7, "1.7", True, -1, None, "newest"):
+        with pytest.raises(UsageError, match=re.escape(f"version is {wrong!r}: name a whole number, or 'latest'")):
+            number_of(wrong)
+    assert [number_of(version) for version in (7, "7")] == [7, 7]
 
 
 def client(hub: Server, name: str) -> Client:
