@@ -79,6 +79,13 @@ def claimed(memory: Memory, what: str, deadline: float = NEVER) -> Iterator[None
         mine.end()
 
 
+def is_used(slab: Slab) -> bool:
+    """Whether others use the memory of this slab, which a pool has not handed out: as tensors that were made of it."""
+    extents = _sorted(slab, NEVER)
+    with _changed:
+        return any(_overlap(extents, _sorted(each.memory, NEVER)) for each in _claims if not each.is_pooled)
+
+
 def _conflict(mine: Claim, extents: Extents, deadline: float) -> tuple[Claim, tuple[str, str]] | None:
     """Another claim, and a tensor of each that lie in the same memory."""
     if mine.is_pooled:

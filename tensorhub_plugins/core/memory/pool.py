@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.device import here
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
+from tensorhub_plugins.core.memory.claims import is_used
 from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
 
@@ -42,7 +43,7 @@ class SlabPool:
             self._takes += 1
             # Those that came last first: one that was needed once, and no more, then lies idle, and is let go.
             alike = [slab for slab in reversed(self._free) if slab.specs == wanted]
-            idle = [slab for slab in alike if slab.is_lent]  # for whoever uses it, and for nobody else
+            idle = [slab for slab in alike if slab.is_lent or is_used(slab)]  # for whoever uses it, and for nobody else
             for slab in idle:
                 self._forget(slab)
             found = next((slab for slab in alike if slab not in idle), None)

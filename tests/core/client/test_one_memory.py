@@ -116,6 +116,29 @@ def test_memory_that_is_read_into_by_a_fetch_is_read_into_by_nobody_else(stage, 
     assert same_bytes(future.result(SOON_S).tensors(), tensors_of(2))
 
 
+@pytest.mark.parametrize("gives_back", ["first", "last"])
+def test_what_is_offered_of_a_fetch_that_was_released_is_not_fetched_into(stage, gives_back):
+    """It would be served, as the old version, with the bytes of the new one. The control: not offered, it is used."""
+    trainer, rollout, other = (stage.client(name) for name in ("trainer", "rollout", "other"))
+    for version in (1, 2, 3):
+        trainer.publish(version, tensors_of(version))
+    fetched = rollout.fetch(1)
+    live, memory = fetched.tensors(), fetched.tensors()["embed"].data_ptr()
+    if gives_back == "first":
+        fetched.release()
+    rollout.publish(1, live, "another", copy=False)
+    fetched.release()
+    second = rollout.fetch(2)
+    assert second.tensors()["embed"].data_ptr() != memory
+    assert same_bytes(live, tensors_of(1)) and rollout.recheck(1) == ()
+    taken = zeros_like(tensors_of(1))
+    other.replicate(taken, 1, "another")
+    assert same_bytes(taken, tensors_of(1))
+    memory = second.tensors()["embed"].data_ptr()
+    second.release()
+    assert rollout.fetch(3).tensors()["embed"].data_ptr() == memory
+
+
 def test_a_read_that_fails_leaves_its_memory_to_others(stage):
     trainer, rollout, other = (stage.client(name) for name in ("trainer", "rollout", "other"))
     trainer.publish(1, tensors_of(1))
