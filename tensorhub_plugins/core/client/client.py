@@ -570,7 +570,7 @@ class Client:
             destinations.begin()
             outcome = transfer.run()
             destinations.deadline = max(destinations.deadline, machine.deadline)
-            destinations.complete(outcome.version)
+            destinations.complete(outcome.version, outcome.layout)
             if self._hub.directive.is_over(outcome.version):  # since a moment
                 self._serving.supersede(self._hub.directive.attempts)
         except BaseException:

@@ -168,7 +168,7 @@ class Destinations:
 
     # --- the end ---
 
-    def complete(self, version: int) -> None:
+    def complete(self, version: int, layout: str) -> None:
         """Everything has arrived. UsageError when it cannot stay as it is (see tied.py)."""
         if self._live is not None and self._live.live.tied:
             self._live.live.check(version)
@@ -179,7 +179,7 @@ class Destinations:
         names = {name for table in self._parted.values() for name in table.of_tensor}
         for number, slab in self.allocated.items():
             slab.mark_written(None if number >= 0 else names)
-        self._serving.holds_fetched(self.allocated.values())
+        self._serving.holds_fetched(self.allocated.values(), version, layout)
         if self.serve:
             self._serving.complete(self._read)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from typing_extensions import assert_never
 
@@ -57,7 +57,7 @@ class Serving:
         self._is_over = False
         self._shelf: Shelf[Offer] = Shelf()
         self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
-        self._fetched: WeakSet[Slab] = WeakSet()  # hold what was read from others
+        self._fetched: WeakKeyDictionary[Slab, tuple[int, str]] = WeakKeyDictionary()  # version and layout, from others
         self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered, and whose memory they are
         self._covered: tuple[dict[int, TensorTable], TensorTable] | None = None  # all sources of a read, and its target
         self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
@@ -101,7 +101,7 @@ class Serving:
         """Offer a whole shard; returns when the hub knows of it. On an error nothing is published. lends: nobody but
         the pool writes to its memory when it is offered no more."""
         check_time(deadline)
-        was_read = slab in self._fetched
+        was_read = self._fetched.get(slab) == (key.version, key.layout)
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
         offer.mark_all_ready()
         try:
@@ -325,7 +325,7 @@ class Serving:
         if not for_others:
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
         slab = self.pool.take(table, deadline, of_read)
-        self._fetched.discard(slab)
+        self._fetched.pop(slab, None)
         return slab
 
     def _spend(self, size_bytes: int, *, refuses: bool) -> None:
@@ -359,11 +359,11 @@ class Serving:
         left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
         return max(0, min(left, machine.available_bytes() // 2))
 
-    def holds_fetched(self, slabs: Iterable[Slab]) -> None:
+    def holds_fetched(self, slabs: Iterable[Slab], version: int, layout: str) -> None:
         """These slabs hold what was read from others, until they are used for something else: by nobody, whatever is
         unpublished, before they are released."""
         for slab in slabs:
-            self._fetched.add(slab)
+            self._fetched[slab] = version, layout
             self.pool.hold(slab)
 
     def recycle(self, slab: Slab, hand_out: int | None = None) -> None:

@@ -142,6 +142,26 @@ def test_a_slab_under_two_layouts_is_used_again_when_both_are_gone(stage):
     assert client.allocate(slab.specs) is not slab
 
 
+@pytest.mark.parametrize(
+    ("version", "layout", "origin"),
+    [(1, CHECKPOINT, "replicated"), (2, CHECKPOINT, "published"), (1, RUNTIME, "published")],
+)
+def test_a_fetched_slab_is_read_from_others_only_as_what_it_was(stage, monkeypatch, version, layout, origin):
+    """As another version it is new: one that is taken for read is visible before its other shards are there."""
+    trainer, rollout = stage.client("trainer"), stage.client("rollout")
+    trainer.publish(1, {"w": torch.ones(100)})
+    (slab,) = rollout.fetch(1).slabs.values()
+    origins, ask = [], rollout._serving.hub.ask
+    monkeypatch.setattr(
+        rollout._serving.hub,
+        "ask",
+        lambda make, deadline: origins.append(make(1).holding.origin) or ask(make, deadline),
+    )
+    rollout.publish(version, slab, layout)
+    assert origins == [origin]
+    monkeypatch.undo()
+
+
 def test_a_published_slab_is_not_copied_and_adopted_tensors_are_served_in_place(stage):
     trainer, rollout = stage.client("trainer"), stage.client("rollout")
     live = tensors_of(1)
