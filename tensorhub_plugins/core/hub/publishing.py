@@ -6,6 +6,7 @@ Rules 1 (unpublish), 2 (atomic visibility) and 4 (retention) of `hub.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from tensorhub_plugins.core.hub.domains import needs_its_domain
 from tensorhub_plugins.core.hub.limits import (
@@ -326,9 +327,15 @@ def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
     version = history.version(key.version)
     shard, said = (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
     known = history.roots.get(key.version, {}).get(shard)
+    is_new = known is None and shard not in version.contents
+    if is_new and announced.origin == "published" and (count := _other_cut(history, version, shard)):
+        return (
+            f"version {version_text(key.version)} was published in {count} shards: a version is never changed; use a "
+            "higher version, or call Client.begin when a run starts again"
+        )
     if worker.role != "reader":
         version.by_readers.discard(shard)
-    elif known is None and shard not in version.contents:
+    elif is_new:
         version.by_readers.add(shard)
     root, _ = version.contents.setdefault(shard, said if known is None else known)
     if root == announced.root:
@@ -337,6 +344,17 @@ def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
         f"other bytes are already published as {key}: a version is never changed; use a higher version, or call "
         "Client.begin when a run starts again"
     )
+
+
+def _other_cut(history: History, version: Version, shard: tuple[str, int, int]) -> int:
+    """In how many shards this checkpoint was published that others may have had, if not in so many as this one is of:
+    whether the bytes are the same nobody can tell. 0: it is new."""
+    layout, count, _ = shard
+    if layout != CHECKPOINT:
+        return 0  # what is made of it is each engine's own
+    had = (each for each in version.contents if version.was_visible and each not in version.by_readers)
+    cuts = (of for name, of, _ in chain(history.roots.get(version.number, ()), had) if name == CHECKPOINT)
+    return next((of for of in cuts if of != count), 0)
 
 
 def spenders(history: History) -> list[tuple[str, int, int]]:

@@ -415,6 +415,31 @@ def test_who_starts_again_publishes_no_other_bytes_under_a_number_that_was_visib
     assert history.roots_count == sum(map(len, history.roots.values()))
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["held", "forgotten"])
+def test_who_starts_again_with_other_ranks_publishes_nothing_under_a_number_that_was_visible(held: bool) -> None:
+    """Nobody can compare what is cut in another way. The controls: a version that nobody has seen, what is read and
+    passed on, and a layout of an engine's own."""
+    scenario = Scenario()
+    for worker, count in (("trainer/0", 1), ("rollout/0", 1), ("next/0", 2), ("next/1", 2)):
+        scenario.join(worker, count)
+    scenario.publish("trainer/0", 1)
+    if held:
+        scenario.publish("rollout/0", 1, origin="replicated")
+    scenario.publish("trainer/0", 2)
+    scenario.unpublish("trainer/0", 1)
+    assert (1 in scenario.hub.registry.histories["run", "actor"].versions) is held
+    scenario.publish("next/0", 1)
+    answer = scenario.inbox["next/0"][-1]
+    assert isinstance(answer, m.Refused) and "version 1 was published in 1 shards" in answer.message
+    for version, layout, origin in (
+        (1, RUNTIME, "published"),
+        (1, CHECKPOINT, "replicated"),
+        (3, CHECKPOINT, "published"),
+    ):
+        scenario.publish("next/1", version, layout, origin=origin)
+        assert isinstance(scenario.inbox["next/1"][-1], m.Done)
+
+
 def test_a_number_that_nobody_has_seen_is_free_when_its_last_holder_has_taken_it_back() -> None:
     """One shard of two: never visible, so that nobody can have read it."""
     scenario = Scenario()
