@@ -379,7 +379,7 @@ def test_memory_for_the_parts_of_many_ranks_costs_what_each_of_them_has(monkeypa
                 for slab in into.allocated.values():
                     slab.specs.__dict__["positions"] = Looks(slab.specs.positions)
             assert len([number for number in into.allocated if number < 0]) == (count if version == 1 else 1)
-            into.complete(version)
+            into.complete(version, CHECKPOINT)
             for slab in into.allocated.values():
                 serving.recycle(slab)
             yield Looks.seen / count
