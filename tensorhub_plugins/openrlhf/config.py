@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from operator import attrgetter
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -22,6 +23,7 @@ import msgspec
 from tensorhub_plugins.core import UsageError, options
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
+from tensorhub_plugins.vllm.outlook import check_number
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -32,6 +34,13 @@ COLOCATED = (
     "with --train.colocate_all trainer and engines share their GPUs, and OpenRLHF hands the weights over inside them "
     "(CUDA IPC): the store is not used"
 )
+# Numbers that GPUs and memory are counted with, and the least that they may be.
+NUMBERS = {
+    **dict.fromkeys(("actor.num_nodes", "actor.num_gpus_per_node", "vllm.tensor_parallel_size"), 1),
+    **dict.fromkeys(("ds.tensor_parallel_size", "ds.ring_attn_size", "rollout.n_samples_per_prompt"), 1),
+    **{f"{part}.{name}": 1 for part in ("train", "rollout") for name in ("batch_size", "micro_batch_size")},
+    **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
+}
 MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc, xccl, hccl) are below 0.3
 
 
@@ -127,9 +136,21 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def wrong_numbers(args: Any) -> Iterator[str]:
+    """What cannot be counted with, a sentence each."""
+    for name, least in NUMBERS.items():
+        try:
+            check_number(attrgetter(name)(args), f"--{name}", least)
+        except UsageError as error:
+            yield error.message
+
+
 def refusals(args: Any) -> Iterator[str]:
     """What could not work, a sentence each."""
-    if not args.vllm.num_engines:
+    yield from wrong_numbers(args)
+    if not args.actor.model_name_or_path:
+        yield "--actor.model_name_or_path is empty: name a model's folder, or one on the Hugging Face hub"
+    if (args.vllm.num_engines or 0) < 1:
         yield f"{FLAG} {NAME} moves weights to vLLM engines: set --vllm.num_engines to 1 or more"
     if args.ds.lora.rank > 0 or args.ds.load_in_4bit:
         yield (

@@ -54,7 +54,7 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     if not config.is_ours(backend):
         raise UsageError(f"this command line does not name the store: add {FLAG} {NAME}")
     options = outlook.ask(config.parse, backend) or Options()
-    outlook.ask(lambda: config.check_versions(options, **config.installed_versions()))
+    outlook.ask(_check_versions, options)
     if words.command == STOCK:
         outlook.ask(_check_hook)
     if options.fleet_policy is not None:
@@ -77,6 +77,9 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
         lambda: command_line.check_paths(paths, is_submitted=words.is_submitted, unseen=outlook.unseen),
     )
     outlook.ask(_check_agent, args.train.agent_func_path)
+    if any(config.wrong_numbers(args)):
+        outlook.unseen.append("GPUs and memory, which follow from these numbers")
+        return
     model = model_of(args.actor.model_name_or_path)
     outlook.ask(check_heads, model, args.vllm.tensor_parallel_size, "--vllm.tensor_parallel_size")
     if model is None:
@@ -89,6 +92,10 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
         "whether the cluster has these GPUs and this memory; what is in the data, in reward functions and in agents; "
         "what vLLM and DeepSpeed say of the model"
     )
+
+
+def _check_versions(options: Options) -> None:
+    config.check_versions(options, **config.installed_versions())
 
 
 def _check_apart(args: Any) -> None:
@@ -203,7 +210,7 @@ def parse(arguments: Sequence[str]) -> Any:
     except TensorHubError:
         raise
     except Exception as error:
-        raise _not_taken(error) from error
+        raise _not_taken(error, names.get("args")) from error
     finally:
         sys.argv = before
     return names["args"]
@@ -264,9 +271,11 @@ class _WithoutImports(ast.NodeTransformer):
         return ast.Pass()
 
 
-def _not_taken(error: Exception) -> UsageError:
-    """error: an assert, or None where a value is needed."""
+def _not_taken(error: Exception, args: Any = None) -> UsageError:
+    """error: an assert, or None where a value is needed. args: which numbers of theirs it may have stumbled over."""
     words = " ".join(str(error).split()) or type(error).__name__
+    if hasattr(args, "actor"):
+        words = "; ".join(config.wrong_numbers(args)) or words
     return UsageError(f"OpenRLHF does not take this command line: {words}")
 
 

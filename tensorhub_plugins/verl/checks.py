@@ -17,14 +17,28 @@ from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, count, says_gpus, says_memory
+from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_number, count, says_gpus, says_memory
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
+MISSPELT_MIN = 0.7  # difflib's ratio; verl's own back ends are below 0.5
 COLOCATED = ("sync", "colocate_async")  # trainers of verl that share their GPUs with the engines
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
 SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+RESUME = ("disable", "auto", "resume_path")
+POOLS = ("trainer", "actor_rollout_ref.rollout", "rollout", "reward.reward_model", "distillation")
+KINDS = ("tensor_model", "data", "pipeline_model", "expert")
+# The least that an option may be, and what stands for a wrong one while the others are looked at.
+NUMBERS: dict[str, tuple[int, int | None]] = {
+    **{f"{pool}.{name}": (0, 1) for pool in POOLS for name in ("nnodes", "n_gpus_per_node")},
+    **{f"actor_rollout_ref.rollout.{kind}_parallel_size": (1, 1) for kind in KINDS},
+    "data.train_batch_size": (0, None),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (1, None),
+    SYNC_STEP: (1, 1),
+    "actor_rollout_ref.model.lora_rank": (0, 0),
+    "actor_rollout_ref.model.lora.rank": (0, 0),
+}
 
 
 def concerns_store(root: Any) -> bool:
@@ -37,6 +51,29 @@ def concerns_store(root: Any) -> bool:
 _MODULE = ("checkpoint_engine", "custom_backend_module")
 
 
+def settle(root: Any) -> list[str]:
+    """Refuse what is not of the kind that it is counted or read as, and put in its place what lets the others be
+    looked at. To be called before anything else here."""
+    wrong = []
+    for option, (least, stands_for) in NUMBERS.items():
+        *parents, name = option.split(".")
+        place = _get(root, *parents)
+        if (value := _get(place, name)) is not None:
+            try:
+                check_number(value, option, least)
+            except UsageError as error:
+                wrong.append(error.message)
+                place[name] = stands_for
+    engine = _get(root, "actor_rollout_ref", "rollout", "checkpoint_engine")
+    for place, name, option in ((engine, "engine_kwargs", ""), (_get(engine, "engine_kwargs"), BACKEND, ".keep")):
+        value = _get(place, name)
+        if value is not None and not isinstance(value, Mapping):
+            where = WHERE if option else f"{ENGINE}.{name}"
+            wrong.append(f"{where} is {value!r}: it has options, such as {WHERE}.keep=2")
+            place[name] = {}
+    return wrong
+
+
 def check(root: Any) -> tuple[Options, Outlook]:
     """The store's options (verl's defaults where they are wrong), and what will happen or is wrong.
 
@@ -47,13 +84,17 @@ def check(root: Any) -> tuple[Options, Outlook]:
     outlook.ask(check_backend, rollout)
     given = _get(rollout, "checkpoint_engine", "engine_kwargs", BACKEND)
     options = outlook.ask(config.parse, given) or Options()
+    outlook.ask(check_kwargs, rollout)
     outlook.ask(check_name, rollout, options)
     outlook.tell(check_mode, root)
     if is_served(root):
         outlook.ask(check_batch, root)
+        outlook.ask(check_trainer, _get(root, "trainer"))
         outlook.tell(check_engines, root)
     outlook.said.append(f"weights: {says_parts(root, options)}")
     outlook.said.append(f"dtype: {says_dtype(options)}")
+    outlook.ask(check_resume, _get(root, "trainer"))
+    outlook.ask(check_path, _get(root, "actor_rollout_ref", "model"))
     outlook.ask(check_model, _get(root, "actor_rollout_ref", "model"))
     outlook.ask(check_drafts, rollout)
     if _get(rollout, "name") == ROLLOUT:
@@ -103,6 +144,38 @@ def gpus_of_engine(rollout: Any) -> int:
     kinds = ("tensor_model", "data", "pipeline_model")
     sizes = [int(_get(rollout, f"{kind}_parallel_size") or 1) for kind in kinds]
     return sizes[0] * sizes[1] * sizes[2]
+
+
+def check_trainer(trainer: Any) -> None:
+    """GPUs, without which verl makes a trainer of no ranks."""
+    if not _get(trainer, "nnodes") or not _get(trainer, "n_gpus_per_node"):
+        raise UsageError("the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node to 1 or more")
+
+
+def check_resume(trainer: Any) -> None:
+    """What verl finds wrong only once all models are loaded."""
+    mode, path = _get(trainer, "resume_mode"), _get(trainer, "resume_from_path")
+    if mode not in (None, *RESUME):
+        raise UsageError(
+            f"trainer.resume_mode is {mode!r}, which verl does not know: choose one of {', '.join(RESUME)}"
+        )
+    if mode == "resume_path" and "global_step_" not in (path if isinstance(path, str) else ""):
+        raise UsageError(
+            f"trainer.resume_mode=resume_path, and trainer.resume_from_path is {path!r}: name the folder "
+            "global_step_... of a checkpoint"
+        )
+
+
+def check_kwargs(rollout: Any) -> None:
+    """A misspelt back end, whose options nobody reads."""
+    for name in _get(rollout, "checkpoint_engine", "engine_kwargs") or ():
+        if name != BACKEND and difflib.get_close_matches(str(name).lower(), [BACKEND], cutoff=MISSPELT_MIN):
+            raise UsageError(f"{ENGINE}.engine_kwargs.{name} is read by nobody: did you mean {WHERE}?")
+
+
+def check_path(model: Any) -> None:
+    if not str(_get(model, "path") or "").strip():
+        raise UsageError("actor_rollout_ref.model.path is empty: name a model's folder, or one on the Hugging Face hub")
 
 
 def check_engines(root: Any) -> str:

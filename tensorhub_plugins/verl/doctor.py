@@ -64,7 +64,10 @@ def look(outlook: Outlook, arguments: Sequence[str]) -> None:
     outlook.add(driver.check(copy.deepcopy(root)))
     outlook.ask(check_paths, root, words.is_submitted, outlook.unseen)
     outlook.ask(check_found, root)
-    stock.ask(outlook, words.command, root)
+    if checks.settle(copy.deepcopy(root)):
+        outlook.unseen.append("verl's own checks, which count with what is no number")
+    else:
+        stock.ask(outlook, words.command, root)
     outlook.unseen.append(
         "whether the cluster has these GPUs and this memory; what is in the data, in reward functions and in agent "
         "loops; what vLLM says of the model"
@@ -82,7 +85,8 @@ def check_found(root: Any) -> None:
 
 def check_paths(root: Any, is_submitted: bool, unseen: list[str]) -> None:
     """Files and folders that verl reads on the node of its driver."""
-    given = [(name, OmegaConf.select(root, name)) for name in PATHS]
+    resumed = ("trainer.resume_from_path",) * (OmegaConf.select(root, "trainer.resume_mode") == "resume_path")
+    given = [(name, OmegaConf.select(root, name)) for name in (*PATHS, *resumed)]
     paths = [(name, one) for name, value in given for one in (value if isinstance(value, ListConfig) else [value])]
     command_line.check_paths(paths, is_submitted=is_submitted, unseen=unseen)
 

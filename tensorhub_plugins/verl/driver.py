@@ -52,9 +52,11 @@ def refuse_or_tell(root: Any) -> None:
 
 def check(root: Any) -> Outlook:
     """All that can be known here: configuration, versions, whether the hub answers."""
+    wrong = checks.settle(root)
     settle_dtype(root)
     settle_slices(root)
     options, outlook = checks.check(root)
+    outlook.wrong[:0] = wrong
     model = model_of(root.actor_rollout_ref.model.get("path"))
     checks.tell_memory(outlook, root, options, model)
     tensor_parallel = "actor_rollout_ref.rollout.tensor_model_parallel_size"

@@ -11,13 +11,14 @@ import contextlib
 import copy
 import io
 import logging
+import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from tensorhub_plugins.core import TensorHubError
+from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.verl import checks
 from tensorhub_plugins.vllm.outlook import Outlook
 
@@ -40,6 +41,8 @@ def ask(outlook: Outlook, command: str, root: Any) -> None:
             for question in (_roles, _critic, _fully_async if "fully_async" in command else _one_step_off):
                 _ask(outlook, "its trainer", question, root)
         _ask(outlook, "its engines", engines, root)
+        _ask(outlook, "algorithm.adv_estimator", _estimator, root)
+        _ask(outlook, "the trainer's strategy", _strategies, root)
 
 
 def _ask(outlook: Outlook, what: str, question: Callable[..., Any], *arguments: Any) -> Any:
@@ -150,6 +153,35 @@ def engines(root: Any) -> list[Any]:
     manager.rollout_replica_class = type("Replica", (manager.rollout_replica_class,), stands_for)
     asyncio.run(manager._initialize_llm_servers())
     return list(manager.rollout_replicas)
+
+
+def _estimator(root: Any) -> None:
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+    from verl.utils.import_utils import import_external_libs
+
+    import_external_libs(root.actor_rollout_ref.model.get("external_lib"))  # which may have registered more
+    get_adv_estimator_fn(root.algorithm.adv_estimator)
+
+
+def _strategies(root: Any) -> None:
+    """Whether verl's workers will find the engines of these names. Which of them run here is not asked: this may be a
+    node without a GPU."""
+    from verl.trainer.ppo.utils import need_critic
+    from verl.utils.import_utils import import_external_libs
+    from verl.workers import engine
+
+    import_external_libs(root.actor_rollout_ref.model.get("external_lib"))
+    asked = [("actor_rollout_ref.actor.strategy", "language_model", root.actor_rollout_ref.actor.strategy)]
+    if need_critic(root):
+        asked.append(("critic.strategy", "value_model", root.critic.strategy))
+    not_here = {module.name for module in pkgutil.iter_modules(engine.__path__)}
+    for option, kind, name in asked:
+        known = engine.EngineRegistry._engines[kind]
+        if name not in known and name in not_here:
+            raise ImportError(f"what verl's {name} engine needs is not installed")
+        if name not in known:
+            names = ", ".join(sorted({*known, *not_here} - {"base", "utils"}))
+            raise UsageError(f"{option} is {name!r}, which verl does not know: choose one of {names}")
 
 
 def _set_right(root: Any) -> None:

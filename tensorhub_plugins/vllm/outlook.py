@@ -33,7 +33,14 @@ class Outlook:
             return question(*arguments)
         except TensorHubError as error:
             self.refuse(error.message)
-            return None
+        except Exception as error:  # of a value that nobody had thought of
+            at = error.__traceback__
+            while at is not None and at.tb_next is not None:
+                at = at.tb_next
+            place = f"{at.tb_frame.f_code.co_filename.rpartition('/')[2]}, line {at.tb_lineno}" if at else ""
+            what, words = getattr(question, "__qualname__", repr(question)), " ".join(str(error).split())
+            self.refuse(f"{what} could not be asked: {type(error).__name__}: {words} ({place})")
+        return None
 
     def tell(self, question: Callable[..., str | None], *arguments: Any) -> None:
         """Ask, and keep the sentence that is the answer."""
@@ -51,6 +58,12 @@ class Outlook:
         for sentence in other.wrong:
             self.refuse(sentence)
         self.unseen += other.unseen
+
+
+def check_number(value: object, option: str, least: int = 1) -> None:
+    """UsageError for what is no whole number, or is below `least`. option: how people set it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{option} is {value!r}: give a whole number, {least} or more")
 
 
 def count(number: int, thing: str) -> str:

@@ -75,6 +75,14 @@ def test_another_program_is_refused() -> None:
         ([*FLAG, "--reward.remote_url", "/not/reward.py"], "not on this machine: --reward.remote_url=/not/reward.py"),
         ([*FLAG, "--train.colocate_actor_ref", "--ref.num_gpus_per_node", "4"], "must be the same when colocate actor"),
         ([*FLAG, "--vllm.num_engines", "0"], "set --vllm.num_engines to 1 or more"),
+        ([*FLAG, "--actor.num_gpus_per_node", "0"], "--actor.num_gpus_per_node is 0: give a whole number, 1 or more"),
+        ([*FLAG, "--actor.num_nodes", "-1"], "--actor.num_nodes is -1"),
+        ([*FLAG, "--vllm.tensor_parallel_size", "0"], "--vllm.tensor_parallel_size is 0"),
+        ([*FLAG, "--vllm.tensor_parallel_size", "-2"], "--vllm.tensor_parallel_size is -2"),
+        ([*FLAG, "--vllm.num_engines", "-1"], "set --vllm.num_engines to 1 or more"),
+        ([*FLAG, "--rollout.micro_batch_size", "0"], "--rollout.micro_batch_size is 0"),
+        ([*FLAG, "--train.batch_size", "0"], "--train.batch_size is 0"),
+        ([*FLAG, "--actor.model_name_or_path", ""], "--actor.model_name_or_path is empty"),
         ([*FLAG, "--bogus", "3"], "OpenRLHF does not take this command line: unrecognized arguments: --bogus 3"),
         ([*FLAG, "--train.partial_rollout_enable"], "requires --train.async_enable"),
         ([*FLAG, "--algo.advantage.estimator", "rloo"], "rloo requires n_samples_per_prompt > 1"),
@@ -90,6 +98,16 @@ def test_what_is_wrong_is_said_in_one_line(
     assert line.startswith("tensorhub: ") and sentence in line
     assert last.startswith("I did not look at ")
     assert not said.out
+
+
+def test_what_nobody_had_thought_of_is_a_sentence_too() -> None:
+    def check_shares(number: int) -> int:
+        return 1 // number
+
+    outlook = Outlook()
+    assert outlook.ask(check_shares, 0) is None and outlook.ask(check_shares, 1) == 1
+    (wrong,) = outlook.wrong
+    assert "check_shares could not be asked: ZeroDivisionError: " in wrong and f"({Path(__file__).name}, line " in wrong
 
 
 @needs_openrlhf

@@ -78,6 +78,8 @@ def test_untested_versions_are_refused_unless_allowed() -> None:
 def arguments(**changes: object) -> SimpleNamespace:
     """As OpenRLHF parses them."""
     flat = {
+        **dict.fromkeys(config.NUMBERS, 1),
+        "actor.model_name_or_path": "m",
         "vllm.num_engines": 2,
         "train.colocate_all": False,
         "train.async_enable": False,
@@ -109,6 +111,12 @@ def test_combinations_that_work_pass() -> None:
     [
         ("vllm.num_engines", 0, "--vllm.num_engines"),
         ("vllm.num_engines", None, "--vllm.num_engines"),
+        ("vllm.num_engines", -1, "--vllm.num_engines"),
+        ("vllm.tensor_parallel_size", -2, "--vllm.tensor_parallel_size is -2: give a whole number, 1 or more"),
+        ("actor.num_nodes", 0, "--actor.num_nodes is 0"),
+        ("ref.num_nodes", -1, "--ref.num_nodes is -1: give a whole number, 0 or more"),
+        ("train.batch_size", 0, "--train.batch_size is 0"),
+        ("actor.model_name_or_path", "", "--actor.model_name_or_path is empty"),
         ("train.colocate_all", True, "--train.colocate_all in full"),
         ("ds.lora.rank", 8, "--ds.lora.rank 0"),
         ("ds.load_in_4bit", True, "--ds.load_in_4bit"),

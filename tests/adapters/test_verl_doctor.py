@@ -171,6 +171,53 @@ def test_lines_that_cannot_run_are_refused(mode, arguments, says, job):
     assert any(says in one for one in looked([*mode, *PULL, *job, *words]).wrong)
 
 
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("actor_rollout_ref.actor.strategy=fsdp3", "actor_rollout_ref.actor.strategy is 'fsdp3', which verl does not"),
+        ("algorithm.adv_estimator=grop", "verl: Unknown advantage estimator simply: grop"),
+        ("trainer.resume_mode=autoo", "trainer.resume_mode is 'autoo', which verl does not know: choose one of"),
+        ("trainer.resume_mode=resume_path", "trainer.resume_from_path is None: name the folder"),
+        (
+            "trainer.resume_mode=resume_path trainer.resume_from_path=/nope/global_step_5",
+            "not on this machine: trainer.",
+        ),
+        ("trainer.n_gpus_per_node=0", "the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node"),
+        ("trainer.nnodes=0", "the trainer needs GPUs: set trainer.nnodes and trainer.n_gpus_per_node"),
+        (f"+{checks.ENGINE}.engine_kwargs.tensorhb.keep=2", f"read by nobody: did you mean {config.WHERE}?"),
+        ("actor_rollout_ref.model.path=''", "actor_rollout_ref.model.path is empty"),
+        ("trainer.n_gpus_per_node=abc", "trainer.n_gpus_per_node is 'abc': give a whole number, 0 or more"),
+        ("trainer.n_gpus_per_node=1.5", "trainer.n_gpus_per_node is 1.5"),
+        ("trainer.nnodes=two", "trainer.nnodes is 'two'"),
+        (f"{ROLLOUT}.nnodes=x", f"{ROLLOUT}.nnodes is 'x'"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=two", f"{ROLLOUT}.tensor_model_parallel_size is 'two'"),
+        ("data.train_batch_size=abc", "data.train_batch_size is 'abc'"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=abc", "actor_rollout_ref.actor.ppo_mini_batch_size is 'abc'"),
+        (f"{checks.SYNC_STEP}=0 data.train_batch_size=16", "parameter_sync_step is 0: give a whole number, 1 or more"),
+        (f"{OPTIONS}=3", f"{config.WHERE} is 3: it has options, such as {config.WHERE}.keep=2"),
+    ],
+)
+def test_typing_errors_are_one_sentence_that_names_the_option(word, says, job):
+    (wrong,) = looked([*SEPARATE, *PULL, *job, *word.split()]).wrong
+    assert says in wrong
+
+
+@pytest.mark.parametrize("mode", [ONE_STEP_OFF, FULLY_ASYNC])
+@pytest.mark.parametrize("word", ["actor_rollout_ref.actor.strategy=fsdp3", "algorithm.adv_estimator=grop"])
+def test_names_that_no_trainer_of_verl_knows_are_refused(mode, word, job):
+    (wrong,) = looked([*mode, *PULL, *job, word]).wrong
+    assert word.partition("=")[2] in wrong
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "megatron", "veomni"])
+def test_strategies_of_verl_are_not_refused_where_their_packages_are_not_installed(name, job):
+    outlook = Outlook()
+    root = composed([*SEPARATE, *PULL, *job, f"actor_rollout_ref.actor.strategy={name}"])
+    with stock._quiet():
+        stock._ask(outlook, "the trainer's strategy", stock._strategies, root)
+    assert not outlook.wrong and (name == "fsdp2") == (not outlook.unseen)
+
+
 INNER = ("rollout.name", "rollout.tensor", "rollout.disagg", "rollout.mode", "model.", "actor.")
 
 
