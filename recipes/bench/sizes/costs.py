@@ -41,6 +41,7 @@ from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.destinations import Destinations
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.serving import Serving
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.digests import NO_DIGESTS
 from tensorhub_plugins.core.hub.hub import Hub, Received
 from tensorhub_plugins.core.hub.outbox import Send
@@ -123,7 +124,7 @@ def of_the_trainer(stage: Stage) -> Iterator[Step]:
         again, number = (version == 1), version
 
         def snapshot(number: int = number) -> None:
-            took = publisher._snapshot_parts(number, held)
+            took = publisher._snapshot_parts(number, held, Deadline.after(FOR_EVER))
             described = moves.with_parts(took.slab.specs, took.parts)
             if publisher._published:
                 assert not moves.difference(sent[number - 1].tensors, described, may_move=True)
@@ -171,7 +172,7 @@ def publisher_of(stage: Stage, rank: int) -> Publisher:
     """Whose client only allocates."""
     pool = SlabPool()
 
-    def allocate(specs: Iterable[TensorSpec]) -> Slab:
+    def allocate(specs: Iterable[TensorSpec], deadline: float) -> Slab:
         slab = pool.take(specs)
         slab.__class__ = NotWritten
         return slab
@@ -256,8 +257,8 @@ class Reader:
 
     def begin(self) -> None:
         wanted = None if self.whole else TensorTable.of(self.stage.plan.wanted)
-        self.into = Destinations(self.stage.serving, serve=False, wanted=wanted)
-        self.into.begin(FOR_EVER)
+        self.into = Destinations(self.stage.serving, serve=False, wanted=wanted, deadline=FOR_EVER)
+        self.into.begin()
 
     def prepare(self) -> None:
         for shard, manifest in enumerate(self.manifests):
@@ -274,7 +275,7 @@ class Reader:
             ReadPlan(manifest, self.into.slabs[shard], move)
 
     def complete(self) -> None:
-        self.into.complete(self.version)
+        self.into.complete(self.version, CHECKPOINT)
         report: Any = None
         manifests = dict(enumerate(self.manifests))
         self.fetched = Fetched(self.version, CHECKPOINT, dict(self.into.allocated), manifests, report)
