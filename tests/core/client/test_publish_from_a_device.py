@@ -66,7 +66,7 @@ def test_the_next_gather_does_not_wait_for_the_copies_of_the_last_ones(stage, de
     """It may go into the same memory. The control: without a copy on the device it is written while it is read."""
     if not keeps:
         later = Slab.write_later
-        monkeypatch.setattr(Slab, "write_later", lambda *given, stays=False: later(*given, stays=True))
+        monkeypatch.setattr(Slab, "write_later", lambda *given, stays=False, **how: later(*given, stays=True, **how))
     device.random.random = lambda: 1.0  # nothing runs that nobody waits for
     waits: list[int] = []
     publisher_of().publish(1, gathered(device, waits))

@@ -339,10 +339,10 @@ def test_a_reader_goes_on_while_what_it_reads_moves(client, threads, monkeypatch
     moved = threading.Event()
     complete = Destinations.complete
 
-    def complete_while_it_is_read(self, version):
+    def complete_while_it_is_read(self, version, layout):
         if self.worker == "first/0":
             assert moved.wait(SOON_S)
-        complete(self, version)
+        complete(self, version, layout)
 
     monkeypatch.setattr(Destinations, "complete", complete_while_it_is_read)
     reading = threads.submit(first.replicate, tied_like(tensors), 1)
