@@ -20,7 +20,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
@@ -76,11 +76,8 @@ def _check_version(**needs: str) -> None:
 
 def _add_to_engine_core(core: Any) -> None:
     """Workers cannot reach the scheduler and its caches: core_follower.py gets hold of them here, when asked for."""
-    original = core.EngineCore._initialize_kv_caches
-    if hasattr(original, NAME):
-        return
 
-    def initialize_kv_caches(engine_core: Any, vllm_config: Any) -> Any:
+    def initialize_kv_caches(original: Any, engine_core: Any, vllm_config: Any) -> Any:
         result = original(engine_core, vllm_config)
         if _is_ours(vllm_config):
             from tensorhub_plugins.vllm.engine.core_follower import attach
@@ -92,73 +89,56 @@ def _add_to_engine_core(core: Any) -> None:
             Caches(engine_core)
         return result
 
-    setattr(initialize_kv_caches, NAME, True)
-    core.EngineCore._initialize_kv_caches = initialize_kv_caches
+    _wrap(core.EngineCore, "_initialize_kv_caches", initialize_kv_caches)
 
 
 def _add_health_check(async_llm: Any) -> None:
     """An engine whose weights are mixed holds its requests, and its health check says so."""
-    original = async_llm.AsyncLLM.check_health
-    if hasattr(original, NAME):
-        return
 
-    async def check_health(engine: Any) -> None:
+    async def check_health(original: Any, engine: Any) -> None:
         await original(engine)
         if _is_ours(engine.vllm_config):
             from tensorhub_plugins.vllm.engine.core_follower import check_weights
 
             await check_weights(engine)
 
-    setattr(check_health, NAME, True)
-    async_llm.AsyncLLM.check_health = check_health
+    _wrap(async_llm.AsyncLLM, "check_health", check_health)
 
 
 def _add_time_to_leave(utils: Any) -> None:
     """A core hands over what only it has when it ends; vLLM kills it at once by default, or when its requests had their
     time. Its parent waits only until it has."""
-    manager = utils.CoreEngineProcManager
-    begin, end = manager.__init__, manager.shutdown
-    if hasattr(end, NAME):
-        return
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         configs = (each for each in (*args, *kwargs.values()) if hasattr(each, "load_config"))
         setattr(self, NAME, any(map(_is_ours, configs)))
-        begin(self, *args, **kwargs)
+        original(self, *args, **kwargs)
 
-    def shutdown(self: Any, timeout: float | None = None) -> None:
-        end(self, (timeout or 0.0) + LEAVING_S if getattr(self, NAME) else timeout)
+    def end(original: Any, self: Any, timeout: float | None = None) -> None:
+        original(self, (timeout or 0.0) + LEAVING_S if getattr(self, NAME) else timeout)
 
-    setattr(shutdown, NAME, True)
-    manager.__init__, manager.shutdown = __init__, shutdown
+    _wrap(utils.CoreEngineProcManager, "__init__", begin)
+    _wrap(utils.CoreEngineProcManager, "shutdown", end)
 
 
 def _add_ends_of_client(core_client: Any) -> None:
     """`vllm serve` and `LLM` wait here for their cores."""
-    begin = core_client.MPClient.__init__
-    if hasattr(begin, NAME):
-        return
 
-    def __init__(self: Any, asyncio_mode: bool, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(original: Any, self: Any, asyncio_mode: bool, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=not asyncio_mode):
-            begin(self, asyncio_mode, vllm_config, *args, **kwargs)
+            original(self, asyncio_mode, vllm_config, *args, **kwargs)
 
-    setattr(__init__, NAME, True)
-    core_client.MPClient.__init__ = __init__
+    _wrap(core_client.MPClient, "__init__", begin)
 
 
 def _add_ends_of_core(abstract: Any) -> None:
     """Here a core waits for its workers, or loads the weights itself."""
-    begin = abstract.Executor.__init__
-    if hasattr(begin, NAME):
-        return
 
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         with _ends_at_signals(vllm_config, interactive=True):
-            begin(self, vllm_config, *args, **kwargs)
+            original(self, vllm_config, *args, **kwargs)
 
-    setattr(__init__, NAME, True)
-    abstract.Executor.__init__ = __init__
+    _wrap(abstract.Executor, "__init__", begin)
 
 
 def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
@@ -171,18 +151,14 @@ def _ends_at_signals(vllm_config: Any, *, interactive: bool) -> Any:
 
 def _add_routes(serve: Any) -> None:
     """`vllm serve` tells which version it has."""
-    original = serve.register_vllm_serve_api_routers
-    if hasattr(original, NAME):
-        return
 
-    def register_vllm_serve_api_routers(app: Any) -> None:
+    def register(original: Any, app: Any) -> None:
         original(app)
         from tensorhub_plugins.vllm.routes import attach
 
         attach(app)
 
-    setattr(register_vllm_serve_api_routers, NAME, True)
-    serve.register_vllm_serve_api_routers = register_vllm_serve_api_routers
+    _wrap(serve, "register_vllm_serve_api_routers", register)
 
 
 def _add_pooling(serving: Any) -> None:
@@ -190,33 +166,25 @@ def _add_pooling(serving: Any) -> None:
     from tensorhub_plugins.vllm.engine.pooling import of_one_version
 
     base = getattr(serving, "PoolingBaseServing", None) or serving.PoolingServingBase  # its name before vLLM 0.25
-    if not hasattr(base, NAME):
-        of_one_version(base, _is_ours)
-        setattr(base, NAME, True)
+    _once(base, of_one_version)
 
 
 def _add_scores(serving: Any) -> None:
     from tensorhub_plugins.vllm.engine.pooling import scored_here
 
-    if NAME not in vars(serving.ServingScores):
-        scored_here(serving.ServingScores, _is_ours)
-        setattr(serving.ServingScores, NAME, True)
+    _once(serving.ServingScores, scored_here)
 
 
 def _add_beams(online: Any) -> None:
     from tensorhub_plugins.vllm.engine.pooling import beams_of_one_version
 
-    if not hasattr(online.BeamSearchOnlineMixin, NAME):
-        beams_of_one_version(online.BeamSearchOnlineMixin, _is_ours)
-        setattr(online.BeamSearchOnlineMixin, NAME, True)
+    _once(online.BeamSearchOnlineMixin, beams_of_one_version)
 
 
 def _add_generative_scores(serving: Any) -> None:
     from tensorhub_plugins.vllm.engine.pooling import generative_scores_of_one_version
 
-    if NAME not in vars(serving.ServingGenerativeScoring):
-        generative_scores_of_one_version(serving.ServingGenerativeScoring, _is_ours)
-        setattr(serving.ServingGenerativeScoring, NAME, True)
+    _once(serving.ServingGenerativeScoring, generative_scores_of_one_version)
 
 
 def _add_draining(multiproc_executor: Any) -> None:
@@ -228,6 +196,27 @@ def _add_draining(multiproc_executor: Any) -> None:
         return
     executor.collective_rpc = all_fetched(executor.collective_rpc, lambda self: _is_ours(self.vllm_config))
     setattr(executor.collective_rpc, NAME, True)
+
+
+def _wrap(owner: Any, name: str, new: Callable[..., Any]) -> None:
+    """Have `new` called in the place of that function of a class or module, with the original first; once."""
+    original = getattr(owner, name)
+    if hasattr(original, NAME):
+        return
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return new(original, *args, **kwargs)
+
+    setattr(wrapped, NAME, True)
+    setattr(owner, name, wrapped)
+
+
+def _once(serving: type, add: Callable[[Any, Callable[[Any], bool]], None]) -> None:
+    """Have that added to a class, and not to it again."""
+    if NAME not in vars(serving):
+        add(serving, _is_ours)
+        setattr(serving, NAME, True)
 
 
 def _is_ours(vllm_config: Any) -> bool:
