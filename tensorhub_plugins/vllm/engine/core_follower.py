@@ -79,17 +79,23 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
 
     def change(method: str, *args: Any, **kwargs: Any) -> Any:
         before = _version(core)
+
+        def settled() -> int | None:
+            after = _version(core)
+            caches.is_stale |= after != before and method != "start_weight_update"  # which only begins a round
+            return after
+
         try:
             result = original(method, *args, **kwargs)
         except Exception:
             with suppress(Exception):  # of workers that are gone
-                after = _version(core)
+                after = settled()
                 if after != before:
                     core.tensorhub_label(after or 0)
                 if _is_broken(core) and not core.is_scheduler_paused():  # the next step would end this process
                     core.pause_scheduler("keep", False)
             raise
-        after = _version(core)
+        after = settled()
         if after != before or not after:  # else it may be a text of somebody's own
             core.tensorhub_label(after or 0)
         return result
@@ -103,7 +109,6 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
         if method not in CHANGES and not may_change_weights(method):
             answers = original(method, *args, **kwargs)
             return [*answers, caches.refusal or None] if method == "tensorhub_health" else answers
-        before = _version(core)
         if method in CHANGES:
             caches.check_steps()
             caches.forget()  # or nothing changes
@@ -111,8 +116,6 @@ def _as_one(core: Any, caches: Caches, original: Callable[..., Any]) -> Callable
         try:
             result = change(method, *args, **kwargs)
         finally:
-            with suppress(Exception):  # of workers that are gone
-                caches.is_stale |= _version(core) != before
             why = caches.why_stale()
             if why and not core.is_scheduler_paused():
                 core.pause_scheduler("keep", False)
