@@ -17,8 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STORE = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.tensorhub"
 START_S = 1200  # imports of verl and vLLM in a dozen processes; 100 s on two idle cores, six times that on slow ones
 STORY_S = 300
-# In bfloat16 a processor that has no instructions for it trains 50 times slower.
-FLOAT32 = "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32"
 
 
 class Run:
@@ -29,7 +27,6 @@ class Run:
         self.events_folder = folder / "events"
         overrides = [
             "trainer.total_training_steps=400",
-            FLOAT32,
             "trainer.total_epochs=1000",
             # So slow that samples of an older version are as likely under the newer one: what is left is tearing.
             "actor_rollout_ref.actor.optim.lr=1e-6",

@@ -25,7 +25,10 @@ from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension
 logger = get_logger(__name__)
 
 OWNER_PID = "TENSORHUB_OWNER_PID"  # environment of an engine's actor, inherited by vLLM's processes
-PROBE_INTERVAL_S = 1.0  # how often vLLM is asked whether it lives
+# How often vLLM is asked whether it lives. A worker of vLLM's spins for a second after each message: asked each second,
+# every one of them takes a core for good, on two cores the trainer's.
+PROBE_INTERVAL_S = 10.0
+WATCH_INTERVAL_S = 1.0  # how often the actor looks whether vLLM has said that it is dead
 # They keep the workers from answering anything else, for no longer than the seconds that are their last argument.
 BUSY_CALLS = ("tensorhub_prepare_install", "tensorhub_install")
 EXIT_DELAY_S = 0.5  # for answers on their way out; requests still here fail with the actor and are asked elsewhere
@@ -47,7 +50,8 @@ class Lifeline:
         """engine: AsyncLLM."""
         self.engine, self.worker = engine, worker
         self.is_dying = False
-        self._heard_at = time.monotonic()
+        self._waiting_since: float | None = None  # the first question since the last answer
+        self._pending = 0
         self._busy_until = 0.0
         self._watching: asyncio.Task[None] | None = None
 
@@ -70,6 +74,9 @@ class Lifeline:
         """An error is an answer as well."""
         if method in BUSY_CALLS:
             self._busy_until = time.monotonic() + args[-1]
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        self._pending += 1
         is_answered = True
         try:
             yield
@@ -77,31 +84,36 @@ class Lifeline:
             is_answered = False
             raise
         finally:
+            self._pending -= 1
             self._busy_until = 0.0 if method in BUSY_CALLS else self._busy_until
-            self._heard_at = time.monotonic() if is_answered else self._heard_at
+            if is_answered:
+                self._waiting_since = time.monotonic() if self._pending else None
 
     async def probe(self) -> None:
         """Runs until the actor exits. That can be well while vLLM's processes are frozen: only their answer counts."""
         from tensorhub_plugins.vllm.ray import preemption  # not in vLLM's workers, which import this file, too
 
         self._watching = asyncio.create_task(preemption.watch(self.worker))
+        asked_at = -PROBE_INTERVAL_S
         while True:
             if self.engine.errored:
                 self.die(self.engine.dead_error)
-            with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
-                await self.rpc("tensorhub_ping")
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            if time.monotonic() - asked_at >= PROBE_INTERVAL_S:
+                asked_at = time.monotonic()
+                with contextlib.suppress(TensorHubError):  # no answer, no sign of life: it shows in `silent_s`
+                    await self.rpc("tensorhub_ping")
+            await asyncio.sleep(min(WATCH_INTERVAL_S, PROBE_INTERVAL_S))
 
     def silent_s(self, follower: Follower | None) -> float:
-        """Seconds since vLLM has answered last."""
+        """Return the seconds for which vLLM has left a question without an answer."""
         if follower is not None and follower.installing_since is not None:
             # Its loop is busy with the installation and answers nothing else; that has its own deadline.
             busy_s = time.monotonic() - follower.installing_since
             if busy_s <= follower.timeout_s:
                 return 0.0
-        if time.monotonic() <= self._busy_until:
+        if self._waiting_since is None or time.monotonic() <= self._busy_until:
             return 0.0
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._waiting_since
 
     def die(self, error: BaseException) -> None:
         if self.is_dying:
