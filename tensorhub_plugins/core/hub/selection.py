@@ -19,6 +19,7 @@ from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
 Model = tuple[str, str]  # run and model
 LEASES_PER_SOURCE_MAX = 4  # of one reader: it reads a version or two, and what is converted
+KEPT_FOR_THE_RUN = 4  # one in so many of a source's places, for workers that have the run's secret
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -98,6 +99,14 @@ def serves_this_reader_often_enough(question: Question, source: Worker, far: int
     return question.reader.sources[source.session] >= LEASES_PER_SOURCE_MAX
 
 
+def serves_readers_keys_often_enough(question: Question, source: Worker, far: int) -> bool:
+    """Whoever has a reader's key can say Hello as often as it likes: all of them leave places to the run's workers."""
+    if question.reader.role != "reader":
+        return False
+    taken = sum(lease.reader.role == "reader" for lease in source.readers.values())
+    return taken >= question.readers_per_source_max - question.readers_per_source_max // KEPT_FOR_THE_RUN
+
+
 def has_failed(question: Question, source: Worker, far: int) -> bool:
     """It failed this reader, or another one and has not been heard since."""
     return source.session in question.acquire.avoid or source.suspect
@@ -111,6 +120,7 @@ RULES: tuple[tuple[Callable[[Question, Worker, int], bool], Verdict], ...] = (
     (uplink_is_full, Verdict.UPLINK_FULL),
     (serves_as_many_as_it_may, Verdict.FULL),
     (serves_this_reader_often_enough, Verdict.FULL),
+    (serves_readers_keys_often_enough, Verdict.FULL),
     (has_failed, Verdict.LAST_RESORT),
 )
 

@@ -16,7 +16,7 @@ from hub_scenarios import Scenario, source_of
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.types import CHECKPOINT, Location, ShardKey
+from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
 
 SMALL, LARGE = 64, 256
 RATIO_MAX = 1.6 * LARGE / SMALL  # n log n: 4 x 8 / 6 is 5.3
@@ -148,6 +148,26 @@ def test_one_reader_gets_so_many_leases_on_a_source_and_others_their_places() ->
     assert source_of(story, "greedy/0") == "trainer/0"  # what waited is served
     story.publish("other/0", 1, origin="replicated")
     assert story.heard("greedy/0") == [f"read 1 {CHECKPOINT} 0<-other/0"] * LEASES_PER_SOURCE_MAX
+
+
+@pytest.mark.parametrize("role", ["reader", "publisher"])
+def test_readers_keys_leave_places_at_a_source_to_the_run(role: Role) -> None:
+    """Four sessions of one key took all 16 places, and every other reader waited."""
+    story = Scenario(limits=HubLimits(readers_per_source_max=16))
+    names = [f"greedy{number}/0" for number in range(4)]
+    story.roles |= dict.fromkeys(names, role)
+    for worker in ("trainer/0", "rollout/0", *names):
+        story.join(worker)
+    story.publish("trainer/0", 1)
+    for name in names:
+        for _ in range(LEASES_PER_SOURCE_MAX):
+            story.acquire(name, 1)
+    granted = sum(len(story.heard(name)) for name in names)
+    story.acquire("rollout/0", 1)
+    is_served = bool(story.heard("rollout/0"))
+    assert (granted, is_served) == ((12, True) if role == "reader" else (16, False))  # the latter: the control
+    story.tell(names[0], m.Release(1))
+    assert sum(len(story.heard(name)) for name in names) == (1 if role == "reader" else 0)  # what waited is served
 
 
 def test_a_hello_cannot_claim_more() -> None:
