@@ -475,6 +475,17 @@ def test_who_waits_hears_it_when_the_last_other_source_leaves(scenario: Scenario
     assert scenario.heard("x/0") == ["refused VersionGone"]
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_lease_lasts_until_the_readers_deadline_or_as_long_as_any_where_that_grows(grows: bool) -> None:
+    scenario = Scenario()
+    for name in ("a/0", "x/0"):
+        scenario.join(name)
+    scenario.publish("a/0", 1)
+    scenario.acquire("x/0", version=1, timeout_s=5.0, grows=grows)
+    (lease,) = scenario.hub.registry.workers[scenario.sessions["x/0"]].leases.values()
+    assert lease.deadline == scenario.now + (scenario.hub.limits.lease_s if grows else 5.0)
+
+
 def test_after_a_restart_of_the_hub_others_may_still_come(scenario: Scenario) -> None:
     scenario = Scenario(recovering=True)
     for name in ("a/0", "x/0"):

@@ -86,6 +86,17 @@ def test_memory_is_prepared_once_and_every_source_that_is_open_by_then_is_used()
     assert handle(r.Tick(), 5.1) == []  # the time that memory took is not the source's
 
 
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_deadline_that_nobody_has_given_moves_with_what_is_to_be_read_once_a_shard(grows):
+    story, of = Story(grows=grows), manifest(3)
+    assert story.asks(story.then(r.Begin())).grows == grows
+    story.then(granted(1, grant(0, A, of)))
+    story.machine.handle(r.Opened(0, A, of), 0.0)
+    for _ in range(2):  # the second, after a loss, is of the same bytes
+        story.machine.handle(r.Prepared(0, (0, 1, 2), size_bytes=10 * 10**9), 0.0)
+        assert story.machine.deadline == story.machine.timeout_s == TIMEOUT_S + 20 * grows
+
+
 def test_what_was_published_without_digests_is_not_read_by_who_compares_them():
     story, of = Story(), msgspec.structs.replace(manifest(1), digests=b"1" * 16, digest_algorithm=NO_DIGESTS)
     story.begin()
