@@ -69,6 +69,13 @@ def main() -> int:
     return show(run, arguments)
 
 
+def _agreeing() -> tuple[str, ...]:
+    """Return what lets trainer and rollouts compute the same: without a GPU the trainer computes in float32."""
+    import torch
+
+    return () if torch.cuda.is_available() else ("actor_rollout_ref.rollout.dtype=float32",)
+
+
 def train(run: Path, arguments: argparse.Namespace) -> int:
     """Start the recipe and tell what happens until it has ended; its exit status."""
     shutil.rmtree(run, ignore_errors=True)
@@ -82,6 +89,7 @@ def train(run: Path, arguments: argparse.Namespace) -> int:
         # verl's step 0 is the model before training.
         f"+{STORE}.pull_until={arguments.steps}",
         f"+{STORE}.verify=true",
+        *_agreeing(),
         *arguments.overrides,
     ]
     environment = {

@@ -4,5 +4,5 @@
     python -m openrlhf.cli.train_ppo_ray               ... --vllm.sync_backend tensorhub://host:7070
 
 The second is OpenRLHF's own: with this package installed it needs no launcher (autoload.py). Options: config.py.
-Importing this module does nothing at all, because torch imports it in every process (autoload.py).
+Importing this module does nothing at all, because vLLM imports it in each of its processes (autoload.py).
 """

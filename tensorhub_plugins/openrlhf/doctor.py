@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.core.options import Need
 from tensorhub_plugins.openrlhf import config
-from tensorhub_plugins.openrlhf.autoload import SWITCH
 from tensorhub_plugins.openrlhf.config import FLAG, NAME, Options
 from tensorhub_plugins.openrlhf.install import backend_of
 from tensorhub_plugins.vllm import command_line
@@ -38,7 +37,8 @@ UNKNOWN = f"is not as the adapter knows it: install openrlhf {' or '.join(config
 AGENT = "AgentExecutor"  # OpenRLHF's name for it
 SHARED = "models that share them"
 PATHS = ("actor.model_name_or_path", "data.prompt_dataset", "eval.dataset", "train.agent_func_path")
-HOOKS = "torch.backends"  # entry points that torch loads in every process
+PLUGINS = "VLLM_PLUGINS"  # vLLM's: the names of the plug-ins that it loads; unset: all
+HOOKS = "vllm.platform_plugins"  # entry points that vLLM loads when it is imported
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -120,10 +120,10 @@ def _check_agent(path: str | None) -> None:
 
 
 def _check_hook() -> None:
-    """torch switches the store on in OpenRLHF's own command."""
-    for name in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if os.environ.get(name) == "0":
-            raise UsageError(f"{name}=0 switches the hook off: unset it, or run python -m {OURS}")
+    """vLLM switches the store on in OpenRLHF's own command."""
+    allowed = os.environ.get(PLUGINS)
+    if allowed is not None and NAME not in allowed.split(","):
+        raise UsageError(f"{PLUGINS}={allowed} keeps vLLM from loading the store: add {NAME} to it, or unset it")
     if not metadata.entry_points(group=HOOKS, name=NAME):
         raise UsageError(
             "OpenRLHF's own command will not find the store: the package is on Python's path but not installed, so "

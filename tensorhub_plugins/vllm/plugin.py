@@ -30,9 +30,7 @@ from tensorhub_plugins.vllm.names import LEAVING_S, NAME, WEIGHT_TRANSFER_FIRST,
 def register() -> None:
     """The entry point `vllm.general_plugins`."""
     try:
-        waiting = {name: add for name, add in ADDITIONS.items() if not _add(name, add)}
-        if waiting and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, _AfterImport(waiting))
+        after_import({name: partial(_add, name, add) for name, add in ADDITIONS.items()})
     except Exception as error:  # an engine that never asked for us must start all the same
         _debug("tensorhub: not registered: %r", error)
 
@@ -241,22 +239,33 @@ ADDITIONS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _add(name: str, add: Callable[[Any], None]) -> bool:
-    """Whether that module is there, and has what we add."""
-    module = sys.modules.get(name)
-    if module is None:
-        return False
+def _add(name: str, add: Callable[[Any], None], module: Any) -> None:
     try:
         add(module)
     except Exception as error:
         _debug("tensorhub: nothing added to %s: %r", name, error)
-    return True
 
 
 def _debug(text: str, *values: object) -> None:
     from tensorhub_plugins.core.log import get_logger  # nothing of ours is imported where nothing goes wrong
 
     get_logger(__name__).debug(text, *values)
+
+
+def after_import(calls: dict[str, Callable[[Any], None]]) -> None:
+    """Call each of these with the module of that name, now or once it has been imported.
+
+    Raises what a call raises, out of the import if that comes later.
+    """
+    waited_for = {name for finder in sys.meta_path if isinstance(finder, _AfterImport) for name in finder.waiting}
+    waiting = {}
+    for name, call in calls.items():
+        if name in sys.modules:
+            call(sys.modules[name])
+        elif name not in waited_for:
+            waiting[name] = call
+    if waiting:
+        sys.meta_path.insert(0, _AfterImport(waiting))
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -266,17 +275,17 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self.waiting = waiting
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        add = self.waiting.pop(name, None)  # once, and not again by the search below
-        if add is None:
+        call = self.waiting.pop(name, None)  # once, and not again by the search below
+        if call is None:
             return None
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_add(module: ModuleType) -> None:
+        def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            _add(name, add)
+            call(module)
 
-        spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

@@ -48,7 +48,7 @@ def ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tensorhub_plugins.verl")
-    for name in ("TENSORHUB_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+    for name in ("VLLM_PLUGINS",):
         monkeypatch.delenv(name, raising=False)
     if HERE == "verl":
         (tmp_path / "vllm").mkdir()

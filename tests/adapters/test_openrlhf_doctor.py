@@ -27,8 +27,7 @@ FLAG = ["--vllm.sync_backend", "tensorhub"]
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "metadata", SimpleNamespace(entry_points=lambda **_: ["tensorhub"]))
     monkeypatch.setattr(config, "installed_versions", lambda: {"openrlhf": "0.11.2", "vllm": "0.29.0"})
-    monkeypatch.delenv("TENSORHUB_AUTOLOAD", raising=False)
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +135,14 @@ def test_what_will_happen_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_openrlhf
-@pytest.mark.parametrize("variable", ["TENSORHUB_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
-def test_a_hook_that_is_off_is_found(
-    variable: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "0")
+def test_a_hook_that_is_off_is_found(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "lora,other")
     assert doctor.main([*JOB, *FLAG]) == 1
-    assert f"{variable}=0 switches the hook off" in capsys.readouterr().err
+    assert "VLLM_PLUGINS=lora,other keeps vLLM from loading the store" in capsys.readouterr().err
     assert doctor.main(["-m", doctor.OURS, *JOB, *FLAG]) == 0  # our launcher needs none
-    monkeypatch.delenv(variable)
+    monkeypatch.setenv("VLLM_PLUGINS", "other,tensorhub")
+    assert doctor.main([*JOB, *FLAG]) == 0
+    monkeypatch.delenv("VLLM_PLUGINS")
     monkeypatch.setattr(doctor, "metadata", SimpleNamespace(entry_points=lambda **_: []))
     assert doctor.main([*JOB, *FLAG]) == 1
     assert "not installed" in capsys.readouterr().err

@@ -10,9 +10,12 @@ import functools
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import remotezip
 import requests
@@ -23,8 +26,10 @@ KEPT = Path(__file__).resolve().parents[2] / ".envs" / "vllm-sources"
 INDEX = "https://pypi.org/simple/vllm/"
 WHEEL = "-cp38-abi3-manylinux_2_28_x86_64.whl"
 TIMEOUT_S = 30.0
-FETCHES = 8  # at once
+FETCHES = 4  # at once
+ATTEMPTS = 5
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+_mine = threading.local()  # this thread's wheels, by version
 
 
 class Unreachable(Exception):
@@ -135,26 +140,34 @@ def _listing(version: str) -> frozenset[str]:
     """Return the paths of all files of this version."""
     kept = KEPT / version / "listing"
     if not kept.exists():
-        _keep(kept, "\n".join(_wheel(version).namelist()).encode())
+        _keep(kept, "\n".join(_asked(version, remotezip.RemoteZip.namelist)).encode())
     return frozenset(kept.read_text().splitlines())
 
 
 def _fetched(version: str, path: str) -> bytes:
-    try:
-        return bytes(_wheel(version).read(path))
-    except (OSError, remotezip.RemoteZipError) as error:  # requests' errors are of OSError
-        raise Unreachable(f"vLLM {version}: {error}") from error
+    return bytes(_asked(version, lambda wheel: wheel.read(path)))
+
+
+def _asked(version: str, ask: Callable[[remotezip.RemoteZip], Any]) -> Any:
+    """Ask the wheel, of which each thread has its own, and again where a proxy has answered without the range."""
+    wheels: dict[str, remotezip.RemoteZip] = _mine.__dict__
+    for attempt in range(ATTEMPTS):
+        try:
+            if version not in wheels:
+                wheels[version] = remotezip.RemoteZip(_url(version), timeout=TIMEOUT_S)
+            return ask(wheels[version])
+        except (OSError, zipfile.BadZipFile, remotezip.RemoteZipError) as error:  # requests' errors are of OSError
+            wheels.pop(version, None)
+            if attempt == ATTEMPTS - 1:
+                raise Unreachable(f"vLLM {version}: {error}") from error
+    raise AssertionError("unreachable")
 
 
 @functools.cache
-def _wheel(version: str) -> remotezip.RemoteZip:
-    try:
-        answer = requests.get(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"}, timeout=TIMEOUT_S)
-        answer.raise_for_status()
-        url = next(f["url"] for f in answer.json()["files"] if f["filename"] == f"vllm-{version}{WHEEL}")
-        return remotezip.RemoteZip(url, timeout=TIMEOUT_S)
-    except (OSError, remotezip.RemoteZipError) as error:
-        raise Unreachable(f"vLLM {version}: {error}") from error
+def _url(version: str) -> str:
+    answer = requests.get(INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"}, timeout=TIMEOUT_S)
+    answer.raise_for_status()
+    return str(next(f["url"] for f in answer.json()["files"] if f["filename"] == f"vllm-{version}{WHEEL}"))
 
 
 def _keep(path: Path, content: bytes) -> None:
