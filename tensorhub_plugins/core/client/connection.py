@@ -106,7 +106,7 @@ class HubLink:
         self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
         often = session.REDIAL_S if len(self._addresses) == 1 else session.REDIAL_SEVERAL_S
         redial_s = often if redial_s is None else redial_s
-        self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s)
+        self._machine = session.Session(_checked(identity), time.monotonic(), redial_s=redial_s, gate=gate)
         self._lock, self._outbox = threading.RLock(), deque[bytes]()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._welcomed: Future[None] = Future()

@@ -28,6 +28,7 @@ from typing_extensions import assert_never
 
 from tensorhub_plugins.core.deadline import bounded, remaining_s
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.types import (
     ShardKey,
 )
@@ -192,6 +193,7 @@ class Session:
     redial_s: float = REDIAL_S
     room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
     leaving: bool = False  # what we hold is about to go
+    gate: Gate | None = None  # knows which leases on us were used
 
     def __post_init__(self) -> None:
         self._welcomed = False
@@ -519,6 +521,7 @@ class Session:
                 progress=progress,
                 room_bytes=self.room_bytes,
                 leaving=self.leaving,
+                served=None if self.gate is None else self.gate.take_served(),
             )
         )
 

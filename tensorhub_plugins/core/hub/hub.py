@@ -58,7 +58,7 @@ from tensorhub_plugins.core.hub.limits import (
 )
 from tensorhub_plugins.core.hub.namesakes import Namesakes
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
-from tensorhub_plugins.core.hub.permissions import believed, refusal
+from tensorhub_plugins.core.hub.permissions import believed, refusal, senseless
 from tensorhub_plugins.core.hub.publishing import Publishing
 from tensorhub_plugins.core.hub.reading import Reading
 from tensorhub_plugins.core.hub.registry import Registry, checksum_of
@@ -255,14 +255,19 @@ class Hub:
         if bound is not None and is_idle:
             bound.until = now  # no Hello brings it back
         if bound is not None and bound.until <= lease.deadline:
-            what = f"got no byte of version {lease.version} for {self.limits.lease_idle_s:g} s and loses its lease"
-            said = f"has read version {lease.version} for {self.limits.lease_s:g} s"
-            self._outbox.log(f"{reader.name} {what if is_idle else said}")
-            for source in lease.shards_of:
-                self._outbox.send(reader.session, m.SourceGone(source))
-                if is_idle and source in self.registry.workers:
-                    self._outbox.send(source, m.Alive(idle=reader.name))
+            self._take_lease(lease, is_idle=is_idle)
         self.registry.end_lease(lease)
+
+    def _take_lease(self, lease: Lease, *, is_idle: bool) -> None:
+        """Tell its reader, and its sources if it did not use it."""
+        reader = lease.reader
+        what = f"got no byte of version {lease.version} for {self.limits.lease_idle_s:g} s and loses its lease"
+        said = f"has read version {lease.version} for {self.limits.lease_s:g} s"
+        self._outbox.log(f"{reader.name} {what if is_idle else said}")
+        for source in lease.shards_of:
+            self._outbox.send(reader.session, m.SourceGone(source))
+            if is_idle and source in self.registry.workers:
+                self._outbox.send(source, m.Alive(idle=reader.name))
 
     # --- messages ---
 
@@ -297,7 +302,7 @@ class Hub:
 
     def _refuse(self, session: bytes, message: m.ClientMessage, role: Role, worker: Worker | None) -> bool:
         """What this role may not ask for, and what nobody may."""
-        problem = refusal(role, message, worker) or _senseless(message, worker)
+        problem = refusal(role, message, worker) or senseless(message, worker)
         if problem is None:
             return False
         request_id = 0 if isinstance(message, m.Hello) else getattr(message, "request_id", 0)
@@ -533,6 +538,7 @@ class Hub:
             if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
                 self.registry.waiters.remove(pending)  # given up, and nothing has said so
         self.registry.renew(worker, heartbeat.progress, now)
+        self._hear_used(worker, heartbeat.served, now)
         history = worker.history
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
@@ -544,6 +550,15 @@ class Hub:
                 self._outbox.send(worker.session, m.MayRelease(spare))
         worker.room_bytes, worker.is_leaving = heartbeat.room_bytes, heartbeat.leaving
         self._domains.look(history, now)
+
+    def _hear_used(self, source: Worker, served: tuple[str, ...] | None, now: float) -> None:
+        """Places that readers' keys keep and do not use are taken, and no unpublish waits for them."""
+        if served is None or not source.readers:
+            return
+        for lease in self.registry.hear_used(source, served, now):
+            self._take_lease(lease, is_idle=True)
+            self.registry.end_lease(lease)
+        self.registry.waiters.mark_all_ready(p for p in source.pending.values() if isinstance(p.message, m.Unpublish))
 
     def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
         """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
@@ -590,23 +605,6 @@ class Hub:
 def _without_records(hello: m.Hello) -> m.Hello:
     """What is kept of it as it was said: the rest is in the registry, or over."""
     return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
-
-
-def _senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
-    if not isinstance(message, m.Acquire):
-        return None
-    is_new = worker is not None and message.request_id > worker.last_request_id
-    if is_new and worker is not None and len(worker.leases) >= LEASES_PER_SESSION_MAX:
-        return f"{worker.name} has {LEASES_PER_SESSION_MAX} leases: end some of them"
-    if not message.shards:
-        return None
-    if len(message.shards) > m.GRANTS_MAX:
-        return f"{len(message.shards)} shards were asked for, and none may ask for more than {m.GRANTS_MAX} at once"
-    if max(message.shards) >= message.shard_count:
-        return f"shard {max(message.shards)} of {message.shard_count} was asked for: shards count from 0"
-    if len(set(message.shards)) < len(message.shards):
-        return "a shard was asked for twice: name each once"
-    return None
 
 
 def _is_same(hello: m.Hello, other: m.Hello) -> bool:

@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 import msgspec
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX
 from tensorhub_plugins.core.hub.state import Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
@@ -78,6 +79,24 @@ def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str 
         )
     if worker is not None and worker.role != role:
         return f"{what} was sent with a {role}'s key in the name of a {worker.role}"
+    return None
+
+
+def senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
+    """Why nobody may ask for this, whatever its role; None: it is asked for."""
+    if not isinstance(message, m.Acquire):
+        return None
+    is_new = worker is not None and message.request_id > worker.last_request_id
+    if is_new and worker is not None and len(worker.leases) >= LEASES_PER_SESSION_MAX:
+        return f"{worker.name} has {LEASES_PER_SESSION_MAX} leases: end some of them"
+    if not message.shards:
+        return None
+    if len(message.shards) > m.GRANTS_MAX:
+        return f"{len(message.shards)} shards were asked for, and none may ask for more than {m.GRANTS_MAX} at once"
+    if max(message.shards) >= message.shard_count:
+        return f"shard {max(message.shards)} of {message.shard_count} was asked for: shards count from 0"
+    if len(set(message.shards)) < len(message.shards):
+        return "a shard was asked for twice: name each once"
     return None
 
 

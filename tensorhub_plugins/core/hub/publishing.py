@@ -270,7 +270,8 @@ class Publishing:
                 return None
             if recovering and any(h.complete for h in holdings) or self._must_stay(worker.history, holdings):
                 return self.retain(worker, unpublish)
-            if leases and now < pending.deadline:
+            reads = any(not self._registry.is_unused(lease, worker, now) for lease in leases)
+            if reads and now < pending.deadline:
                 return None
         cut_off = tuple(sorted({lease.reader.name for lease in leases}))
         for h in holdings:

@@ -14,7 +14,7 @@ from tensorhub_plugins.core.hub.following import gone
 from tensorhub_plugins.core.hub.registry import Registry
 from tensorhub_plugins.core.hub.state import Lease, Pending, Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.security.leases import issue
+from tensorhub_plugins.core.security.leases import issue, name_of
 from tensorhub_plugins.core.types import CHECKPOINT, FAR, HOST, ShardKey, distance
 
 
@@ -250,7 +250,7 @@ class Reading:
         if self._lease_key:
             ends_at = _ends_at(pending, acquire)
             until = self._registry.lease_until(pending.worker, acquire.request_id, ends_at, now)
-            claim = m.Claim(self._registry.session, pending.worker.name, until)
+            claim = m.Claim(self._registry.session, name_of(*pending.id), until)
             ticket = issue(self._lease_key, source.hello.endpoints, key, claim)
         held = source.holdings.get(key)
         promised = [lease.request_id for lease in source.leases.values() if lease.serves]

@@ -36,6 +36,7 @@ from tensorhub_plugins.core.hub.state import (
 )
 from tensorhub_plugins.core.hub.waiters import Waiters
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.security.leases import name_of
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 Key = TypeVar("Key")
@@ -44,6 +45,7 @@ CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
 REFUSED_HEARTBEATS = 3  # of a worker, where nobody listens at its address any more
+UNUSED_HEARTBEATS = 10  # a segment takes less, and who wants memory first can read elsewhere
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 DEAF_KEPT_MAX = 32  # times that the hub was stopped; who was silent before the first of them is given up sooner
 VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
@@ -386,6 +388,31 @@ class Registry:
             bound = worker.lease_bounds.get(request_id)
             if bound is not None and progress[request_id] > bound.progress:
                 bound.progress, bound.progress_at = progress[request_id], now
+
+    def hear_used(self, source: Worker, served: Iterable[str], now: float) -> list[Lease]:
+        """A source says which leases on it were used; return those that have kept a place there for too long unused.
+        Whoever has a reader's key may say what it likes of its own progress: its sources' word counts."""
+        used, unused = frozenset(served), []
+        for lease in source.readers.values():
+            if lease.reader.role != "reader":
+                continue
+            since = now - self.unused_s if lease.is_announced else now  # a Hello makes no unpublish wait
+            at = lease.served_at.setdefault(source.session, since)
+            if name_of(lease.reader.session, lease.request_id) in used:
+                lease.served_at[source.session] = now
+            elif now > self.heard_until(at, self.limits.lease_idle_s):
+                unused.append(lease)
+        return unused
+
+    @property
+    def unused_s(self) -> float:
+        """Seconds after which an unpublish waits no more for a reader's key that got nothing from that source."""
+        return UNUSED_HEARTBEATS * self.limits.heartbeat_s
+
+    def is_unused(self, lease: Lease, source: Worker, now: float) -> bool:
+        """Whether the source says that nothing is read from it under this lease."""
+        at = lease.served_at.get(source.session)
+        return at is not None and now > self.heard_until(at, self.unused_s)
 
     def add_lease(self, lease: Lease) -> None:
         """A reader was granted sources."""

@@ -98,6 +98,7 @@ class Lease(_Referred):
     serves: bool = False  # what is read is passed on while it arrives
     beside: bool = False  # other sources are read from, too
     is_announced: bool = False  # a Hello has said so, and we have not granted it
+    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: when it was used, see `Registry.hear_used`
     shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ DOMAINS_MAX = 16  # in which copies are kept
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
+SERVED_MAX = 1024  # leases that one heartbeat names; what is left over, the next one does
 CORRUPT_MAX = 16  # segments that one word names: after a few a source is not asked again
 SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
 SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
@@ -102,7 +103,7 @@ class HeldLease(_Message, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who may read, until when on the clock of this life of the hub. See security/leases.py."""
+    """Who may read (a name of the lease), until when on the clock of this life of the hub. See security/leases.py."""
 
     hub: HubLife
     reader: Text
@@ -242,7 +243,8 @@ class Heartbeat(_Message, frozen=True):
     that it knows; 0: the worker is older than directives. progress: how far the read under each lease has come, a
     number that grows; who says none for too long is not reading, and loses the lease. room_bytes: for copies that the
     hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving: what it holds is
-    about to go.
+    about to go. served: leases on it (`Claim.reader`) for which it has done something since the heartbeat before; None:
+    it does not see which lease its readers have.
     """
 
     hub: Session
@@ -254,6 +256,7 @@ class Heartbeat(_Message, frozen=True):
     progress: Annotated[dict[Count, Count], msgspec.Meta(max_length=1024)] = {}
     room_bytes: Count = 0
     leaving: bool = False
+    served: Annotated[tuple[Word, ...], msgspec.Meta(max_length=SERVED_MAX)] | None = None
 
 
 class Bye(_Message, frozen=True):

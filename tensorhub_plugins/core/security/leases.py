@@ -17,10 +17,16 @@ from collections.abc import Mapping
 
 import msgspec
 
-from tensorhub_plugins.core.protocol.messages import Claim, Ticket
+from tensorhub_plugins.core.protocol.messages import SERVED_MAX, Claim, Ticket
 from tensorhub_plugins.core.types import ShardKey
 
+SERVED_KEPT_MAX = 2 * SERVED_MAX  # leases that a source has served and not said so yet
 HUBS_KEPT_MAX = 1024  # lives of the hub whose clock a source remembers; beyond them it believes no unknown one
+
+
+def name_of(session: bytes, request_id: int) -> str:
+    """Return the name of a lease: by its reader's session and the Acquire that it answers."""
+    return f"{session.hex()}-{request_id}"
 
 
 def issue(lease_key: bytes, endpoints: Mapping[str, str], shard: ShardKey, claim: Claim) -> Ticket:
@@ -41,6 +47,7 @@ class Gate:
         self._source = b""
         self._offsets: dict[bytes, float] = {}  # of the hubs' clocks from ours
         self._has_forgotten = False  # one of them: whose lease is of an unknown hub may be long over
+        self._served: dict[str, None] = {}  # leases, since it was said last
 
     def serves_at(self, endpoints: Mapping[str, str]) -> None:
         """Where readers come in; before it nobody does."""
@@ -65,6 +72,15 @@ class Gate:
             return "its lease is of a hub that this source has not heard, or long ago"
         late_s = 0.0 if offset is None else now + offset - claim.expires
         return f"its lease has expired {late_s:.1f} s ago" if late_s > 0 else None
+
+    def serve(self, lease: str) -> None:
+        """Note that a reader with this lease is sent something, or has asked for what is not here yet."""
+        if len(self._served) < SERVED_KEPT_MAX:
+            self._served[lease] = None
+
+    def take_served(self) -> tuple[str, ...]:
+        """Return the leases that were served since the last call."""
+        return tuple(self._served.popitem()[0] for _ in range(min(len(self._served), SERVED_MAX)))
 
 
 def _source(endpoints: Mapping[str, str]) -> bytes:

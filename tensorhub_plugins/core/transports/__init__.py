@@ -65,7 +65,7 @@ def create(
     reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
-    options: dict[str, Any] = {} if name == "memory" else {"limits": limits, "gate": gate}
+    options: dict[str, Any] = {"gate": gate} if name == "memory" else {"limits": limits, "gate": gate}
     if name in ("tcp", "tls", "rdma"):
         options["advertise_host"] = advertise_host
     return cast(Transport, _kind(name)(**options))

@@ -15,6 +15,7 @@ from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import Ticket
+from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
@@ -33,7 +34,9 @@ class MemoryTransport:
 
     name = "memory"
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Gate | None = None) -> None:
+        """gate: hears which leases are read under; who is in this process is let in without one."""
+        self._gate = gate
         self._endpoint: str | None = None
         self._shelf: Shelf | None = None
         self._links: weakref.WeakSet[MemoryLink] = weakref.WeakSet()  # that read from it or through it
@@ -59,7 +62,7 @@ class MemoryTransport:
             source = _served.get(endpoint)
             if source is None or source._shelf is None:
                 raise SourceLost("nobody serves this endpoint in this process", peer=endpoint, phase="connect")
-            link = MemoryLink(endpoint, source._shelf)
+            link = MemoryLink(endpoint, source._shelf, source._gate)
             self._links.add(link)
             source._links.add(link)
             return link
@@ -76,8 +79,9 @@ class MemoryTransport:
 class MemoryLink:
     """Reads another slab of this process directly."""
 
-    def __init__(self, endpoint: str, shelf: Shelf) -> None:
+    def __init__(self, endpoint: str, shelf: Shelf, gate: Gate | None = None) -> None:
         self._endpoint = endpoint
+        self._gate = gate
         self._shelf = shelf
         self._offer: Offer | None = None
         self._reader = -1
@@ -196,6 +200,8 @@ class _InprocStream:
     def announced(self, due: deque[int]) -> list[int]:
         segment, progress = due[0], self._link.progress
         is_ready = self._offer.poll_ready(segment, 0.0)
+        if self._link._gate is not None and self._link.ticket is not None:
+            self._link._gate.serve(self._link.ticket.claim.reader)
         if not is_ready:
             progress.delayed(segment)
             is_ready = self._offer.poll_ready(segment, min(self._deadline, time.monotonic() + CLOSED_S))

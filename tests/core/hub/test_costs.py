@@ -16,6 +16,7 @@ from hub_scenarios import Scenario, source_of
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
+from tensorhub_plugins.core.security.leases import name_of
 from tensorhub_plugins.core.types import CHECKPOINT, Location, Role, ShardKey
 
 SMALL, LARGE = 64, 256
@@ -292,3 +293,74 @@ def test_a_hello_does_not_make_it_longer(again_at_s: float) -> None:
     assert [type(message) for message in story.inbox["greedy/0"]] == [m.Alive]
     story.tell("greedy/0", m.Heartbeat(story.hub.session, 9, (), {7: 1}))  # the control: one that is not known
     assert any(isinstance(message, m.Unknown) for message in story.inbox["greedy/0"])
+
+
+# --- of a reader's key the source's word counts ---
+
+
+@pytest.mark.parametrize(
+    ("role", "word", "keeps"),
+    [("reader", "none", False), ("reader", "its", True), ("reader", "old", True), ("publisher", "none", True)],
+)
+def test_a_readers_key_keeps_no_place_by_saying_that_it_reads(role: Role, word: str, keeps: bool) -> None:
+    """Its progress grows in every heartbeat; old: a source that does not count."""
+    story = Scenario(limits=HubLimits(grace_s=0.0))
+    story.roles["greedy/0"] = role
+    for worker in ("trainer/0", "greedy/0"):
+        story.join(worker)
+    story.publish("trainer/0", 1)
+    number = story.acquire("greedy/0", 1, timeout_s=1800.0)
+    assert source_of(story, "greedy/0") == "trainer/0"
+    served = {"none": (), "its": (name_of(story.sessions["greedy/0"], number),), "old": None}[word]
+    for progress in range(1, 40):
+        story.wait(2.0)
+        story.tell("greedy/0", m.Heartbeat(story.hub.session, number, (), {1: 1}, progress={1: progress}))
+        story.beat("trainer/0", served=served)
+    assert ("gone trainer/0" in story.heard("greedy/0")) is not keeps
+    told = story.inbox["trainer/0"]
+    assert [x.idle for x in told if isinstance(x, m.Alive) and x.idle] == ([] if keeps else ["greedy/0"])
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "its Hello says it once more"])
+@pytest.mark.parametrize(("role", "waits"), [("reader", False), ("publisher", True)])
+def test_no_unpublish_waits_for_a_readers_key_that_reads_nothing(role: Role, waits: bool, again: bool) -> None:
+    story = Scenario(limits=HubLimits(grace_s=0.0))
+    story.roles["greedy/0"] = role
+    for worker in ("trainer/0", "other/0", "greedy/0"):
+        story.join(worker)
+    for worker in ("trainer/0", "other/0"):
+        story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
+    story.acquire("greedy/0", 1, timeout_s=1800.0)
+    source = source_of(story, "greedy/0")
+    lease = m.HeldLease(1, 1, CHECKPOINT, {0: story.sessions[source]}, 1000.0)
+    story.unpublish(source, 1, timeout_s=30.0)
+    story.beat(source, served=())
+    story.wait(9.0)
+    story.beat(source, served=())
+    assert "unpublished" not in " ".join(story.heard(source))  # it may be about to begin
+    if again:
+        story.join("greedy/0", leases=(lease,), request_id=9)
+    story.wait(1.5)
+    for _ in range(2):
+        story.beat(source, served=())
+        story.wait(0.5)
+    assert ("unpublished cut off greedy/0" in story.heard(source)) is not waits
+
+
+def test_an_unpublish_waits_for_a_readers_key_that_reads() -> None:
+    story = Scenario(limits=HubLimits(grace_s=0.0))
+    story.roles["rollout/0"] = "reader"
+    for worker in ("trainer/0", "other/0", "rollout/0"):
+        story.join(worker)
+    for worker in ("trainer/0", "other/0"):
+        story.publish(worker, 1, origin="published" if worker == "trainer/0" else "replicated")
+    number = story.acquire("rollout/0", 1, timeout_s=1800.0)
+    source = source_of(story, "rollout/0")
+    story.unpublish(source, 1, timeout_s=1000.0)
+    for progress in range(1, 100):
+        story.wait(1.0)
+        story.beat("rollout/0", progress={number: progress})
+        story.beat(source, served=(name_of(story.sessions["rollout/0"], number),))
+    assert set(story.heard(source)) == {"Alive"}
+    story.tell("rollout/0", m.Release(number))
+    assert story.heard(source) == ["unpublished"]

@@ -6,14 +6,16 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
 
 from tensorhub_plugins.core import Client, HubLimits, ShardKey, start_server
-from tensorhub_plugins.core.protocol.messages import Claim, Ticket
+from tensorhub_plugins.core.hub.names import public_name
+from tensorhub_plugins.core.protocol.messages import SERVED_MAX, Acquire, Claim, Heartbeat, Ticket, encode
 from tensorhub_plugins.core.security.keys import Keys
-from tensorhub_plugins.core.security.leases import HUBS_KEPT_MAX, Gate, issue, prove
+from tensorhub_plugins.core.security.leases import HUBS_KEPT_MAX, SERVED_KEPT_MAX, Gate, issue, name_of, prove
 from tensorhub_plugins.core.transports import NotServable, create
 
 KEYS, OTHER = Keys.of(b"1" * 32), Keys.of(b"2" * 32)
@@ -106,6 +108,50 @@ def test_who_was_granted_a_lease_reads(trainer: tuple[str, Client], keys: Keys, 
         into = {"w": torch.zeros(300_000)}
         report = reader.replicate(into, 1, timeout_s=20)
         assert torch.equal(into["w"], WEIGHTS["w"]) and list(report.transports) == [transport]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "memory"])
+def test_a_source_knows_which_lease_it_serves(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, into = {"run": "r", "model": "m", "transports": (transport,)}, {"w": torch.zeros(300_000)}
+    with (
+        start_server(keys=KEYS, limits=HubLimits(grace_s=0.0)) as hub,
+        Client(hub.address, keys=KEYS, replica="trainer", advertise_host="127.0.0.1", **names) as source,
+        Client(hub.address, keys=KEYS.limited("reader"), replica="rollout", **names) as reader,
+    ):
+        monkeypatch.setattr(source._hub._machine, "gate", None)  # else a heartbeat says it
+        source.publish(1, WEIGHTS)
+        assert source._gate is not None and source._gate.take_served() == ()
+        reader.replicate(into, 1, timeout_s=20)
+        session = public_name(reader._hub.session)
+        assert [name.partition("-")[0] for name in source._gate.take_served()] == [session.hex()]
+        assert source._gate.take_served() == ()
+
+
+def test_what_a_source_says_of_its_leases_is_bounded() -> None:
+    made, names = gate(), [name_of(NONCE.ljust(16), number) for number in range(2 * SERVED_KEPT_MAX)]
+    for name in names:
+        made.serve(name)
+    said = [made.take_served() for _ in range(4)]
+    assert [len(each) for each in said] == [SERVED_MAX, SERVED_MAX, 0, 0]
+    assert len({name for each in said for name in each}) == SERVED_KEPT_MAX
+    encode(Heartbeat(HUB, served=said[0]))
+
+
+def test_unpublish_waits_for_no_readers_key_that_reads_nothing() -> None:
+    """Its lease and its heartbeats are real; it never connects to the source."""
+    names = {"run": "r", "model": "m"}
+    with (
+        start_server(keys=KEYS, limits=HubLimits(grace_s=0.0, heartbeat_s=0.05)) as hub,
+        Client(hub.address, keys=KEYS, replica="trainer", **names) as source,
+        Client(hub.address, keys=KEYS.limited("reader"), replica="greedy", **names) as reader,
+    ):
+        source.retain(0)
+        source.publish(1, WEIGHTS)
+        deadline = time.monotonic() + 300.0
+        acquire = partial(Acquire, version=1, at_least=0, layouts=("checkpoint",), timeout_s=300.0)
+        assert reader._hub.ask(lambda number: acquire(request_id=number), deadline).result(60)
+        report = source.unpublish(1, timeout_s=120.0)
+        assert report.cut_off == ("greedy/0",) and report.seconds < 100.0
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -273,6 +273,7 @@ class ReaderConnection:
         self._limits = limits
         self._offer: Offer | None = None
         self._reader = -1
+        self._lease = ""  # under which it is read
 
     def run(self) -> None:
         """Answer until the reader goes. Raises what ended it."""
@@ -354,6 +355,7 @@ class ReaderConnection:
         if refusal is not None:
             self._warn("%s may not read %s: %s", self._channel.peer, request.key, refusal)
             raise NotServable(f"the source lets nobody read without a lease of its hub: {refusal}")
+        self._lease = claim.reader if claim is not None else ""
         return find_offer(self._shelf, request.key, request.as_of, self._check_reader)
 
     def _check_reader(self) -> None:
@@ -394,7 +396,13 @@ class ReaderConnection:
         self._channel.send([HEADER.pack(READY, waited, first, segment - first)], deadline)
         return segment
 
+    def _note_use(self) -> None:
+        """The hub hears from us which leases are used: a reader could say what it likes."""
+        if self._gate is not None:
+            self._gate.serve(self._lease)
+
     def _payload(self, offer: Offer, segment: int, deadline: float) -> list[memoryview]:
+        self._note_use()
         return self._backend.segment_payload(self._channel, offer, *offer.manifest.segment_range(segment), deadline)
 
     def _await(self, offer: Offer, segment: int, deadline: float) -> bool:
@@ -416,6 +424,7 @@ class ReaderConnection:
                 raise SourceLost(message, version=offer.version, peer=self._channel.peer, phase="wait")
             if now >= alive_at:
                 self._channel.send([HEADER.pack(ALIVE, 0, 0, 0)], deadline)
+                self._note_use()
                 alive_at = now + self._limits.alive_s
 
     def _release(self, *, ended: bool = False) -> None:
