@@ -7,7 +7,6 @@ run, see `Client.pin`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import logging
@@ -23,17 +22,13 @@ from typing import Any, get_args
 
 import zmq
 
-from tensorhub_plugins.core.client.connection import HubLink
-from tensorhub_plugins.core.deadline import Deadline, bounded
+from tensorhub_plugins.core.client.connection import HubLink, end_context
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import (
-    hub_addresses,
-    needs_ipv6,
-    new_session,
-)
+from tensorhub_plugins.core.protocol.address import hub_addresses, new_session, no_way, parse_address, resolve
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import (
@@ -286,34 +281,52 @@ def _framework_doctor(name: str, arguments: list[str]) -> int:
 
 
 def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
-    """The hub's report; HubUnreachable when none answers in time, UsageError when it does not let us in. address: or
-    several, with commas between them: each is given timeout_s."""
-    *others, last = hub_addresses(address)
-    for other in others:
-        with contextlib.suppress(HubUnreachable):
-            return _fetch_status(other, timeout_s, keys)
-    return _fetch_status(last, timeout_s, keys)
+    """The hub's report; HubUnreachable when none answers in time, UsageError when it does not let us in, or has no such
+    name. address: or several, with commas between them: they share timeout_s."""
+    deadline, addresses = Deadline.after(timeout_s), hub_addresses(address)
+    keys = secret.from_environment() if keys is None else keys
+    problems: list[TensorHubError] = []
+    for number, each in enumerate(addresses):
+        left_s = deadline.remaining() / (len(addresses) - number)
+        try:
+            return _fetch_status(each, Deadline.after(left_s), keys)
+        except HubUnreachable as error:
+            problems.append(error)
+        except UsageError as error:
+            if len(addresses) == 1:
+                raise
+            problems.append(error)
+    *_, last = problems
+    raise last.within(last.message, peer=address, phase="status", timeout_s=timeout_s)
 
 
-def _fetch_status(address: str, timeout_s: float, keys: Keys | None) -> dict[str, Any]:
+def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[str, Any]:
+    host, port = parse_address(address, "tcp")
+    try:
+        found = resolve(host, deadline)
+    except (OSError, ValueError) as error:
+        raise no_way(address, error) from error
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    keys = secret.from_environment() if keys is None else keys
     curve.guard_client(socket, keys)
     handshakes = curve.Handshakes(socket, address, keys)
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, needs_ipv6(address))
+        socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.IDENTITY, new_session())
         socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX)
         try:
-            socket.connect(address)
+            for each in found:  # the first that lets us in is asked
+                handshakes.connect(each, port)
         except zmq.ZMQError as error:
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
-        socket.send(messages.encode(messages.AskStatus(1)))
-        deadline = Deadline.after(timeout_s)
+        wanted = zmq.POLLOUT
         while deadline.remaining():
-            if socket.poll(int(1000 * min(STATUS_CHECK_S, deadline.remaining()))):
+            ready = socket.poll(int(1000 * min(STATUS_CHECK_S, deadline.remaining())), wanted)
+            if ready & zmq.POLLOUT:
+                socket.send(messages.encode(messages.AskStatus(1)))
+                wanted = zmq.POLLIN
+            elif ready:
                 reply = messages.decode_from_hub(socket.recv())
                 if isinstance(reply, messages.Status):
                     return reply.report
@@ -322,17 +335,18 @@ def _fetch_status(address: str, timeout_s: float, keys: Keys | None) -> dict[str
             problem = handshakes.problem(time.monotonic())
             if problem is not None:
                 raise UsageError(problem, phase="status")
-        raise HubUnreachable("no hub answers", peer=address, phase="status", timeout_s=timeout_s)
+        raise HubUnreachable("no hub answers", peer=address, phase="status")
     finally:
         handshakes.close()
         socket.close()
-        context.term()
+        end_context(context)
 
 
 def direct(
     address: str, run: str, model: str, command: str, version: int, timeout_s: float, keys: Keys | None = None
 ) -> str:
     """Carry out pin, unpin (version 0) or withdraw, and say what is so now. The same as Client's, without torch."""
+    deadline = Deadline.after(timeout_s)
     identity = messages.Hello(
         run=check_name("run", run),
         model=check_name("model", model),
@@ -346,14 +360,13 @@ def direct(
     link = HubLink(
         address,
         identity,
-        connect_timeout_s=timeout_s,
+        connect_timeout_s=deadline.remaining(),
         on_source_gone=lambda session: None,
         on_may_release=lambda effect: None,
         keys=secret.from_environment() if keys is None else keys,
     )
     try:
-        timeout_s = bounded(timeout_s)
-        link.ask(lambda number: kind(number, version, timeout_s), Deadline.after(timeout_s)).result()
+        link.ask(lambda number: kind(number, version, deadline.remaining()), deadline).result()
         return directive_text(run, model, link.directive.pin, link.directive.withdrawn)
     finally:
         link.close()

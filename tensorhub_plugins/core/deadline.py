@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from itertools import islice
 from typing import TypeVar
 
@@ -79,3 +82,21 @@ def bounded(timeout_s: float, name: str = "timeout_s") -> float:
     if not isinstance(timeout_s, (int, float)) or timeout_s != timeout_s:  # the latter: not a number
         raise UsageError(f"{name}={timeout_s!r}: pass a number of seconds, float('inf') to wait as long as it takes")
     return min(max(0.0, timeout_s), TIMEOUT_S_MAX)
+
+
+def aside(work: Callable[[], T]) -> Future[T]:
+    """Begin in a thread of its own what a library may do for longer than anybody should wait: it is left behind then.
+    The future has an OSError where there can be no thread."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="tensorhub-aside", daemon=True).start()
+    except RuntimeError as error:
+        future.set_exception(OSError(errno.EAGAIN, f"{error} (ulimit -u, pids.max)"))
+    return future

@@ -123,10 +123,10 @@ class Client:
         job: str | None = None,
         preemptible: bool | None = None,
     ) -> None:
+        deadline = Deadline.after(bounded(connect_timeout_s, "connect_timeout_s"))
         arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
         arguments.check_budget(memory_budget_bytes, over_budget)
-        self.replica, self.shard, self.shard_count = replica, shard, shard_count
-        self._worker = f"{replica}/{shard}"
+        self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
         keys = secret.from_environment() if keys is None else keys
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
@@ -140,10 +140,10 @@ class Client:
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate = None if keys is None else Gate(keys.lease_key)
         self._copies = Copies(self._serving, self._copy)
-        towards = arguments.check_word("advertise_host", advertise_host or "") or address_towards(address)
+        towards = arguments.check_word("advertise_host", advertise_host or "") or address_towards(address, deadline)
         self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
         try:
-            self._hub = self._serving.hub = self._link(address, self._hello(run, model), connect_timeout_s, keys)
+            self._hub = self._serving.hub = self._link(address, self._hello(run, model), deadline, keys)
         except BaseException:
             self._close_local()
             raise
@@ -500,11 +500,11 @@ class Client:
             tls_only=tls.is_required_of(self._location.data_center),
         )
 
-    def _link(self, address: str, identity: messages.Hello, connect_timeout_s: float, keys: Keys | None) -> HubLink:
+    def _link(self, address: str, identity: messages.Hello, deadline: Deadline, keys: Keys | None) -> HubLink:
         return HubLink(
             address,
             identity,
-            connect_timeout_s=connect_timeout_s,
+            connect_timeout_s=deadline.remaining(),
             on_source_gone=self._source_gone,
             on_may_release=lambda effect: self._serving.may_release(effect.keys),
             on_directive=self._directed,

@@ -23,15 +23,11 @@ import zmq
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core.client import session
-from tensorhub_plugins.core.deadline import bounded
-from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError, refusal
+from tensorhub_plugins.core.deadline import Deadline, aside, bounded
+from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
 from tensorhub_plugins.core.process import close_at_exit
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import (
-    hub_addresses,
-    needs_ipv6,
-    new_session,
-)
+from tensorhub_plugins.core.protocol.address import hub_addresses, lookup, new_session, no_way, parse_address
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
@@ -44,6 +40,10 @@ RECONNECT_MAX_MS = 1000
 LINK_HEARTBEAT_MS, LINK_TIMEOUT_MS = 2000, 10_000  # answered by the hub's socket, also while the hub is busy
 CONNECT_TIMEOUT_MS = 2000
 BYE_LINGER_MS = 200  # for the last word to leave this process; without it the hub would miss us for a session timeout
+LOOK_UP_EVERY_S = 1.0  # the hub's name, while it is not heard: it may have moved
+QUIET_HEARTBEATS = 2  # then it is not heard
+TERM_S = 2 * BYE_LINGER_MS / 1000
+CLOSE_S = 2.0  # that the thread needs at most to say its last word, where all is well
 
 
 def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys | None) -> zmq.Socket[bytes]:
@@ -63,6 +63,12 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys 
         socket.setsockopt(option, value)
     socket.setsockopt(zmq.IDENTITY, session)
     return socket
+
+
+def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Terminate it, as long as that takes ZeroMQ's own thread; the caller waits for the last words only."""
+    with contextlib.suppress(FutureTimeout, OSError):
+        aside(context.term).result(TERM_S)
 
 
 class Copies(Protocol):
@@ -99,8 +105,9 @@ class HubLink:
         gate: Gate | None = None,
         redial_s: float | None = None,
     ) -> None:
+        deadline = Deadline.after(bounded(connect_timeout_s, "connect_timeout_s"))
         self._addresses, self._dialed = hub_addresses(address), 0
-        self._ipv6 = [needs_ipv6(each) for each in self._addresses]  # here: the link's thread must not wait for names
+        self._found: dict[str, tuple[str, ...]] = {}  # IP addresses, by the address of which they are
         self.session, self._name = new_session(), f"{identity.replica}/{identity.shard}"
         self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
         self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
@@ -110,29 +117,28 @@ class HubLink:
         self._lock, self._outbox = threading.RLock(), deque[bytes]()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._welcomed: Future[None] = Future()
-        self._closing, self._refused = False, ""  # why the hub does not let us in any more
+        self._closing, self._refused, self._nameless = False, "", ""  # why it does not let us in, or has no address
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._context, self._keys, self._is_to_redial = zmq.Context(), keys, False
-        try:
-            self._dial()
-        except zmq.ZMQError as error:
-            self._free()
-            raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
+        self._context, self._keys = zmq.Context(), keys
+        self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be a new one
+        self._open()
+        self._look_up()
         self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
         self._thread.start()
         close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
         try:
-            self._welcomed.result(timeout=bounded(connect_timeout_s, "connect_timeout_s"))
+            self._welcomed.result(timeout=deadline.remaining())
         except FutureTimeout:
-            self.close()
+            self._close(0.0)
+            why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
             raise HubUnreachable(
-                f"no hub answers at {address}: start one with `tensorhub server`, or correct the address",
+                f"no hub answers at {address}: start one with `tensorhub server`, or correct the address{why}",
                 peer=address,
                 phase="connect",
                 timeout_s=connect_timeout_s,
             ) from None
         except BaseException:
-            self.close()
+            self._close(CLOSE_S)
             raise
 
     # --- for callers in any thread ---
@@ -203,10 +209,14 @@ class HubLink:
 
     def close(self) -> None:
         """Say Bye and stop; closing twice is fine."""
+        self._close(CLOSE_S)
+
+    def _close(self, timeout_s: float) -> None:
+        """The thread frees what it has, also when nobody waits for it any more."""
         with self._lock:
             self._closing = True
         self._wake()
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     @property
     def address(self) -> str:
@@ -215,23 +225,67 @@ class HubLink:
 
     # --- the thread ---
 
-    def _dial(self) -> None:
+    def _open(self) -> None:
         self._socket = _dealer(self._context, self.session, self._keys)
-        self._socket.setsockopt(zmq.IPV6, self._ipv6[self._dialed % len(self._addresses)])
-        self._handshakes = curve.Handshakes(self._socket, self.address, self._keys)
-        self._socket.connect(self.address)
+        self._handshakes = curve.Handshakes(self._socket, self.address, self._keys, self._wake)
 
-    def _redial_if_due(self, poller: select.poll) -> None:
-        """A new connection, for which the name of the host is looked up again; to the next address."""
-        if not self._is_to_redial:
+    def _look_up(self) -> None:
+        """Where the hub is now. The thread never waits for that: a resolver may never answer."""
+        looked_up = lookup(parse_address(self.address, "tcp")[0])
+        self._lookup: Future[tuple[str, ...]] | None = looked_up
+        self._looked_at = time.monotonic()
+        looked_up.add_done_callback(lambda _: self._wake())
+
+    def _connect_if_due(self, poller: select.poll, now: float) -> None:
+        """Look up the next address, when that is due, and this one while nobody is heard there; connect."""
+        if self._is_to_redial:
+            self._is_to_redial, self._is_stale = False, True
+            self._dialed += 1
+            self._look_up()
+        is_quiet = now - self._machine.heard_at > QUIET_HEARTBEATS * self._machine.heartbeat_s
+        if is_quiet and self._lookup is None and now - self._looked_at > LOOK_UP_EVERY_S:
+            self._look_up()
+        self._connect_if_found(poller)
+
+    def _connect_if_found(self, poller: select.poll) -> None:
+        """Connect where the hub's name leads: at first, when the connection is to be a new one, and when it leads
+        elsewhere than it did. Where it cannot be looked up, as long as that is so, to where it led."""
+        if self._lookup is None or not self._lookup.done():
             return
+        found, self._lookup = self._lookup, None
+        try:
+            self._found[self.address], self._nameless = found.result(), ""
+        except (OSError, ValueError) as error:
+            self._nameless = str(error)
+            self._cannot_begin(no_way(self.address, error))
+        known, port = self._found.get(self.address, ()), parse_address(self.address, "tcp")[1]
+        if not known:
+            self._dialed += not self._handshakes.endpoint  # in a second
+            return
+        if max(len(known), len(self._addresses)) > 1:
+            self._machine.redial_s = min(self._machine.redial_s, session.REDIAL_SEVERAL_S)
+        if self._handshakes.endpoint:
+            if not self._is_stale and self._handshakes.leads_to(known, port):
+                return
+            self._reopen(poller)
+        self._is_stale = False
+        try:
+            self._handshakes.connect(known[self._dialed // len(self._addresses) % len(known)], port)
+        except zmq.ZMQError as error:
+            self._cannot_begin(UsageError(f"{self.address!r} is no hub address: use tcp://host:port ({error})"))
+
+    def _cannot_begin(self, error: TensorHubError) -> None:
+        """Where there is no other address to try."""
+        if len(self._addresses) == 1 and not self._welcomed.done():
+            self._welcomed.set_exception(error)
+
+    def _reopen(self, poller: select.poll) -> None:
         for each in (self._socket, self._handshakes.socket):
             poller.unregister(int(each.getsockopt(zmq.FD)))
         self._handshakes.close()
         self._socket.close(linger=0)
-        self._is_to_redial, self._dialed = False, self._dialed + 1
         log.info("%s: connects anew to the hub, at %s", self._name, self.address)
-        self._dial()
+        self._open()
         self._register(poller)
 
     def _register(self, poller: select.poll) -> None:
@@ -254,7 +308,7 @@ class HubLink:
                 with self._lock:
                     self._carry_out(self._machine.handle(session.Tick(), time.monotonic()))
                     wait_s = self._machine.next_deadline() - time.monotonic()
-                self._redial_if_due(poller)
+                self._connect_if_due(poller, time.monotonic())
                 self._flush()
                 if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     continue  # the descriptor is edge triggered: nothing may be left when it is waited for
@@ -390,7 +444,7 @@ class HubLink:
     def _free(self) -> None:
         self._handshakes.close()
         self._socket.close(linger=BYE_LINGER_MS)
-        self._context.term()
+        end_context(self._context)
         with self._lock:
             os.close(self._wake_read)
             os.close(self._wake_write)

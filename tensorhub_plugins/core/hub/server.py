@@ -25,6 +25,7 @@ from typing import cast
 
 import zmq
 
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.limits import SESSIONS_MAX, HubLimits
@@ -32,7 +33,14 @@ from tensorhub_plugins.core.hub.names import Names, public_name
 from tensorhub_plugins.core.hub.rates import Rates
 from tensorhub_plugins.core.process import ForeignPort, files_left, raise_files_max
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import check_address, is_loopback, needs_ipv6, new_session, parse_address
+from tensorhub_plugins.core.protocol.address import (
+    check_address,
+    format_address,
+    is_loopback,
+    new_session,
+    parse_address,
+    resolve,
+)
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import Role, printable
@@ -43,6 +51,7 @@ RECEIVE_QUEUE_MESSAGES_MAX = 32  # per connection; beyond that it is not read fr
 SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; who does not read loses what is beyond
 FAILURES_PER_SESSION_MAX = 3  # over what one session says, before it is not listened to any more
 BARRED_MAX = 4096  # such sessions
+LOOKUP_S = 5.0  # of the name of the address to listen at
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
 FILES_KEPT = 64  # for what is no worker: who is refused hears why, people ask for the status, logs
 FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, which is all that it would say
@@ -53,18 +62,31 @@ LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, 
 NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine two enums costs as much as to send
 
 
-def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    """A ROUTER whose ZeroMQ thread does not interrupt ours on the same core.
+def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str]:
+    """And what it is to be bound to. A ROUTER whose ZeroMQ thread does not interrupt ours on the same core.
 
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
     workers are served in three quarters of the time (recipes/bench/hub). A wish, no more: who refuses it is slower.
     """
+    where = _where(address)
     context = zmq.Context()
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
     socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.IPV6, needs_ipv6(address))
-    return context, socket
+    socket.setsockopt(zmq.IPV6, where.startswith("tcp://["))
+    return context, socket, where
+
+
+def _where(address: str) -> str:
+    """With an IP address in the place of a host's name, for which ZeroMQ would wait as long as the resolver likes. It
+    knows itself what "*" is, and an interface."""
+    host, port = parse_address(address, "tcp")
+    try:
+        return format_address("tcp", resolve(host, Deadline.after(LOOKUP_S))[0], port)
+    except TimeoutError as error:
+        raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
+    except (OSError, ValueError):
+        return address
 
 
 def _may_run_in_batches() -> bool:
@@ -115,7 +137,7 @@ class Server:
         self._awake_at, self._hub = clock(), self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
         self._failures: dict[bytes, int] = {}  # by the session that they cost
-        self._context, self._socket = _router(address)
+        self._context, self._socket, where = _router(address)
         self._doorman: curve.Doorman | None = None
         if keys is not None:
             self._doorman = curve.Doorman(self._context, admitted)
@@ -128,7 +150,7 @@ class Server:
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
         try:
-            self._socket.bind(address)
+            self._socket.bind(where)
         except zmq.ZMQError as error:
             self._free()
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error

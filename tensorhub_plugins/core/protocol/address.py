@@ -1,15 +1,26 @@
-"""Addresses, scheme://host:port, of hubs and of transports; and the names of sessions."""
+"""Addresses, scheme://host:port, of hubs and of transports; and the names of sessions.
+
+The system's resolver keeps its callers for as long as it likes (40 s where no name server answers). So hosts' names are
+looked up here alone, by threads that nobody has to wait for; sockets, ZeroMQ's too, are given what they stand for.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one only since Python 3.11
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.deadline import aside, remaining_s
+from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.types import is_text
 
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
+LOOKUPS_MAX = 64  # under way in a process: one that is never answered keeps its thread
+
+_lookups: dict[tuple[int, str], Future[tuple[str, ...]]] = {}  # under way, by process (a fork has no threads) and name
 
 
 def new_session() -> bytes:
@@ -55,16 +66,39 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def needs_ipv6(address: str) -> bool:
-    """Whether this is an IPv6 address, or a name that has no other. Looks a name up; False where that fails.
-
-    ZeroMQ is to be told: of a name that has both it would take the IPv6 address only, where the hub may not listen."""
-    host, _ = parse_address(address, "tcp")
+def lookup(host: str) -> Future[tuple[str, ...]]:
+    """Begin to look a name up: its IP addresses, IPv4 first, as a hub may not listen on the other; OSError, ValueError.
+    Returns at once, and the future of an IP address is done. Who asks meanwhile for the same name shares the thread."""
     try:
-        found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        done: Future[tuple[str, ...]] = Future()
+        done.set_result(_addresses(host, socket.AI_NUMERICHOST))
+        return done
     except (OSError, ValueError):
-        return False
-    return found == {socket.AF_INET6}
+        pass
+    key = os.getpid(), host
+    under_way = _lookups.get(key)
+    if under_way is None and len(_lookups) >= LOOKUPS_MAX:
+        done.set_exception(OSError(f"{LOOKUPS_MAX} other names are being looked up: the resolver does not answer"))
+        return done
+    if under_way is None:
+        under_way = _lookups[key] = aside(lambda: _addresses(host))
+        under_way.add_done_callback(lambda _: _lookups.pop(key, None))
+    return under_way
+
+
+def resolve(host: str, deadline: float) -> tuple[str, ...]:
+    """The IP addresses of a host's name, IPv4 first. deadline: on time.monotonic(). OSError, at the deadline a
+    TimeoutError; ValueError for what is no name."""
+    try:
+        return lookup(host).result(remaining_s(deadline, time.monotonic()))
+    except FutureTimeout:
+        raise TimeoutError(f"the name {host!r} was not looked up in time: the resolver does not answer") from None
+
+
+def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
+    found = [address for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)]
+    names = [f"{host}%{scope[1]}" if any(scope[1:]) else str(host) for host, _, *scope in found]  # of one interface
+    return tuple(sorted(dict.fromkeys(names), key=lambda each: ":" in each))
 
 
 def check_advertised(host: str) -> str:
@@ -78,23 +112,22 @@ def check_advertised(host: str) -> str:
     return host
 
 
-def local_host_towards(host: str, port: int = 9) -> str:
-    """This host's address on the way to `host`; nothing is sent. UsageError without a route."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise UsageError(f"there is no route to {host!r}: {error}") from error
-
-
-def address_towards(address: str) -> str:
-    """The address of this host's interface that faces the hub, found without sending anything."""
+def address_towards(address: str, deadline: float) -> str:
+    """The address of this host's interface that faces the hub, found without sending anything. HubUnreachable when its
+    name cannot be looked up now, UsageError when there is no way to it."""
     host, port = parse_address(hub_addresses(address)[0], "tcp")
     try:
-        return local_host_towards(host, port)
-    except UsageError as error:
-        raise UsageError(
-            f"there is no way to the hub at {address}: correct the host's name ({error.message})"
-        ) from error
+        found = resolve(host, deadline)[0]
+        with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((found, port))  # an address: nothing is looked up
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise no_way(address, error) from error
+
+
+def no_way(address: str, error: BaseException) -> HubUnreachable | UsageError:
+    """What to raise after the hub's name was not found: a resolver that is away may come back."""
+    if isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN:
+        text = f"there is no way to the hub at {address}, whose name cannot be looked up now: {error}"
+        return HubUnreachable(text, peer=address, phase="connect")
+    return UsageError(f"there is no way to the hub at {address}: correct the host's name ({error})")

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tensorhub_plugins.core.deadline import aside
 from tensorhub_plugins.core.process import ForeignSocket
-from tensorhub_plugins.core.protocol.address import parse_address
+from tensorhub_plugins.core.protocol.address import format_address, parse_address
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABLE
 from tensorhub_plugins.core.types import Role
@@ -76,52 +79,77 @@ class Doorman:
 
 
 class Handshakes:
-    """What becomes of a client's connections to the hub. `socket` is to be polled.
+    """What becomes of a client's connections to the hub. `socket` is to be polled. address: of the hub, for people.
+    wake: called in another thread when `problem` has something to say.
 
     Used by the thread of the client's socket, and closed before it."""
 
-    def __init__(self, client: zmq.Socket[bytes], address: str, keys: Keys | None) -> None:
+    def __init__(
+        self, client: zmq.Socket[bytes], address: str, keys: Keys | None, wake: Callable[[], None] = lambda: None
+    ) -> None:
         self._client = client
         self._address = address
         self._keys = keys
+        self._wake = wake
         self._closed_times, self._closed_first = 0, 0.0  # that the hub has ended a handshake without a word
         self._redial_at: float | None = None
         self._connection: ForeignSocket | None = None
+        self._mechanism: Future[str | None] | None = None  # of a hub that does not let us in
+        self.endpoint = ""  # what ZeroMQ is connected to
         self.shut_out = ""  # why the hub does not let us in, as far as is known
         self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE | zmq.EVENT_CONNECTED)
         self.socket.setsockopt(zmq.LINGER, 0)
 
+    def connect(self, host: str, port: int) -> None:
+        """Have the client connect there. host: an IP address, as ZeroMQ's thread would wait for a name."""
+        self._client.setsockopt(zmq.IPV6, ":" in host)
+        self._client.connect(format_address("tcp", host, port))
+        self.endpoint = format_address("tcp", host, port)
+
+    def leads_to(self, hosts: Collection[str], port: int) -> bool:
+        """Whether it is one of these that it is connected to."""
+        return self.endpoint in {format_address("tcp", host, port) for host in hosts}
+
     def problem(self, now: float) -> str | None:
         """Why the hub does not let us in, once when that is certain; None: there is nothing new."""
-        found = None
+        failed = False
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_CONNECTED:  # a child that kept it would hide our death
                     self._connection = ForeignSocket(int(event["value"]))
                 else:
-                    found = self._heard(int(event["event"]), now)
+                    failed = self._has_failed(int(event["event"]), now)
         with contextlib.suppress(zmq.ZMQError):
-            if found is not None:  # not twenty times a second; after a refusal ZeroMQ would not try again at all
+            if failed:  # not twenty times a second; after a refusal ZeroMQ would not try again at all
                 self._redial_at = now + REDIAL_S
-                self._client.disconnect(self._address)
+                self._client.disconnect(self.endpoint)
             elif self._redial_at is not None and now >= self._redial_at:
                 self._redial_at = None
-                self._client.connect(self._address)
+                self._client.connect(self.endpoint)
+        if failed and self._mechanism is None:
+            endpoint = self.endpoint
+            self._mechanism = aside(lambda: mechanism_of(endpoint))
+            self._mechanism.add_done_callback(lambda _: self._wake())
+        if self._mechanism is None or not self._mechanism.done():
+            return None
+        found = self._why(has_secret=self._mechanism.exception() is None and self._mechanism.result() == "CURVE")
+        self._mechanism = None
         is_new = found is not None and found != self.shut_out
         self.shut_out = found or self.shut_out
         return found if is_new else None
 
-    def _heard(self, event: int, now: float) -> str | None:
+    def _has_failed(self, event: int, now: float) -> bool:
         if event == DONE:
-            self._closed_times, self.shut_out = 0, ""
-            return None
+            self._closed_times, self.shut_out, self._mechanism = 0, "", None
+            return False
         if event == NO_DETAIL:
             self._closed_first = self._closed_first if self._closed_times else now
             self._closed_times += 1
-            if self._closed_times < CLOSED_TIMES or now - self._closed_first < CLOSED_S:
-                return None
-        has_secret = mechanism_of(self._address) == "CURVE"
+            return self._closed_times >= CLOSED_TIMES and now - self._closed_first >= CLOSED_S
+        return True
+
+    def _why(self, *, has_secret: bool) -> str | None:
         if self._keys is not None and has_secret:
             return (
                 f"the hub at {self._address} does not know this process's secret: it must be the one that the hub was "
@@ -148,13 +176,16 @@ class Handshakes:
 def mechanism_of(address: str) -> str | None:
     """How the ZeroMQ socket at this address wants its peers to prove themselves, "CURVE" or "NULL", by the first bytes
     of its greeting (ZMTP 3); None: it says nothing of the kind."""
+    deadline = time.monotonic() + PROBE_S
     with contextlib.suppress(OSError), socket.create_connection(parse_address(address, "tcp"), PROBE_S) as probe:
         probe.sendall(SIGNATURE)
         greeting = b""
-        while len(greeting) < MECHANISM.stop:
+        while len(greeting) < MECHANISM.stop and time.monotonic() < deadline:
             received = probe.recv(MECHANISM.stop - len(greeting))
             if not received:
                 return None
             greeting += received
+        if len(greeting) < MECHANISM.stop:
+            return None
         return greeting[MECHANISM].rstrip(b"\0").decode(errors="replace") if greeting[:1] == SIGNATURE[:1] else None
     return None

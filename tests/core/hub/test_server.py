@@ -22,6 +22,7 @@ from hub_peer import ask, peer
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client import connection
 from tensorhub_plugins.core.client.connection import HubLink
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
 from tensorhub_plugins.core.hub.server import (
@@ -31,8 +32,8 @@ from tensorhub_plugins.core.hub.server import (
 from tensorhub_plugins.core.process import files_left
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.address import (
-    needs_ipv6,
     new_session,
+    resolve,
 )
 from tensorhub_plugins.core.types import (
     Location,
@@ -232,10 +233,17 @@ def test_the_address_it_got_and_one_it_cannot_have(server):
 
 
 def test_a_name_that_has_both_is_looked_for_where_it_was(monkeypatch):
-    """ZeroMQ would try its IPv6 address only, where no hub needs to listen."""
-    families = {"v4": [socket.AF_INET], "v6": [socket.AF_INET6], "both": [socket.AF_INET6, socket.AF_INET], "none": []}
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(each, 0, 0, "", ()) for each in families[host]])
-    assert [name for name in families if needs_ipv6(f"tcp://{name}:1")] == ["v6"]
+    """First at its IPv4 address: no hub needs to listen at the other one."""
+    hosts = {"v4": ["1.2.3.4"], "v6": ["::1"], "both": ["::1", "1.2.3.4", "::1"]}
+
+    def getaddrinfo(host, *_, flags=0, **__):
+        if flags:
+            raise socket.gaierror(socket.EAI_NONAME, "no number")
+        return [(0, 0, 0, "", (each, 0)) for each in hosts[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    found = {name: resolve(name, Deadline.after(5)) for name in hosts}
+    assert found == {"v4": ("1.2.3.4",), "v6": ("::1",), "both": ("1.2.3.4", "::1")}
 
 
 def test_nobody_listens():

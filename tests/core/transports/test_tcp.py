@@ -13,9 +13,9 @@ import torch
 from transport_helpers import KEY, served, soon
 
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.protocol.address import local_host_towards
+from tensorhub_plugins.core.protocol.address import address_towards
 from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
@@ -129,10 +129,10 @@ def test_endpoints_that_are_none(endpoint):
         reader.connect(endpoint, deadline=soon())
 
 
-def test_local_host_towards():
-    assert local_host_towards("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(UsageError):
-        local_host_towards("no such host.invalid")
+def test_address_towards():
+    assert address_towards("tcp://127.0.0.1:9", soon()) == "127.0.0.1"
+    with pytest.raises((UsageError, HubUnreachable), match="there is no way to the hub"):
+        address_towards("tcp://no such host.invalid:9", soon())
 
 
 def test_streams_share_a_read(monkeypatch):

@@ -8,7 +8,9 @@ import socket
 import time
 from collections.abc import Callable
 
+from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost, UsageError
+from tensorhub_plugins.core.protocol.address import resolve
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
@@ -18,6 +20,8 @@ from tensorhub_plugins.core.transports.stream.source import BACKLOG
 USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
+CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
+LISTEN_LOOKUP_S = 2.0  # of this host's own name
 # Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
 # (it takes 1.5 times as long). Reno is in every kernel and needs no privilege.
 SAME_HOST_CONGESTION = b"reno"
@@ -32,13 +36,23 @@ def connect(
         raise SourceLost("the deadline passed", peer=endpoint, phase="connect")
     sock: socket.socket | None = None
     try:
-        sock = socket.create_connection((host, port), timeout=min(left, stall_s))
+        sock = _connected(host, port, Deadline.after(min(left, stall_s)))
         tune(sock)
     except (OSError, ValueError) as error:  # ValueError: no name that can be looked up, as "a..b"
         if sock is not None:
             sock.close()
         raise SourceLost(f"cannot connect: {error}", peer=endpoint, phase="connect") from error
     return greet(sock, endpoint, stall_s=stall_s, deadline=deadline, make=make)
+
+
+def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """To the first of its IP addresses that lets us in. OSError of the last one, ValueError."""
+    *others, last = resolve(host, deadline)
+    for number, each in enumerate(others):
+        with contextlib.suppress(OSError):
+            left_s = deadline.remaining() / (len(others) + 1 - number)
+            return socket.create_connection((each, port), timeout=max(CONNECT_S_MIN, left_s))
+    return socket.create_connection((last, port), timeout=max(CONNECT_S_MIN, deadline.remaining()))
 
 
 def tune(sock: socket.socket) -> None:
@@ -61,7 +75,10 @@ def tune(sock: socket.socket) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A listener on this address; on all, where it is not of this host (address translation). UsageError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = resolve(host, Deadline.after(LISTEN_LOOKUP_S))[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            found, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )[0]
     except (OSError, ValueError) as error:
         raise UsageError(f"advertise_host={host!r} is not an address: {error}") from error
     listener = socket.socket(family, kind, protocol)
