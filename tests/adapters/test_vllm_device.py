@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import Slab, gate
-from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.vllm.worker.extension import hook
 
 PATIENCE_S = 20.0

@@ -25,7 +25,7 @@ LAYERS = [
     {"hub", "transports"},
     {"transfer"},
     {"client"},
-    {"testing", "cli"},
+    {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

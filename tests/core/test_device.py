@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import device, drivers
 from tensorhub_plugins.core.capturing import Gate
@@ -24,7 +25,6 @@ from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.numa import prefer
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing.simulated import Simulation
 
 SPECS = [TensorSpec("w", "uint8", (100_000,), 100_000)]
 PATIENCE_S = 20.0

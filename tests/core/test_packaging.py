@@ -27,7 +27,7 @@ def frameworks_loaded_by(statements: str) -> set[str]:
     return set(run.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["tensorhub_plugins", "tensorhub_plugins.core", "tensorhub_plugins.core.testing"])
+@pytest.mark.parametrize("module", ["tensorhub_plugins", "tensorhub_plugins.core"])
 def test_core_loads_no_framework(module: str) -> None:
     assert frameworks_loaded_by(f"import {module}") == set()
 

@@ -9,9 +9,9 @@ import signal
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import device
-from tensorhub_plugins.core.testing.simulated import Simulation
 
 
 def read_as_numbers(weight):

@@ -24,6 +24,7 @@ import zmq
 from client_messages import HUB, KEYS, A, B, C, client_messages
 from mutations import changed_bytes, mutated
 from transport_helpers import GREETING, KEY, read_all, served, soon
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core import Client, Part, start_server
 from tensorhub_plugins.core.errors import ProtocolError, TensorHubError, UsageError
@@ -36,7 +37,6 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.protocol.lineage import Attempt
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.rdma import messages as rdma
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory

@@ -12,8 +12,8 @@ from typing import Any
 
 import gpu_place
 import ipc_devices
+from transport_suite import TransportSuite, check_transport
 
-from tensorhub_plugins.core.testing import TransportSuite, check_transport
 from tensorhub_plugins.core.transports import create
 
 

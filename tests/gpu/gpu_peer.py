@@ -21,9 +21,9 @@ def serve(pipe: Any, kind: str, size_bytes: int, transport: str) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # its name in newer releases
     import gpu_place
     import ipc_devices
+    from transport_suite import SimpleShelf
 
     from tensorhub_plugins.core.memory.slab import Slab
-    from tensorhub_plugins.core.testing import SimpleShelf
     from tensorhub_plugins.core.transports import Offer, create
     from tensorhub_plugins.core.types import ShardKey
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from gpu_peer import content, cuda_reader, source
 from transport_helpers import KEY, soon, until
+from transport_suite import SimpleShelf
+from transport_suite.material import read_equal
+from transport_suite.peers import Peer
 
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import SimpleShelf
-from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.testing.peers import Peer
 from tensorhub_plugins.core.transports import NotServable, Offer, create
 
 HERE = Path(__file__).resolve().parent

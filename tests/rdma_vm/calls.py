@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transport_suite import SimpleShelf
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core import Client
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import SimpleShelf
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports import create as create_transport

@@ -42,14 +42,14 @@ from calls import (
     until,
 )
 from crew import Crew, Member
+from transport_suite import SimpleShelf, TransportSuite
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core import Client, start_server
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.drivers import Cuda, Plain
 from tensorhub_plugins.core.errors import SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import NotServable
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError

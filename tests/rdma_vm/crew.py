@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tensorhub_plugins.core.testing.peers import Peer
+from transport_suite.peers import Peer
 
 ANSWER_S_MAX = 120.0  # of a guest that is emulated, on a host that is busy
 

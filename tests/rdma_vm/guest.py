@@ -27,7 +27,8 @@ def main() -> None:
     os.environ["TENSORHUB_RDMA_DEVICES"] = "rxe0"
     import torch  # noqa: F401  (a minute, once for all processes)
 
-    sys.path.insert(0, str(Path(__file__).parent))
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here), str(here.parent / "support")]
     import cases
     from crew import Crew
 

@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import os
 
-from tensorhub_plugins.core.testing.simulated_ipc import SharedSimulation, SimulatedIpc
+from simulated_ipc import SharedSimulation, SimulatedIpc
+
 from tensorhub_plugins.core.transports.cuda_ipc.transport import CudaIpcTransport
 
 _simulations: list[SharedSimulation] = []  # of this process; the last one counts

@@ -5,11 +5,11 @@ import time
 
 import msgspec
 import torch
+from transport_suite import SimpleShelf
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import SimpleShelf
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.stream import messages
 from tensorhub_plugins.core.transports.stream.messages import (

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import Client, Server, copy_all
-from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.vllm.config import WorkerConfig
 from tensorhub_plugins.vllm.worker import contract, reload, weights
 from tensorhub_plugins.vllm.worker.updater import Updater

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from tensorhub_plugins.core import ShardKey, Slab, SourceLost, TensorSpec
-from tensorhub_plugins.core.testing import SimpleShelf
-from tensorhub_plugins.core.testing.material import read_equal
+from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.transports import Offer, Transport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 
@@ -65,6 +64,19 @@ def main() -> None:
 # --- the source ---
 
 
+class OneOffer:
+    """A shelf of one shard, for ever."""
+
+    def __init__(self, offer: Offer) -> None:
+        self.offer = offer
+
+    def find(self, key: ShardKey) -> Offer | None:
+        return self.offer if key == self.offer.key else None
+
+    def expect(self, key: ShardKey, as_of: int, deadline: float) -> Offer | None:
+        return self.find(key)
+
+
 def be_source(host: str, size_bytes: int, devices: list[str] | None) -> None:
     specs = [TensorSpec(f"t{i:05d}", "uint8", (n,), n) for i, n in enumerate(_sizes(size_bytes))]
     slab = Slab.allocate(specs)
@@ -73,7 +85,7 @@ def be_source(host: str, size_bytes: int, devices: list[str] | None) -> None:
     offer = Offer(KEY, slab.manifest(), slab)
     offer.mark_all_ready()
     with contextlib.closing(RdmaTransport(host, devices=devices)) as transport:
-        endpoint = transport.serve(SimpleShelf(offer))
+        endpoint = transport.serve(OneOffer(offer))
         port = transport.nics[0].port
         arguments = ["-d", port.device, "-i", str(port.number), "-x", str(port.gid_index)]
         threading.Thread(target=_perftest_server, args=(arguments,), daemon=True).start()
@@ -89,6 +101,10 @@ def _sizes(size_bytes: int) -> Iterator[int]:
     while size_bytes > 0:
         yield min(size_bytes, TENSOR_SIZE_BYTES)
         size_bytes -= TENSOR_SIZE_BYTES
+
+
+def _whole(target: Slab) -> list[Move]:
+    return [Move(0, 0, target.size_bytes)]
 
 
 def _perftest_server(arguments: list[str]) -> None:
@@ -139,7 +155,7 @@ def _read_repeatedly(transport: Transport, endpoint: str, times: int) -> tuple[i
                 allocating = time.monotonic()
                 target = Slab.allocate(manifest.tensors)
                 began += time.monotonic() - allocating  # which is not what is measured
-            for segment in read_equal(link, range(manifest.segment_count), target, deadline=deadline):
+            for segment in link.read(range(manifest.segment_count), target, _whole(target), deadline=deadline):
                 if link.digest(segment) != manifest.digest(segment):
                     raise SystemExit(f"segment {segment} arrived with other bytes")
             if not link.check(deadline=deadline):

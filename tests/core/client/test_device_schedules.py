@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import TensorHubError
 from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.testing.simulated import Simulation
 
 SEEDS = 10
 STEPS = 14

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 from client_stage import until
+from simulated import POISON, Simulation
+from transport_suite import sample_tensors
 
 from tensorhub_plugins.core import CorruptBytes, Held, Turns, UsageError, same_bytes, spec_of
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.device import Device, copy_all
 from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.core.testing import sample_tensors
-from tensorhub_plugins.core.testing.simulated import POISON, Simulation
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_spec, spec_of
 from tensorhub_plugins.core.client import publisher as publisher_module
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing.simulated import Simulation
 
 SIZE = 30_000
 COUNT = 5

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hub_scenarios import Scenario
+from transport_suite.material import sample_tensors
 
 from tensorhub_plugins.core import Client, UsageError, start_server
 from tensorhub_plugins.core.client import session as s
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.protocol import messages as m
-from tensorhub_plugins.core.testing.material import sample_tensors
 from tensorhub_plugins.core.types import CHECKPOINT, STEPS_AHEAD_MAX, VERSION_MAX, Location, ShardKey, version_of
 
 FAR = 7 + STEPS_AHEAD_MAX

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from slabs import allocated, raw, stream
+from transport_suite import sample_tensors
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import ALIGNMENT_BYTES, Manifest, TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slabs import KINDS, stream
+from transport_suite import sample_tensors
 
 from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, digest_of
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.copying import copy_views, digests_of_segments
-from tensorhub_plugins.core.testing import sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

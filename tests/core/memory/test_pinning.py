@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from simulated import Simulation
 
 from tensorhub_plugins.core.memory import pinning
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing.simulated import Simulation
 
 PATIENCE_S = 20.0
 SIZE = 1 << 17

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slabs import KINDS, allocated, raw, stream, through_host
+from transport_suite import sample_tensors
 
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import UsageError
@@ -17,7 +18,6 @@ from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory.copying import copy_views
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from simulated import Simulated, Simulation
 
 from tensorhub_plugins.core import Slab, contiguous_spec
 from tensorhub_plugins.core.kernels.casting import cast_at
@@ -13,7 +14,6 @@ from tensorhub_plugins.core.manifest import TensorTable
 from tensorhub_plugins.core.memory import stream_copy
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.stream_copy import StreamCopy
-from tensorhub_plugins.core.testing.simulated import Simulated, Simulation
 
 ROOM_SIZE_BYTES = 1 << 30
 

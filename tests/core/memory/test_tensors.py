@@ -3,6 +3,7 @@
 import pytest
 import torch
 from slabs import raw, stream
+from transport_suite import blank_like, sample_tensors
 
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory.tensors import (
@@ -12,7 +13,6 @@ from tensorhub_plugins.core.memory.tensors import (
     spec_of,
     without_aliases,
 )
-from tensorhub_plugins.core.testing import blank_like, sample_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from forks import forked
+from simulated_ipc import SimulatedIpc
 from transport_helpers import FORGED, KEY, served, soon, until
+from transport_suite import SimpleShelf, TransportSuite
+from transport_suite.material import read_equal
+from transport_suite.peers import Peer, remote_tensors
 
 from tensorhub_plugins.core import drivers
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.memory.loans import is_over
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import SimpleShelf, TransportSuite
-from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.testing.peers import Peer, remote_tensors
-from tensorhub_plugins.core.testing.simulated_ipc import SimulatedIpc
 from tensorhub_plugins.core.transports import DEFAULT_TRANSPORTS, NotServable, Offer, create, unavailable
 from tensorhub_plugins.core.transports.cuda_ipc import copies, memory, transport
 from tensorhub_plugins.core.transports.cuda_ipc.driver import Allocation, NotShareable

@@ -7,11 +7,11 @@ import time
 import pytest
 import rdma_fakes
 import torch
+from simulated import Simulation
+from transport_suite import ConformanceError, SimpleShelf, TransportSuite
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.device import Device
-from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
-from tensorhub_plugins.core.testing.material import read_equal
-from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.inproc import MemoryTransport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport

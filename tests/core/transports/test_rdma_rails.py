@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import Simulation
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing.simulated import Simulation
 from tensorhub_plugins.core.transports.rdma.rails import (
     PAGE_SIZE_BYTES,
     Port,

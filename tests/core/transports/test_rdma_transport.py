@@ -15,6 +15,8 @@ import msgspec
 import pytest
 import rdma_fakes
 import torch
+from transport_suite import ConformanceError, SimpleShelf, TransportSuite
+from transport_suite.material import read_equal
 
 from recipes.bench.rdma import __main__ as bench
 from tensorhub_plugins.core.client.arguments import usable
@@ -23,8 +25,6 @@ from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.adoption import ADOPTIONS_MAX, forget_live_memory
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import (
     DEFAULT_LIMITS,
     DEFAULT_TRANSPORTS,

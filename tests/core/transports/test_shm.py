@@ -16,11 +16,11 @@ import uuid
 import pytest
 import torch
 from transport_helpers import KEY, read_all, served, soon, until
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports.shm import memory_file as _memfile
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.memory_file import MappingCache, MemoryFile
@@ -126,7 +126,7 @@ OWNER = """
 import sys, torch
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
-from tensorhub_plugins.core.testing import SimpleShelf
+from transport_suite import SimpleShelf
 from tensorhub_plugins.core.transports import Offer
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.types import ShardKey

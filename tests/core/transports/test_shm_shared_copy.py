@@ -9,11 +9,11 @@ import os
 import pytest
 import torch
 from transport_helpers import KEY, served, soon, until
+from transport_suite import SimpleShelf
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import SimpleShelf
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import NotServable, Offer, TransportLimits
 from tensorhub_plugins.core.transports.shm import process_memory as _process
 from tensorhub_plugins.core.transports.shm.process_memory import ProcessMemory

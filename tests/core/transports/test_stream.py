@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 from transport_helpers import GREETING, KEY, frame, served, soon, until
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, VersionGone
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import parse_address
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import TransportLimits
 from tensorhub_plugins.core.transports.stream import channel, messages
 from tensorhub_plugins.core.transports.stream.channel import Channel, Disconnected

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from transport_helpers import KEY, served, soon
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import address_towards
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
 from tensorhub_plugins.core.transports.stream import tcp_socket

@@ -18,14 +18,14 @@ pytest.importorskip("cryptography", reason="makes the certificates")
 
 from tls_files import run_files
 from transport_helpers import FORGED, KEY, served, soon
+from transport_suite import TransportSuite
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core import Client, HubUnreachable, Location, SourceLost, UsageError, start_server
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import parse_address
 from tensorhub_plugins.core.security import tls
-from tensorhub_plugins.core.testing import TransportSuite
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import TransportLimits, choices, nothing_in_common, unavailable
 from tensorhub_plugins.core.transports.tcp import TcpTransport
 from tensorhub_plugins.core.transports.tls import TlsChannel, TlsTransport

@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 from transport_helpers import FORGED, KEY, served, soon
+from transport_suite import ConformanceError, SimpleShelf, TransportSuite, check_transport
+from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import ConformanceError, SimpleShelf, TransportSuite, check_transport
-from tensorhub_plugins.core.testing.material import read_equal
 from tensorhub_plugins.core.transports import LinkProgress, Offer, TransportLimits, choices, create, inproc
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports.inproc import MemoryLink, MemoryTransport

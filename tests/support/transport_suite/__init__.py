@@ -1,8 +1,8 @@
 """What a transport has to do to be one, as checks that anybody can run against their own; see conformance.py."""
 
-from tensorhub_plugins.core.testing.conformance import Report, TransportSuite, check_transport
-from tensorhub_plugins.core.testing.material import ConformanceError, blank_like, sample_tensors
-from tensorhub_plugins.core.testing.peers import SimpleShelf
+from transport_suite.conformance import Report, TransportSuite, check_transport
+from transport_suite.material import ConformanceError, blank_like, sample_tensors
+from transport_suite.peers import SimpleShelf
 
 __all__ = [
     "ConformanceError",

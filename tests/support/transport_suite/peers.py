@@ -21,7 +21,9 @@ from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 from tensorhub_plugins.core.protocol.address import format_address, parse_address
-from tensorhub_plugins.core.testing.material import (
+from tensorhub_plugins.core.transports import Link, Offer, Transport
+from tensorhub_plugins.core.types import ShardKey
+from transport_suite.material import (
     FAR_S,
     SEGMENT_SIZE_BYTES,
     ConformanceError,
@@ -29,8 +31,6 @@ from tensorhub_plugins.core.testing.material import (
     make_tensor,
     read_equal,
 )
-from tensorhub_plugins.core.transports import Link, Offer, Transport
-from tensorhub_plugins.core.types import ShardKey
 
 MakeTransport = Callable[[], Transport]
 Adopt = Callable[[dict[str, torch.Tensor]], Slab]

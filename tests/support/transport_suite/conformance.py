@@ -29,10 +29,10 @@ from typing import Any, ClassVar
 
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing import cases_ends, cases_reading
-from tensorhub_plugins.core.testing.bench import Bench
-from tensorhub_plugins.core.testing.material import GARBAGE
-from tensorhub_plugins.core.testing.peers import Adopt, MakeTransport, Peer, address_of
+from transport_suite import cases_ends, cases_reading
+from transport_suite.bench import Bench
+from transport_suite.material import GARBAGE
+from transport_suite.peers import Adopt, MakeTransport, Peer, address_of
 
 _CASES: dict[str, Callable[[Bench], None]] = {
     name.removeprefix("check_"): check

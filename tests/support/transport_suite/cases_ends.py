@@ -9,8 +9,9 @@ import time
 from functools import partial
 
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
-from tensorhub_plugins.core.testing.bench import Bench
-from tensorhub_plugins.core.testing.material import (
+from tensorhub_plugins.core.types import ShardKey
+from transport_suite.bench import Bench
+from transport_suite.material import (
     GARBAGE,
     GROWTH_SIZE_BYTES_MAX,
     MIDDLE_S,
@@ -29,8 +30,7 @@ from tensorhub_plugins.core.testing.material import (
     resources,
     traced_memory,
 )
-from tensorhub_plugins.core.testing.peers import Address, Remote, SimpleShelf, address_of, impostor, open_at
-from tensorhub_plugins.core.types import ShardKey
+from transport_suite.peers import Address, Remote, SimpleShelf, address_of, impostor, open_at
 
 # --- the end ---
 

@@ -14,10 +14,10 @@ from tensorhub_plugins.core.errors import SourceLost, TensorHubError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.testing.material import SEGMENT_SIZE_BYTES, ConformanceError, far, moves_to, require
-from tensorhub_plugins.core.testing.peers import Adopt, MakeTransport, Peer, Source
 from tensorhub_plugins.core.transports import Link, Offer
 from tensorhub_plugins.core.types import ShardKey
+from transport_suite.material import SEGMENT_SIZE_BYTES, ConformanceError, far, moves_to, require
+from transport_suite.peers import Adopt, MakeTransport, Peer, Source
 
 T = TypeVar("T")
 

@@ -12,8 +12,10 @@ import torch
 from tensorhub_plugins.core.errors import SourceLost, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.moves import Move
-from tensorhub_plugins.core.testing.bench import Bench
-from tensorhub_plugins.core.testing.material import (
+from tensorhub_plugins.core.transports import NotServable
+from tensorhub_plugins.core.types import ShardKey
+from transport_suite.bench import Bench
+from transport_suite.material import (
     NEAR_S,
     POISON,
     SEGMENT_SIZE_BYTES,
@@ -30,9 +32,7 @@ from tensorhub_plugins.core.testing.material import (
     sample_tensors,
     waits_since,
 )
-from tensorhub_plugins.core.testing.peers import Victim
-from tensorhub_plugins.core.transports import NotServable
-from tensorhub_plugins.core.types import ShardKey
+from transport_suite.peers import Victim
 
 # --- what is read arrives ---
 
