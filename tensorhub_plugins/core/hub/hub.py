@@ -336,7 +336,7 @@ class Hub:
             case m.Acquire() | m.Unpublish() | m.Wait() | m.Target() | m.Pin() | m.Withdraw() | m.Begin():
                 self._wait(worker, message, now)
             case m.Abandon(_, key):
-                self.registry.end_claim(worker, key)
+                self.registry.end_claim(worker, key, now)
                 self._outbox.reply(worker, m.Done(request_id))
             case m.Retain(_, newest, domains, across):
                 serial = min(worker.history.retain_serial + 1, m.SERIAL_MAX)

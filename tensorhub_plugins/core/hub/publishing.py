@@ -56,7 +56,7 @@ class Publishing:
         if problem:
             self._outbox.refuse(worker, request_id, "UsageError", problem)
         else:
-            self._registry.end_claim(worker, announced.key, converted=True)
+            self._registry.end_claim(worker, announced.key, now, converted=True)
             self._look_at_budget(worker.history)
             self._outbox.reply(worker, m.Done(request_id))
 

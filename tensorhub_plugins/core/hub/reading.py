@@ -178,7 +178,7 @@ class Reading:
         for key, claim in version.claims.items():
             others = claim.worker.hello.replica != worker.hello.replica
             same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
-            if (key == mine and claim.worker is not worker) or (others and same):
+            if claim.is_waited_for and ((key == mine and claim.worker is not worker) or (others and same)):
                 return True
         # all its holders may be busy, or on their way: that is still cheaper than to convert again
         return layout != CHECKPOINT and any(

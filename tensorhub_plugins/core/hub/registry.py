@@ -12,7 +12,7 @@ import heapq
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias, TypeVar
 
 from typing_extensions import assert_never
@@ -45,6 +45,8 @@ CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
 LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
 TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
 REFUSED_HEARTBEATS = 3  # of a worker, where nobody listens at its address any more
+OWED_MAX = 2  # claims of readers' keys on a layout that may bring nothing, one after the other
+OWED_TIMES = 10  # as long as such a claim was waited for no other one is
 UNUSED_HEARTBEATS = 10  # a segment takes less, and who wants memory first can read elsewhere
 TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
 DEAF_KEPT_MAX = 32  # times that the hub was stopped; who was silent before the first of them is given up sooner
@@ -62,6 +64,15 @@ def _add(counter: Counter[Key], key: Key, change: int) -> None:
     counter[key] += change
     if not counter[key]:
         del counter[key]
+
+
+def _beside(claim: Claim) -> Iterator[Claim]:
+    """Yield the claims of the other shards of its replica."""
+    key, group = claim.key, claim.worker.group
+    for other in claim.version.claims.values():
+        same = (other.key.layout, other.key.shard_count) == (key.layout, key.shard_count)
+        if other is not claim and other.worker.group == group and same:
+            yield other
 
 
 def checksum_of(worker: Worker) -> int:
@@ -519,8 +530,15 @@ class Registry:
     # --- claims ---
 
     def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float, request_id: int = 0) -> None:
-        """A worker is to convert this shard. request_id: the Acquire with which it was given."""
+        """A worker is to convert this shard. request_id: the Acquire with which it was given.
+
+        Others wait for it. Whoever has a reader's key can claim again and again, under new names, and bring nothing: of
+        a layout, its claims that bring nothing are waited for OWED_MAX times claim_s at once, and a tenth of the time
+        in the long run. Beyond that each engine converts for itself.
+        """
         claim = Claim(worker, version, key, now + self.limits.claim_s, request_id)
+        if worker.role == "reader":
+            self._charge(claim, now)
         if key in version.claims:
             self.remove_claim(version.claims[key])
         while len(worker.claims) >= CLAIMS_PER_SESSION_MAX:
@@ -528,12 +546,31 @@ class Registry:
         version.claims[key] = worker.claims[key] = claim
         self.schedule(claim.deadline, claim)
 
-    def end_claim(self, worker: Worker, key: ShardKey, *, converted: bool = False) -> None:
+    def _charge(self, claim: Claim, now: float) -> None:
+        """Once for all shards of its replica, which are to be converted by the same instant."""
+        cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, self.limits.claim_s
+        if (other := next(_beside(claim), None)) is not None:
+            claim.is_waited_for, claim.deadline = other.is_waited_for, other.deadline
+            return
+        owed = history.owed_until = {each: until for each, until in history.owed_until.items() if until > now}
+        until = owed.get(cut, now)
+        is_full = cut not in owed and len(owed) >= CONVERTERS_MAX
+        if is_full or until - now > (OWED_MAX - 1) * OWED_TIMES * claim_s:
+            claim.is_waited_for = False
+            return
+        claim.charged_s, owed[cut] = OWED_TIMES * claim_s, until + OWED_TIMES * claim_s
+
+    def end_claim(self, worker: Worker, key: ShardKey, now: float, *, converted: bool = False) -> None:
         """If it is this worker's: the next waiting reader may make it. converted: it has published it."""
         version = worker.history.versions.get(key.version)
         claim = version.claims.get(key) if version else None
         if claim is None or claim.worker is not worker:
             return
+        cut, owed = (key.layout, key.shard_count), worker.history.owed_until
+        if claim.charged_s and (other := next(_beside(claim), None)) is not None:
+            other.charged_s = claim.charged_s  # its replica is waited for still
+        elif claim.charged_s and cut in owed:  # it was waited for in vain only as long as it has taken
+            owed[cut] -= claim.charged_s if converted else min(claim.charged_s, OWED_TIMES * (claim.deadline - now))
         self.remove_claim(claim)
         if converted:
             last = worker.history.converters

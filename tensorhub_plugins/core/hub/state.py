@@ -131,6 +131,8 @@ class Claim(_Referred):
     key: ShardKey
     deadline: float
     request_id: int = 0  # the Acquire with which it was given; 0: a Hello has said so
+    is_waited_for: bool = True  # others wait for what it brings, see `Registry.add_claim`
+    charged_s: float = 0.0  # to be given back if it is kept
 
 
 Waiting: TypeAlias = m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin  # may take a while
@@ -360,6 +362,7 @@ class History:
     roots_count: int = 0
     workers: dict[bytes, Worker] = field(default_factory=dict)
     converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last's replica
+    owed_until: dict[tuple[str, int], float] = field(default_factory=dict)  # as converters: see `Registry.add_claim`
     groups: dict[GroupId, GroupResolution] = field(default_factory=dict)
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)

@@ -11,9 +11,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hub_scenarios import Scenario, source_of
+from hub_scenarios import RUNTIME, Scenario, source_of
 
 from tensorhub_plugins.core.hub.limits import LEASES_PER_SESSION_MAX, HubLimits
+from tensorhub_plugins.core.hub.registry import CONVERTERS_MAX, OWED_MAX, OWED_TIMES
 from tensorhub_plugins.core.hub.selection import LEASES_PER_SOURCE_MAX
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.security.leases import name_of
@@ -364,3 +365,91 @@ def test_an_unpublish_waits_for_a_readers_key_that_reads() -> None:
     assert set(story.heard(source)) == {"Alive"}
     story.tell("rollout/0", m.Release(number))
     assert story.heard(source) == ["unpublished"]
+
+
+# --- claims that bring nothing ---
+
+CLAIM_S = 5.0
+
+
+def claiming(role: Role, *names: str, shard_count: int = 1) -> Scenario:
+    """A trainer with version 1, and workers of this role."""
+    story = Scenario(limits=HubLimits(grace_s=0.0, claim_s=CLAIM_S, readers_per_source_max=1024))
+    for name in ("trainer/0", *names):
+        story.roles[name] = "publisher" if name == "trainer/0" else role
+        story.join(name, 1 if name == "trainer/0" else shard_count)
+    story.publish("trainer/0", 1)
+    return story
+
+
+def converts(story: Scenario, name: str, version: int = 1) -> bool:
+    story.acquire(name, version, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=1000.0)
+    return is_to_convert(story, name)
+
+
+def is_to_convert(story: Scenario, name: str) -> bool:
+    return any(line.endswith("and convert") for line in story.heard(name))
+
+
+@pytest.mark.parametrize("end", ["expires", "leaves"])
+@pytest.mark.parametrize(("role", "waits"), [("reader", OWED_MAX), ("publisher", 5)])
+def test_a_readers_key_holds_engines_up_no_longer_than_a_claim_or_two(role: Role, waits: int, end: str) -> None:
+    """It claims a layout again and again, under new names, and brings nothing."""
+    greedy = [f"greedy{number}/0" for number in range(5)]
+    story = claiming(role, *greedy, "rollout/0")
+    for name in greedy:
+        converts(story, name)
+    story.acquire("rollout/0", 1, layouts=(RUNTIME, CHECKPOINT), claim=True, timeout_s=1000.0)
+    for number in range(5):
+        assert is_to_convert(story, "rollout/0") is (number == waits)
+        story.wait(CLAIM_S - 1.0)
+        if end == "leaves" and story.sessions[greedy[number]] in story.hub.workers:
+            story.tell(greedy[number], m.Bye())
+        story.wait(1.5)
+    assert is_to_convert(story, "rollout/0") is (waits == 5)
+    (history,) = story.hub.registry.histories.values()
+    story.wait(OWED_TIMES * OWED_MAX * CLAIM_S)
+    story.publish("trainer/0", 2)
+    assert converts(story, "rollout/0", 2) and history.owed_until.keys() <= {(RUNTIME, 1)}
+    story.join("late/0")
+    assert not converts(story, "late/0", 2)  # given back
+
+
+def test_claims_that_are_kept_are_waited_for_however_many() -> None:
+    story = claiming("reader", "a/0", "b/0")
+    for version in range(2, 20):
+        story.publish("trainer/0", version)
+        assert converts(story, "a/0", version) and not converts(story, "b/0", version)
+        story.wait(CLAIM_S - 1.0)
+        story.publish("a/0", version, RUNTIME)
+        assert story.heard("b/0") == [f"read {version} {RUNTIME} 0<-a/0"]
+        for name in ("a/0", "b/0"):
+            story.tell(name, m.Release(story.requests[name] - (name == "a/0")))
+
+
+@pytest.mark.parametrize("first", ["abandons", "converts"])
+def test_the_shards_of_a_replica_are_charged_once_and_by_the_last_of_them(first: str) -> None:
+    ranks = [f"greedy/{shard}" for shard in range(8)]
+    story = claiming("reader", *ranks, shard_count=8)
+    (history,) = story.hub.registry.histories.values()
+    assert all(converts(story, name) for name in ranks)
+    assert set(history.owed_until.values()) == {story.now + OWED_TIMES * CLAIM_S}
+    for name in ranks[:-1]:
+        if first == "abandons":
+            story.say(name, m.Abandon, key=ShardKey(1, RUNTIME, int(name[-1]), 8))
+        else:
+            story.publish(name, 1, RUNTIME)
+    assert set(history.owed_until.values()) == {story.now + OWED_TIMES * CLAIM_S}
+    story.publish(ranks[-1], 1, RUNTIME)
+    assert set(history.owed_until.values()) == {story.now}
+
+
+def test_layouts_that_nobody_has_charge_a_bounded_table() -> None:
+    story = claiming("reader", *(f"greedy{number}/0" for number in range(CONVERTERS_MAX)), "rollout/0", "late/0")
+    (history,) = story.hub.registry.histories.values()
+    for number in range(CONVERTERS_MAX):
+        for layout in range(3):
+            layouts = (f"runtime:{number}-{layout}", CHECKPOINT)
+            story.acquire(f"greedy{number}/0", 1, layouts=layouts, claim=True)
+    assert len(history.owed_until) == CONVERTERS_MAX
+    assert converts(story, "rollout/0") and converts(story, "late/0")  # nobody waits for whom nothing is kept
