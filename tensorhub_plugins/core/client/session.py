@@ -189,6 +189,7 @@ class Session:
     generation: int = 0
     directive: m.Directive = m.NO_DIRECTIVE
     mark: bytes = b""  # of the attempt that we have begun
+    name_proof: bytes = b""  # that our name is ours, as a hub has seen
     heartbeat_s: float = 1.0
     redial_s: float = REDIAL_S
     room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
@@ -368,6 +369,7 @@ class Session:
         directive = alive.directive
         if self._welcomed and alive.hub == self.hub:
             self._hear_clock(alive.hub, alive.clock, now)
+        self.name_proof = alive.name_proof or self.name_proof
         if alive.doubted is not None:
             self._effects.append(Doubted(*alive.doubted))
         if self._away:
@@ -560,6 +562,7 @@ class Session:
                 hub=self.addressed,
                 mark=self.mark,
                 welcomed=self.hub or b"",
+                name_proof=self.name_proof,
                 until=self._until(min((asked.deadline for asked in announced), default=float("inf")), now),
             )
         )

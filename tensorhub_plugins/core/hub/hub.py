@@ -106,7 +106,7 @@ class Hub:
         self._reading = Reading(self.registry, lease_key)
         self._following = Following(self.registry, self._outbox)
         self._domains = FailureDomains(self.registry, self._outbox)
-        self._namesakes = Namesakes(self.registry, self._outbox, is_on=lease_key != b"")
+        self._namesakes = Namesakes(self.registry, self._outbox, lease_key)
         self._beginning = Beginning(self.registry, self._outbox, self._following)
         self._has_recovered = False
         for later in (self.registry.recovered, self.registry.all_silent_are_given_up):
@@ -403,6 +403,7 @@ class Hub:
             for squatter in self._of_other_roles(hello, role):
                 self._forget(squatter, "gives its name to a worker that has the run's secret")
             worker = Worker(session, _without_records(hello), history, now, role, hello.mark)
+            worker.has_proved_name = self._namesakes.has_proved(session, hello)
             self.registry.add_worker(worker)
             for former in self._namesakes.former_lives(worker):
                 self._forget(former, "has started again: this was its former life")
@@ -543,7 +544,10 @@ class Hub:
         self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
         directive = None if knows else history.directive
-        self._outbox.send(worker.session, m.Alive(tuple(unseen), directive, clock=now, hub=self.session))
+        proof = self._namesakes.prove(worker, now)
+        self._outbox.send(
+            worker.session, m.Alive(tuple(unseen), directive, clock=now, hub=self.session, name_proof=proof)
+        )
         if not self.registry.recovering(now):
             spare = self._publishing.spare_copies(worker)
             if spare:

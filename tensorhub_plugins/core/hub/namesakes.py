@@ -7,6 +7,8 @@ apart: what all processes of one job have in common, and those of another one do
 - Without such a word, of another job (a plain loop that was killed, and started again on this host or another), or with
   a reader's key, whose owners need not trust each other's word: let in once the name has been silent for
   SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
+- With a reader's key, but known by that name to a hub before this one, which has proved it (`prove`): let in at once.
+  After a restart of the hub a stranger could take the name of a worker that is about to say Hello.
 - A reader has no name that a worker with the secret has, and leaves it when one says Hello under it (hub.py).
 - Trainers are not given up here, as others may need what they hold: which one counts is decided when they begin
   (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more; without a secret
@@ -14,6 +16,11 @@ apart: what all processes of one job have in common, and those of another one do
 """
 
 from __future__ import annotations
+
+import hashlib
+import hmac
+
+import msgspec
 
 from tensorhub_plugins.core.hub.beginning import is_trainer
 from tensorhub_plugins.core.hub.outbox import Outbox
@@ -27,13 +34,13 @@ WAITING_MAX = 1024  # sessions that wait for a name; the oldest begins to wait a
 
 
 class Namesakes:
-    """is_on: the hub has a secret. Without one anybody may be anybody."""
+    """lease_key: what all hubs of a run have of its secret. Without one, b"", anybody may be anybody."""
 
-    def __init__(self, registry: Registry, outbox: Outbox, *, is_on: bool) -> None:
+    def __init__(self, registry: Registry, outbox: Outbox, lease_key: bytes) -> None:
+        self._lease_key, self._is_on = lease_key, lease_key != b""
         self._registry = registry
         self._outbox = outbox
         self._warned: set[bytes] = set()  # sessions
-        self._is_on = is_on
         self._waiting: dict[bytes, float] = {}  # session -> when it said Hello first
 
     def problem(self, session: bytes, hello: m.Hello, role: Role, now: float) -> str | None:
@@ -46,6 +53,8 @@ class Namesakes:
         if hello.welcomed == self._registry.session:  # it was here before
             return _taken(name)
         if hello.job and role != "reader" and all(other.hello.job == hello.job for other in others):
+            return None
+        if self.has_proved(session, hello) and not any(other.has_proved_name for other in others):
             return None
         since, beat_s = self._waiting.setdefault(session, now), self._registry.limits.heartbeat_s
         while len(self._waiting) > WAITING_MAX:
@@ -64,6 +73,19 @@ class Namesakes:
         self._waiting.pop(worker.session, None)
         others = self._others(worker.session, worker.hello) if self._is_on else []
         return [other for other in others if not is_trainer(other)]
+
+    def has_proved(self, session: bytes, hello: m.Hello) -> bool:
+        """Return whether a hub has let this session have this name."""
+        return self._is_on and hmac.compare_digest(self._proof(session, hello), hello.name_proof)
+
+    def prove(self, worker: Worker, now: float) -> bytes:
+        """Return what this worker is to show the next hub; b"": others may still say that its name is theirs."""
+        worker.has_proved_name |= self._is_on and not self._registry.recovering(now)
+        return self._proof(worker.session, worker.hello) if worker.has_proved_name else b""
+
+    def _proof(self, session: bytes, hello: m.Hello) -> bytes:
+        said = msgspec.msgpack.encode(("name", session, hello.run, hello.model, hello.replica, hello.shard))
+        return hmac.digest(self._lease_key, said, hashlib.sha256)[:16]
 
     def taken(self, worker: Worker) -> str | None:
         """Why this worker is not heard as the one that it was; None: it is still that one."""

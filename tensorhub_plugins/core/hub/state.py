@@ -193,6 +193,7 @@ class Worker(_Referred):
     suspect: bool = False  # a reader lost it and it has not been heard since
     refuses: bool = False  # a reader found nobody listening there, and it has not been heard since
     silence_at: float = 0.0  # when it is looked at next, whether it is silent
+    has_proved_name: bool = False  # it showed a hub's word for it, or has it from this one
     is_replaced: bool = False  # another process has said Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0

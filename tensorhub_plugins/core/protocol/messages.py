@@ -78,9 +78,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False)
     """Values that never refer to each other in a circle: the hub keeps thousands, none for the collector to look at."""
 
 
-# --- facts that both directions carry ---
-
-
 class Holding(_Message, frozen=True):
     """A shard that the worker holds. complete: all of it, verified; else it is arriving, and served meanwhile."""
 
@@ -203,6 +200,7 @@ class Hello(_Message, frozen=True):
     hub's life that has let this session in; b"": none yet. retain_newest and what follows: as in the last Retain of
     this worker that was answered, with retain_serial; None: none was. tls_only: whether other data centres are served
     over TLS only. until: when the first of these holdings whose Publish is unanswered is given up; None: none is.
+    name_proof: the one of the last Alive, see `hub/namesakes.py`.
     """
 
     run: Name
@@ -233,6 +231,7 @@ class Hello(_Message, frozen=True):
     retain_serial: Serial = 0
     tls_only: bool = False
     until: Until | None = None
+    name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Heartbeat(_Message, frozen=True):
@@ -243,8 +242,7 @@ class Heartbeat(_Message, frozen=True):
     that it knows; 0: the worker is older than directives. progress: how far the read under each lease has come, a
     number that grows; who says none for too long is not reading, and loses the lease. room_bytes: for copies that the
     hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving: what it holds is
-    about to go. served: leases on it (`Claim.reader`) for which it has done something since the heartbeat before; None:
-    it does not see which lease its readers have.
+    about to go. served: leases on it (`Claim.reader`) used since the heartbeat before; None: it does not see them.
     """
 
     hub: Session
@@ -459,8 +457,7 @@ class Alive(_Message, frozen=True):
     It comes without a heartbeat when a directive is given, when a reader has got other bytes from this worker than were
     published (`doubted` names the shard and its segments), or when a reader has lost its lease on this worker because
     it got nothing under it for too long (`idle` names it), or when it is asked to read a version and to `hold` a copy
-    of it for others. In this message rather than in one of its own, so that a worker that is older than these can read
-    it.
+    of it for others. It is one message for all, which workers that are older than some of this can read.
     """
 
     resend: Requests = ()
@@ -470,6 +467,7 @@ class Alive(_Message, frozen=True):
     idle: Text = ""
     hold: Count = 0
     hub: HubLife = b""  # whose clock it is
+    name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # that this session has its name, for the next hub
 
 
 class Done(_Message, frozen=True):

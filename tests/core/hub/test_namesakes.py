@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -21,18 +22,29 @@ BEAT_S = HubLimits().heartbeat_s
 class Lives(Scenario):
     """rollout-0/0 is here; another session says Hello under its name."""
 
-    def __init__(self, *, secret: bool = True, role: Role = "reader", **first: Any) -> None:
-        super().__init__(secret=secret)
+    def __init__(
+        self,
+        *,
+        secret: bool = True,
+        role: Role = "reader",
+        recovering: bool = False,
+        life: str = "first",
+        session: bytes = b"",
+        **first: Any,
+    ) -> None:
+        super().__init__(secret=secret, recovering=recovering)
         self.role = role
-        self.hello("first", **first)
-        assert self.names() == {FIRST}
+        if session:
+            self.sessions[life] = session
+        self.hello(life, **first)
+        assert self.names() == {self.sessions[life]}
 
     def hello(self, life: str, **fields: Any) -> str:
         """What this life is answered."""
-        self.sessions[life] = session = life.encode().ljust(16, b".")
+        session = self.sessions.setdefault(life, life.encode().ljust(16, b"."))
         self.requests[life] = self.requests.get(life, 0) + 1
-        fields = {"request_id": self.requests[life], "hub": self.hub.session, **fields}
-        said = m.Hello("run", "actor", "rollout-0", 0, 1, Location(), {}, **fields)
+        fields = {"replica": "rollout-0", "request_id": self.requests[life], "hub": self.hub.session, **fields}
+        said = m.Hello("run", "actor", fields.pop("replica"), 0, 1, Location(), {}, **fields)
         self.inbox.pop(life, None)
         self._deliver(Received(session, said, self.role))
         answers = self.inbox.pop(life, [])
@@ -87,6 +99,66 @@ def test_a_name_is_not_silent_while_the_hub_stands_still() -> None:
     assert story.hello("second") == "" and story.names() == {FIRST}
     story.wait(2 * BEAT_S)  # with heartbeats
     assert "lives in another process" in story.hello("second")
+
+
+def proof_of(story: Lives, life: str) -> bytes:
+    """That this life has in answer to a heartbeat."""
+    story.inbox.pop(life, None)
+    story._deliver(Received(story.sessions[life], m.Heartbeat(story.hub.session), story.role))
+    (proof,) = {said.name_proof for said in story.inbox.pop(life) if isinstance(said, m.Alive)}
+    return proof
+
+
+@pytest.mark.parametrize("shows", ["its own", "none", "another session's", "another name's"])
+def test_after_a_restart_of_the_hub_nobody_takes_a_living_readers_name(shows: str) -> None:
+    """A stranger with the same key says Hello first, keeps sending heartbeats, and comes again after it was ended."""
+    before = Lives()
+    proofs = {"none": b"", "its own": proof_of(before, "first")}
+    other = Lives(session=SECOND)
+    proofs["another session's"] = proof_of(other, "first")
+    named = Lives(replica="rollout-1")
+    proofs["another name's"] = proof_of(named, "first")
+    assert len(set(proofs.values())) == 4
+
+    story = Lives(recovering=True, life="stranger", hub=b"")
+    stranger = story.sessions["stranger"]
+    assert proof_of(story, "stranger") == b""  # its name may be another's
+    answer = story.hello("first", name_proof=proofs[shows])
+    if shows != "its own":
+        assert answer == "" and story.names() == {stranger}
+        return
+    assert answer == "Welcome" and story.names() == {FIRST}
+    for lie in (b"", proofs["its own"]):
+        assert story.hello("stranger", name_proof=lie) == ""
+    story.wait(5.0)  # with heartbeats
+    assert "lives in another process" in story.hello("stranger") and story.names() == {FIRST}
+    assert proof_of(story, "first") == proofs["its own"]  # for the next one
+
+
+def test_who_has_a_name_by_now_keeps_it_whatever_its_former_owner_shows() -> None:
+    story = Lives()
+    proof = proof_of(story, "first")
+    story.silent = ("first",)
+    for _ in range(12):
+        story.hello("second")
+        story.wait(BEAT_S / 2)
+    assert story.names() == {SECOND} and proof_of(story, "second")
+    assert story.hello("first", name_proof=proof) == "" and story.names() == {SECOND}
+
+
+@pytest.mark.parametrize("keys", [None, Keys.of(b"1" * 32).limited("reader")], ids=["no secret", "reader"])
+def test_a_reader_shows_the_next_hub_what_the_last_one_has_proved(keys: Keys | None) -> None:
+    server = None if keys is None else Keys.of(b"1" * 32)
+    limits = HubLimits(grace_s=0.0, heartbeat_s=0.05)
+    with (
+        start_server(keys=server, limits=limits) as hub,
+        Client(hub.address, run="r", model="actor", replica="rollout", transports=("tcp",), keys=keys) as client,
+    ):
+        machine, deadline = client._hub._machine, time.monotonic() + 60.0
+        silent = client._hub.silent_s
+        while not machine.name_proof and keys is not None and time.monotonic() < deadline:
+            client.versions()
+        assert bool(machine.name_proof) is (keys is not None) and silent < 60.0
 
 
 def test_what_is_no_other_process_is_let_in() -> None:
