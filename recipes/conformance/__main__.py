@@ -1,12 +1,12 @@
-"""The table of recipes/conformance/README.md, from the results of one or more runs.
+"""Which models follow an update: try every architecture of the installed vLLM, and make the table of README.md.
 
-tensorhub doctor check-sync --all-families --json out/a.json     (with one version of vLLM)
-tensorhub doctor check-sync --all-families --json out/b.json     (with another)
-python -m recipes.conformance out/a.json out/b.json
+python -m recipes.conformance --make [--only NAME,...] [--tp N] [--engine JSON] [--json FILE]
+python -m recipes.conformance FILE...       # the table of one or more such runs, with other versions of vLLM, say
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,12 +16,36 @@ ORDER = ("WRONG", "REFUSED", "ok", "not run", "not made")  # what a reader shoul
 WHY_LENGTH_MAX = 140
 
 
-def main(files: list[str]) -> int:
-    if not files:
+def main(arguments: list[str]) -> int:
+    options = _parser().parse_args(arguments)
+    if options.make:
+        from recipes.conformance.examine import run
+
+        engine = {"tensor_parallel_size": options.tp, **options.engine}
+        return run(options.only, engine, report=options.json)
+    if not options.files:
         print(__doc__, file=sys.stderr)
         return 2
-    print(table([json.loads(Path(file).read_text()) for file in files]))
+    print(table([json.loads(file.read_text()) for file in options.files]))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m recipes.conformance", description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--make", action="store_true", help="try the architectures (20 to 50 minutes on two cores)")
+    what.add_argument("files", type=Path, nargs="*", default=[], help="that --json has left: print the table of them")
+    parser.add_argument(
+        "--only",
+        type=lambda names: names.split(","),
+        default=[],
+        metavar="NAME,...",
+        help="of all architectures, these",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
+    return parser
 
 
 def table(runs: list[dict[str, Any]]) -> str:

@@ -103,10 +103,6 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return change_fleet(options)
     if options.command == "doctor":
         settings = {"tensor_parallel_size": options.tp, **options.engine}
-        if options.all_families:
-            return check_families(options.only, options.json, settings)
-        if options.only or options.json:
-            parser.error("--only and --json go with --all-families")
         return check_sync(options.model, settings)
     if options.command == "server":
         limits = HubLimits(**{name: getattr(options, name) for name in LIMITS})
@@ -128,13 +124,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 def _add_doctor(doctor: argparse.ArgumentParser) -> None:
     checks = doctor.add_subparsers(dest="check", required=True)
     sync = checks.add_parser("check-sync", help="do weights through the store equal weights from disk? (vLLM)")
-    which = sync.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", type=Path, help="folder of a Hugging Face model with *.safetensors")
-    which.add_argument("--all-families", action="store_true", help="a tiny random model of every architecture of vLLM")
-    sync.add_argument(
-        "--only", type=lambda names: names.split(","), default=[], metavar="NAME,...", help="of all families, these"
-    )
-    sync.add_argument("--json", type=Path, metavar="FILE", help="write the table of all families there")
+    sync.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with *.safetensors")
     sync.add_argument("--tp", type=int, default=1, metavar="N", help="workers of an engine; two engines are started")
     sync.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     for name in DOCTORS:  # their arguments are the framework's own
@@ -243,24 +233,15 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
 
 def check_sync(model: Path, settings: dict[str, Any]) -> int:
     """See vllm/doctor/check_sync.py."""
-    doctor = _doctor("check_sync")
+    doctor = _adapter("vllm.doctor.check_sync", "check-sync starts vLLM engines: install vLLM")
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
     return int(doctor.run(model, settings))
 
 
-def check_families(only: list[str], report: Path | None, settings: dict[str, Any]) -> int:
-    """See vllm/doctor/table.py."""
-    return int(_doctor("table").run(only, settings, report=report))
-
-
 def change_fleet(options: argparse.Namespace) -> int:
     """See vllm/ray/fleet_cli.py."""
     return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
-
-
-def _doctor(module: str) -> Any:
-    return _adapter(f"vllm.doctor.{module}", "check-sync starts vLLM engines: install vLLM")
 
 
 def _adapter(module: str, lacking: str) -> Any:

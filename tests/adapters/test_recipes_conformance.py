@@ -49,4 +49,4 @@ def test_two_runs_have_a_column_each(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_without_results_it_says_how_to_make_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "--all-families --json" in capsys.readouterr().err
+    assert "--make [--only" in capsys.readouterr().err

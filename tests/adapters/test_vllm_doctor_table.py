@@ -1,4 +1,4 @@
-"""`tensorhub doctor check-sync --all-families`: one row for every family, and a fault in one is seen in its row."""
+"""`python -m recipes.conformance --make`: one row for every family, and a fault in one is seen in its row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytest.importorskip("transformers")
 
 from safetensors import safe_open
 
-from tensorhub_plugins.core.cli import main
+from recipes.conformance import examine as doctor_table
+from recipes.conformance.__main__ import main
+from recipes.conformance.families import FAMILIES, family
+from recipes.conformance.make import Family, make
+from recipes.conformance.naming import checkpoint_shapes
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync, engines
-from tensorhub_plugins.vllm.doctor import table as doctor_table
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
-from tensorhub_plugins.vllm.doctor.families import FAMILIES, family
-from tensorhub_plugins.vllm.doctor.make import Family, make
-from tensorhub_plugins.vllm.doctor.naming import checkpoint_shapes
 
 FAULTS = "vllm_faults."
 
@@ -32,7 +32,7 @@ def test_families_have_a_row_each(tmp_path: Path, capsys: pytest.CaptureFixture[
     """A decoder, a model that answers with vectors, one made by hand, and one that nothing makes."""
     names = ["LlamaForCausalLM", "BertForTokenClassification", "InternLM2ForCausalLM", "Terratorch"]
     report = tmp_path / "table.json"
-    arguments = ["doctor", "check-sync", "--all-families", "--only", ",".join(names), "--json", str(report)]
+    arguments = ["--make", "--only", ",".join(names), "--json", str(report)]
     assert main(arguments) == 0, capsys.readouterr().out
     rows = json.loads(report.read_text())["families"]
     assert [(row["architecture"], row["result"]) for row in rows] == [
@@ -77,10 +77,10 @@ def test_a_name_that_vllm_does_not_know_is_refused() -> None:
         doctor_table.run(["LamaForCausalLM"], {})
 
 
-def test_options_of_the_table_need_all_families(capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_are_made_or_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["doctor", "check-sync", "--model", "x", "--only", "LlamaForCausalLM"])
-    assert "--only and --json go with --all-families" in capsys.readouterr().err
+        main(["--make", "out/a.json"])
+    assert "not allowed with argument --make" in capsys.readouterr().err
 
 
 def test_every_family_is_named_once_and_by_its_own_name() -> None:

@@ -10,7 +10,7 @@ from recipes.bench.sizes import models, predict, real
 
 def of_a_deep_model(layers: int) -> tuple[Any, Any]:
     """By the layers that are alike, and by all."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from recipes.bench.sizes.ranks import Rank
 
     model = models.Model("Qwen2", (256, 512, layers, 4, 2, 512), ranks=1, tp=(2,))
     found = []
@@ -23,7 +23,7 @@ def of_a_deep_model(layers: int) -> tuple[Any, Any]:
 def of_experts(ranks: int, *, by_experts: bool = True) -> list[tuple[int, int, int, int]]:
     """Of each rank of an engine: its experts' tensors, bytes that it needs, those that it reads of a trainer that does
     not cut experts, and those of the checkpoint. by_experts: it has whole ones."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from recipes.bench.sizes.ranks import Rank
 
     more = {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     more |= {"moe_intermediate_size": 1536}

@@ -1,4 +1,4 @@
-"""Ranks of parallel engines, each made, loaded and updated alone in a process of its own (doctor/ranks.py)."""
+"""Ranks of parallel engines, each made, loaded and updated alone in its own process (recipes/bench/sizes/ranks.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **opt
     import torch
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from tensorhub_plugins.vllm.doctor.ranks import made
+    from recipes.bench.sizes.ranks import made
     from tensorhub_plugins.vllm.worker import cpu
 
     with made(folder, rank, device="cpu", **options) as (model, config), cpu.live_layers(), torch.no_grad():
@@ -62,7 +62,7 @@ def loaded(folder: Path, rank: Any, weights: dict[str, Any] | None = None, **opt
 
 def bytes_of_ranks(folder: Path, sizes: tuple[int, int, int], options: dict[str, Any]) -> list[dict[str, str]]:
     """Digests of what each rank of an engine (TP, PP, DP) has after vLLM's own load of this folder's checkpoint."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from recipes.bench.sizes.ranks import Rank
 
     found = []
     for rank in Rank.all_of(*sizes):
@@ -81,8 +81,8 @@ def plans_of_ranks(
     import torch
     import transformers
 
-    from tensorhub_plugins.vllm.doctor.ranks import Rank, made
-    from tensorhub_plugins.vllm.doctor.slices import planned, shapes_of_config
+    from recipes.bench.sizes.ranks import Rank, made
+    from recipes.bench.sizes.slices import planned, shapes_of_config
     from tensorhub_plugins.vllm.worker.plan import filled, layer_of
 
     config = getattr(transformers, f"{family}Config")(
@@ -124,8 +124,8 @@ def of_all_ranks(first: Path, second: Path) -> list[dict[str, Any]]:
 
 def read_at_tp_2(folder: Path) -> list[int]:
     """Bytes in the segments that each rank reads, from the configuration alone."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
-    from tensorhub_plugins.vllm.doctor.slices import shares
+    from recipes.bench.sizes.ranks import Rank
+    from recipes.bench.sizes.slices import shares
 
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint(folder).items()}
     return [share.read for share in shares(folder, shapes, [Rank(2, 0), Rank(2, 1)])]
@@ -147,7 +147,7 @@ def update_by_slices(
     first: Path, second: Path, tp_size: int, tp: int, spoil: Callable[[Any], Any] = lambda plan: plan
 ) -> dict[str, Any]:
     """Convert the first checkpoint whole, the second one from what the plan needs of it alone."""
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
+    from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.vllm.worker import contract
     from tensorhub_plugins.vllm.worker.conversion import Conversion
     from tensorhub_plugins.vllm.worker.plan import NONSENSE, Given
@@ -189,9 +189,9 @@ def follow(paths: list[Path], tp: int, lacks: str = "") -> dict[str, Any]:
     """One rank of TP 2 with the real store: two good versions, one of another shape, one with a tensor more.
 
     lacks: it has not seen that it needs the last row of a tensor that is called like this."""
+    from recipes.bench.sizes.ranks import Rank
     from tensorhub_plugins.core import Client, Deadline, Publisher, start_server
     from tensorhub_plugins.vllm.config import WorkerConfig
-    from tensorhub_plugins.vllm.doctor.ranks import Rank
     from tensorhub_plugins.vllm.worker import contract
     from tensorhub_plugins.vllm.worker.updater import Updater
     from tensorhub_plugins.vllm.worker.votes import ShardPosition

@@ -22,6 +22,8 @@ import torch
 
 from recipes.bench.sizes import models
 from recipes.bench.sizes.predict import trainer_tables
+from recipes.bench.sizes.ranks import Rank, made
+from recipes.bench.sizes.slices import shapes_of_config
 from tensorhub_plugins.core import (
     CHECKPOINT,
     Fetched,
@@ -52,8 +54,6 @@ from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.runner import Transfer
 from tensorhub_plugins.core.transfer.source_reader import SourceReader
 from tensorhub_plugins.core.transports.read_plan import ReadPlan
-from tensorhub_plugins.vllm.doctor.ranks import Rank, made
-from tensorhub_plugins.vllm.doctor.slices import shapes_of_config
 from tensorhub_plugins.vllm.worker import contract, conversion
 from tensorhub_plugins.vllm.worker import plan as plans
 from tensorhub_plugins.vllm.worker.plan import Plan, Shapes
@@ -410,7 +410,7 @@ def pairs(converts: conversion.Conversion, live: Mapping[str, torch.Tensor], giv
 
 def costs(name: str, ranks: int | None = None, tp: int | None = None) -> list[dict[str, Any]]:
     """Of this model, by default with its own trainer and its largest engines; fields as of Cost. Call it in a process
-    of its own, see doctor/ranks.py."""
+    of its own, see ranks.py."""
     model = models.MODELS[name]
     ranks, tp = ranks or model.ranks, tp or model.tp[-1]
     config = model.config(model.layers)

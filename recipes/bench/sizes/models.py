@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recipes.bench.sizes.ranks import Rank, made
+from recipes.bench.sizes.slices import planned, read_of, shapes_of_config
 from tensorhub_plugins.core import TensorTable
-from tensorhub_plugins.vllm.doctor.ranks import Rank, made
-from tensorhub_plugins.vllm.doctor.slices import planned, read_of, shapes_of_config
 from tensorhub_plugins.vllm.worker.plan import Plan
 
 Value = TypeVar("Value")
@@ -98,7 +98,7 @@ class Worker:
 
 
 def worker_of(model: Model, rank: Rank, *, experts: bool = False) -> Worker:
-    """experts: it has whole ones. Call it in a process of its own, see doctor/ranks.py. Layers that are alike are
+    """experts: it has whole ones. Call it in a process of its own, see ranks.py. Layers that are alike are
     planned for once: vLLM's loaders look through all experts for each tensor of one, and 94 layers of 128 take
     minutes."""
     few = min(max(model.unlike, 1) + 2, model.layers)  # the first one has what all of them share

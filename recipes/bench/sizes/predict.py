@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from recipes.bench.sizes.models import MODELS, Model, Worker, worker_of
+from recipes.bench.sizes.ranks import Rank
 from tensorhub_plugins.core import Part, TensorSpec, TensorTable, slices_of
-from tensorhub_plugins.vllm.doctor.ranks import Rank
 from tensorhub_plugins.vllm.worker.plan import Shapes, specs_of, whole_region
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\..*")
@@ -69,7 +69,7 @@ class Costs:
 
 def ways_by_engine(name: str) -> dict[str, dict[str, dict[str, int]]]:
     """By engine and way, of all engines of this model; fields as of Costs. Call it in a process of its own, see
-    doctor/ranks.py."""
+    ranks.py."""
     model = MODELS[name]
     return {
         **{f"{name}, TP {tp}": _ways(model, Rank(tp_size=tp)) for tp in model.tp},

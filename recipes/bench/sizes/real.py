@@ -22,11 +22,11 @@ from typing import Any
 from recipes.bench.sizes import engine as engines
 from recipes.bench.sizes import predict
 from recipes.bench.sizes.models import Model, worker_of
+from recipes.bench.sizes.ranks import Rank
 from recipes.ranks import free_port, started
 from tensorhub_plugins.core import start_server
 from tensorhub_plugins.core.hub import hub as hub_machine
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.vllm.doctor.ranks import Rank
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Model("Qwen2", (1024, 2048, 3, 8, 4, 8192), ranks=2, tp=(2,))  # its larger matrices are cut
@@ -47,7 +47,7 @@ def check(measured: Mapping[str, int], predicted: Mapping[str, int]) -> list[str
 
 
 def predicted(*, slices: int = SMALL.tp[0]) -> dict[str, int]:
-    """For trainers that cut matrices into so many slices. Call it in a process of its own, see doctor/ranks.py."""
+    """For trainers that cut matrices into so many slices. Call it in a process of its own, see ranks.py."""
     tp = SMALL.tp[0]
     workers = [worker_of(SMALL, Rank(tp, rank)) for rank in range(tp)]
     tables = predict.trainer_tables(workers[0].plan.shapes, SMALL.ranks, slices)

@@ -116,7 +116,7 @@ def _make_by_transformers(of: Family, folder: Path) -> None:
 def _make_by_hand(of: Family, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    from tensorhub_plugins.vllm.doctor.naming import checkpoint_shapes
+    from recipes.conformance.naming import checkpoint_shapes
 
     folder.mkdir(parents=True)
     shared = {key: SHAPE[key] for key in SHAPE_BY_HAND}

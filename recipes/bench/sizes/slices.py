@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from recipes.bench.sizes.ranks import Rank, made
 from tensorhub_plugins.core import TensorSpec, TensorTable, common_box, segment_size_for, slices_of
 from tensorhub_plugins.vllm import checkpoint_names
-from tensorhub_plugins.vllm.doctor.ranks import Rank, made
 from tensorhub_plugins.vllm.worker import contract
 from tensorhub_plugins.vllm.worker.plan import Plan, Region, Shapes, contiguous_strides, specs_of, whole_region
 

@@ -1,4 +1,4 @@
-"""`tensorhub doctor check-sync --all-families`: the proof of check_sync.py for every architecture that vLLM knows.
+"""The proof of tensorhub_plugins/vllm/doctor/check_sync.py for every architecture that vLLM knows.
 
 One row each, made, examined and thrown away one after the other; one that crashes or hangs costs its own row.
     ok       weights through the store equal weights from disk
@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.conformance.families import family
+from recipes.conformance.make import make
 from tensorhub_plugins.core import TensorHubError, UsageError
 from tensorhub_plugins.vllm.doctor import check_sync
 from tensorhub_plugins.vllm.doctor.engines import EngineFailed, NotANumber, call_apart, short
-from tensorhub_plugins.vllm.doctor.families import family
-from tensorhub_plugins.vllm.doctor.make import make
 
 RESULTS = ("ok", "REFUSED", "WRONG", "not run", "not made")
 FAMILY_TIMEOUT_S = 180.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tensorhub_plugins.vllm.doctor.make import SHAPE, Family, token_id
+from recipes.conformance.make import SHAPE, Family, token_id
 
 SIDE = {"height": SHAPE["image_size"], "width": SHAPE["image_size"]}
 PATCHES = (SHAPE["image_size"] // SHAPE["patch_size"]) ** 2

@@ -1,4 +1,4 @@
-"""What `doctor check-sync --all-families` makes of every architecture that vLLM knows (see make.py).
+"""What is made of every architecture that vLLM knows (see make.py).
 
 Whatever has a class in transformers is made without being named here; these need something of their own.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tensorhub_plugins.vllm.doctor.make import SHAPE, UNSET, VOCABULARY, Family
-from tensorhub_plugins.vllm.doctor.multimodal import MULTIMODAL, TWO_KINDS
+from recipes.conformance.make import SHAPE, UNSET, VOCABULARY, Family
+from recipes.conformance.multimodal import MULTIMODAL, TWO_KINDS
 
 
 def family(architecture: str) -> Family | None:
