@@ -126,14 +126,21 @@ def _started(pid: int) -> str | None:
     return None if fields[0] in (b"Z", b"X") else fields[19].decode()
 
 
+@cache
+def _word(pid: int) -> str:
+    """By which this process is told from one of a copy of this machine, where number and start may be the same."""
+    return os.urandom(8).hex()
+
+
 def identity() -> str:
     """This process, to be told from all others, also from a later one with its number; "": unknown."""
-    return f"{_here()} {os.getpid()} {_started(os.getpid())}" if _here() else ""
+    return f"{_here()} {os.getpid()} {_started(os.getpid())} {_word(os.getpid())}" if _here() else ""
 
 
 def is_gone(process: str) -> bool:
-    """Whether the process with this `identity` has certainly ended. False where that cannot be seen from here."""
-    here, pid, started = (process.rsplit(" ", 2) + ["", ""])[:3]
+    """Whether no process with this `identity` is here, where it was. False where that cannot be seen. It may still live
+    on a machine of which this one is a copy (a snapshot), which shows the same: only the hub knows who is heard."""
+    here, pid, started = (process.rsplit(" ", 3) + ["", "", ""])[:3]
     return here != "" and here == _here() and pid.isdigit() and _started(int(pid)) != started
 
 

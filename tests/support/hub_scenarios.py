@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub_plugins.core.hub.hub import Hub, Received, Tick
+from tensorhub_plugins.core.hub.hub import Event, Hub, Received, Tick
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.outbox import Log
 from tensorhub_plugins.core.hub.report import validate
@@ -50,7 +50,7 @@ class Scenario:
             self._deliver(Tick())
             for worker, session in self.sessions.items():
                 if session in self.hub.registry.workers and worker not in self.silent:
-                    self.hub.registry.workers[session].last_heard = self.now
+                    self.hub.registry.workers[session].hear(self.now)
 
     silent: tuple[str, ...] = ()
 
@@ -78,7 +78,7 @@ class Scenario:
         """What this worker was told since the last time, as text."""
         return [_text(message) for message in self.inbox.pop(worker, []) if not isinstance(message, m.Welcome | m.Done)]
 
-    def _deliver(self, event: Received | Tick) -> None:
+    def _deliver(self, event: Event) -> None:
         for effect in self.hub.handle(event, self.now):
             if isinstance(effect, Log):
                 self.logged.append(effect.text)

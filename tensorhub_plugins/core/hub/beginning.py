@@ -2,9 +2,10 @@
 
 An attempt is begun by all shards of one replica together, so that its ranks agree. Only one trainer is at work on a
 model: while another one that has published, or begun, sends heartbeats, a Begin is refused; while it is silent, the
-Begin waits until it is given up. So it does while a hub that was restarted has not heard the trainer of the newest
-attempt, of which others have told it: until that one had as long to be heard. What the former attempts made above the
-step is superseded (protocol/lineage.py), and who belongs to them changes nothing from then on: it may read.
+Begin waits until it is given up, which is soon where its machine shows that its process has ended (`suspect`). So it
+does while a hub that was restarted has not heard the trainer of the newest attempt, of which others have told it: until
+that one had as long to be heard. What the former attempts made above the step is superseded (protocol/lineage.py), and
+who belongs to them changes nothing from then on: it may read.
 """
 
 from __future__ import annotations
@@ -89,10 +90,16 @@ class Beginning:
                 self._outbox.reply(member.worker, m.Begun(member.message.request_id, attempt, hub))
         return m.Begun(begin.request_id, attempt, hub)
 
-    def former_lives(self, history: History, begin: m.Begin) -> list[Worker]:
-        """Trainers whose processes are gone, as this Begin says."""
+    def suspect(self, history: History, begin: m.Begin) -> None:
+        """Trainers whose processes are gone, as this Begin says. It cannot know: a copy of a virtual machine shows what
+        the original shows, where that trainer may be at work. Who is heard lives. Else it is given up at once when its
+        connection has ended as well, which the server finds out by what is sent here, or after a few heartbeats."""
         gone = frozenset(begin.gone)
-        return [w for w in history.workers.values() if w.hello.process in gone and is_trainer(w)] if gone else []
+        for worker in history.workers.values() if gone else ():
+            if worker.hello.process in gone and is_trainer(worker):
+                worker.said_gone = True
+                self._registry.refuses(worker)
+                self._outbox.send(worker.session, m.Alive())
 
 
 def changes(message: m.Request) -> bool:

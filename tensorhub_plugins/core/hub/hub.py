@@ -56,7 +56,7 @@ from tensorhub_plugins.core.hub.limits import (
     SESSIONS_OF_PUBLISHERS,
     HubLimits,
 )
-from tensorhub_plugins.core.hub.namesakes import Namesakes
+from tensorhub_plugins.core.hub.namesakes import Namesakes, is_same, without_records
 from tensorhub_plugins.core.hub.outbox import Effect, Log, Outbox, Send
 from tensorhub_plugins.core.hub.permissions import believed, refusal, senseless
 from tensorhub_plugins.core.hub.publishing import Publishing
@@ -208,7 +208,7 @@ class Hub:
             case Worker():
                 silence_s = self.registry.silence_s(due)
                 if now > self.registry.heard_until(due.last_heard, silence_s):
-                    why = ", and it refuses connections" if due.refuses else ""
+                    why = ", and others have found that it has ended" if due.refuses else ""
                     self._forget(due, f"not heard for {silence_s:g} s{why}")
                 elif now >= due.silence_at:  # else it is looked at later
                     self.registry.schedule_silence(due)
@@ -289,7 +289,7 @@ class Hub:
             if not isinstance(message, m.Bye):
                 self._outbox.send(session, m.Unknown(self.session, now))
             return
-        worker.last_heard, worker.suspect, worker.refuses = now, False, False
+        worker.hear(now)
         match message:
             case m.Heartbeat():
                 self._heartbeat(worker, message, now)
@@ -351,8 +351,7 @@ class Hub:
 
     def _wait(self, worker: Worker, message: Waiting, now: float) -> None:
         if isinstance(message, m.Begin):
-            for former in self._beginning.former_lives(worker.history, message):
-                self._forget(former, f"is gone, as {worker.name} has seen")
+            self._beginning.suspect(worker.history, message)
         pending = Pending(worker, message, now + message.timeout_s, now)
         self.registry.waiters.add(pending)
         self.registry.schedule(pending.deadline, pending)
@@ -383,7 +382,7 @@ class Hub:
                 self._outbox.refuse_session(session, problem)
             return
         if known is not None:
-            known.last_heard, known.suspect, known.refuses = now, False, False
+            known.hear(now)
             if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
                 return
         if not self.believes(hello, now):
@@ -393,7 +392,7 @@ class Hub:
         self._following.direct(history, self._following.announced(history, hello.directive, now), welcomed=session)
         if known is not None:
             worker = known
-            worker.hello = _without_records(hello)
+            worker.hello = without_records(hello)
             if hello.mark == history.directive.mark:  # else it may not have heard yet what it was answered
                 worker.mark = hello.mark
             self._forget_what_is_not_in(hello, worker)
@@ -402,7 +401,7 @@ class Hub:
         else:
             for squatter in self._of_other_roles(hello, role):
                 self._forget(squatter, "gives its name to a worker that has the run's secret")
-            worker = Worker(session, _without_records(hello), history, now, role, hello.mark)
+            worker = Worker(session, without_records(hello), history, now, role, hello.mark)
             worker.has_proved_name = self._namesakes.has_proved(session, hello)
             self.registry.add_worker(worker)
             for former in self._namesakes.former_lives(worker):
@@ -428,7 +427,7 @@ class Hub:
     def _cannot_be_welcome(self, hello: m.Hello, known: Worker | None, role: Role) -> str | None:
         if hello.shard >= hello.shard_count:
             return f"shard {hello.shard} of {hello.shard_count}: shards count from 0"
-        if known is not None and not _is_same(known.hello, hello):
+        if known is not None and not is_same(known.hello, hello):
             return f"this session is {known.name} of {known.history.name}, and stays that: begin another one"
         most = min(SESSIONS_MAX, self.sessions_max) - (SESSIONS_OF_PUBLISHERS if role == "reader" else 0)
         if known is None and len(self.registry.workers) >= max(most, self.sessions_max // 2):
@@ -591,9 +590,8 @@ class Hub:
             source = self.registry.workers.get(lease.sources.get(each, b""))
             if release.lost and source is not None:
                 source.suspect = True
-                if release.refused and not source.refuses:
-                    source.refuses = True
-                    self.registry.schedule_silence(source)
+                if release.refused:
+                    self.registry.refuses(source)
             self.registry.end_lease_shard(lease, each)
 
     def _forget(self, worker: Worker, why: str) -> None:
@@ -604,14 +602,3 @@ class Hub:
             if reader in self.registry.workers and reader != worker.session:
                 self._outbox.send(reader, m.SourceGone(worker.session))
         self.registry.remove_worker(worker)
-
-
-def _without_records(hello: m.Hello) -> m.Hello:
-    """What is kept of it as it was said: the rest is in the registry, or over."""
-    return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
-
-
-def _is_same(hello: m.Hello, other: m.Hello) -> bool:
-    """Whether both are of one worker, at one place: what the indexes and signed leases count on."""
-    names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints", "job")
-    return all(getattr(hello, name) == getattr(other, name) for name in names)

@@ -155,9 +155,15 @@ class Registry:
         worker.silence_at = self.heard_until(worker.last_heard, self.silence_s(worker)) + TIMER_STEP_S
         self.schedule(worker.silence_at, worker)
 
+    def refuses(self, worker: Worker) -> None:
+        """Another worker has found that it has ended: the next silence counts as its end sooner."""
+        if not worker.refuses:
+            worker.refuses = True
+            self.schedule_silence(worker)
+
     def silence_s(self, worker: Worker) -> float:
         """The seconds of silence after which this worker is given up. The kernel answers for a process that is busy:
-        where nobody listens it has ended, and only a word of its own is worth more."""
+        where nobody listens, or nobody has that number, it has ended, and only a word of its own is worth more."""
         most = self.limits.session_timeout_s
         return min(most, REFUSED_HEARTBEATS * self.limits.heartbeat_s) if worker.refuses else most
 

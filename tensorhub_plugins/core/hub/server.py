@@ -74,6 +74,8 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, where.startswith("tcp://["))
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when there is no connection
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
     return context, socket, where
 
 
@@ -136,6 +138,7 @@ class Server:
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._awake_at, self._hub = clock(), self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
+        self._unreachable: list[hub.Received] = []  # the Byes of those that have ended without a word
         self._failures: dict[bytes, int] = {}  # by the session that they cost
         self._context, self._socket, where = _router(address)
         self._doorman: curve.Doorman | None = None
@@ -145,7 +148,6 @@ class Server:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, curve.HANDSHAKE_MS)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_CLIENT_SIZE_BYTES_MAX)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_QUEUE_MESSAGES_MAX)
@@ -276,12 +278,16 @@ class Server:
         return frames
 
     def _handle(self, event: hub.Event, now: float) -> None:
+        self._carry_out(self._decide(event, now))
+        while self._unreachable:
+            self._carry_out(self._decide(self._unreachable.pop(), now))
+
+    def _decide(self, event: hub.Event, now: float) -> list[hub.Effect]:
         try:
-            effects = self._hub.handle(event, now)
+            return self._hub.handle(event, now)
         except Exception:
             log.exception("the hub has failed over %.1000r: please report this", event)
-            effects = self._after_failure(event, now)
-        self._carry_out(effects)
+            return self._after_failure(event, now)
 
     def _after_failure(self, event: hub.Event, now: float) -> list[hub.Effect]:
         session = event.session if isinstance(event, hub.Received) else None
@@ -337,7 +343,15 @@ class Server:
             self._socket.send(identity, MORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
-            log.debug("message to %s dropped: %s", public_name(identity).hex()[:8], error)
+            self._dropped(public_name(identity), error)
+
+    def _dropped(self, session: bytes, error: zmq.ZMQError) -> None:
+        """What was sent to this session. The kernel closes the connection of a process that ends: of one that has, as
+        others say, and without a word of its own, that is the word."""
+        log.debug("message to %s dropped: %s", session.hex()[:8], error)
+        worker = self._hub.workers.get(session)
+        if error.errno == zmq.EHOSTUNREACH and worker is not None and worker.said_gone:
+            self._unreachable.append(hub.Received(session, messages.Bye(), worker.role))
 
     def _log(self, level: int, text: str) -> None:
         """A line, whatever is in it; what peers bring about fills no disk."""

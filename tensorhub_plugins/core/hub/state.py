@@ -191,7 +191,8 @@ class Worker(_Referred):
     role: Role = "publisher"
     mark: bytes = b""  # of the attempt that it has begun as a trainer
     suspect: bool = False  # a reader lost it and it has not been heard since
-    refuses: bool = False  # a reader found nobody listening there, and it has not been heard since
+    refuses: bool = False  # another worker found that it has ended, and it has not been heard since
+    said_gone: bool = False  # of these, one on its machine, or on a copy of that
     silence_at: float = 0.0  # when it is looked at next, whether it is silent
     has_proved_name: bool = False  # it showed a hub's word for it, or has it from this one
     is_replaced: bool = False  # another process has said Hello as this shard of this replica since
@@ -222,6 +223,10 @@ class Worker(_Referred):
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
     group: GroupId = field(init=False)  # it agrees on "latest" with these, and is a replica with them
+
+    def hear(self, now: float) -> None:
+        """It has said something: it lives, whatever others think."""
+        self.last_heard, self.suspect, self.refuses, self.said_gone = now, False, False, False
 
     def __post_init__(self) -> None:
         hello, reader = self.hello, self.role == "reader"

@@ -58,6 +58,17 @@ def test_a_former_life_that_thaws_changes_nothing(stage, monkeypatch):
     assert former.call("follow", SOON_S)[0] == version_of(1, 7)  # it may read
 
 
+def test_a_live_trainer_is_believed_not_the_copy_of_its_machine(stage, monkeypatch):
+    trainer = stage.worker("trainer")
+    trainer.call("begin", 0)
+    trainer.call("publish", 7, 7)
+    monkeypatch.setattr(beginning, "is_gone", lambda process: True)  # as on a machine that is a copy of the trainer's
+    with pytest.raises(UsageError, match="trainer/0 is the trainer of .* and still sends heartbeats"):
+        stage.client("trainer").begin(6)
+    trainer.call("publish", 8, 8)
+    assert stage.client("reader").fetch().version == 8
+
+
 def test_a_second_trainer_is_refused_while_the_first_one_lives(stage):
     stage.worker("trainer").call("begin", 0)
     with pytest.raises(UsageError, match="trainer/0 is the trainer of .* and still sends heartbeats"):
@@ -106,18 +117,18 @@ def test_a_process_is_told_from_a_later_one_with_its_number():
         capture_output=True,
         text=True,
     ).stdout
-    here, _, started = process.identity().rsplit(" ", 2)
-    assert process.is_gone(ended)
-    assert process.is_gone(f"{here} {os.getpid()} {int(started) - 1}")
-    for lives in (process.identity(), "", "x", f"another boot pid:[1] {os.getpid()} 7", f"{here} x 7"):
+    here, _, started, word = process.identity().rsplit(" ", 3)
+    assert process.is_gone(ended) and not ended.endswith(word)
+    assert process.is_gone(f"{here} {os.getpid()} {int(started) - 1} {word}")
+    for lives in (process.identity(), "", "x", f"another boot pid:[1] {os.getpid()} 7 {word}", f"{here} x 7 {word}"):
         assert not process.is_gone(lives), lives
 
 
 def test_a_process_that_has_ended_and_was_not_waited_for_is_gone():
     child = subprocess.Popen([sys.executable, "-c", ""])
     started = process._started(child.pid)
-    here = process.identity().rsplit(" ", 2)[0]
-    assert started and not process.is_gone(f"{here} {child.pid} {started}")
+    here = process.identity().rsplit(" ", 3)[0]
+    assert started and not process.is_gone(f"{here} {child.pid} {started} word")
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process.is_gone(f"{here} {child.pid} {started}")
+    assert process.is_gone(f"{here} {child.pid} {started} word")
     child.wait()

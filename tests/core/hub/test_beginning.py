@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensorhub_plugins.core.hub.following import MARKS_REFUSED_MAX
 from tensorhub_plugins.core.hub.hub import Tick
 from tensorhub_plugins.core.hub.permissions import believed, refusal
-from tensorhub_plugins.core.hub.registry import check_of
+from tensorhub_plugins.core.hub.registry import REFUSED_HEARTBEATS, check_of
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import (
@@ -202,8 +202,29 @@ def test_it_is_told_who_may_live_and_need_not_wait_for_what_it_has_seen_to_be_go
     scenario.join(NEW, process="here 8 80")
     assert begin(scenario, NEW, 5, waits=False) == ["rivals other/0"]
     assert begin(scenario, NEW, 5, gone=("here 9 90",)) == []  # another one
-    assert begin(scenario, NEW, 5, gone=("here 7 70",)) == ["attempt 1 at 5"] * 2
+    assert begin(scenario, NEW, 5, gone=("here 7 70",)) == []
+    assert answers(scenario, "rollout/0") == [] and scenario.heard("other/0") == ["Alive"]
+    scenario.tell("other/0", m.Bye())  # as the server says, when its connection has ended
+    assert answers(scenario, NEW) == ["attempt 1 at 5"] * 2
     assert "rollout/0" in [w.name for w in scenario.hub.registry.workers.values()]
+
+
+@pytest.mark.parametrize("lives", [True, False], ids=["lives", "control: silent"])
+def test_a_trainer_that_is_heard_lives_whatever_a_copy_of_its_machine_shows(scenario: Scenario, lives: bool) -> None:
+    """A snapshot copies boot, namespaces and numbers of processes: one that has ended there may live here."""
+    scenario.join("other/0", process="here 7 70")
+    scenario.publish("other/0", 7, root=b"7checkpoint0----")
+    scenario.tell(OLD, m.Bye())
+    scenario.join(NEW, process="here 8 80")
+    if not lives:
+        silence(scenario, "other/0")
+    assert begin(scenario, NEW, 5, gone=("here 7 70",)) == []
+    scenario.wait(REFUSED_HEARTBEATS * LIMITS.heartbeat_s + 1.0)
+    if lives:
+        scenario.beat("other/0")
+    assert answers(scenario, NEW) == (["refused UsageError"] if lives else ["attempt 1 at 5"])
+    assert ("other/0" in [w.name for w in scenario.hub.registry.workers.values()]) == lives
+    assert scenario.hub.registry.histories["run", "actor"].is_over(7) != lives
 
 
 def test_a_trainer_begins_anew_in_the_same_process(scenario: Scenario) -> None:
