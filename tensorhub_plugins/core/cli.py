@@ -7,7 +7,9 @@ run, see `Client.pin`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import io
 import json
 import logging
 import os
@@ -50,7 +52,43 @@ DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugi
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status. arguments: without the program's name; None: this process's."""
+    """Run one command and return its exit status. arguments: without the program's name; None: this process's.
+
+    What its output has no letters for is written with escapes; an output that takes no more ends it, without a trace of
+    calls, with 1, or as a signal would where the reader has closed the pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        try:
+            return _main(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            if sys.stdout is not None:  # closed by who has started us
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        _discard_output()
+        _say(f"tensorhub: {error}")
+        return 1
+
+
+def _say(text: str) -> None:
+    """To people, if anybody can read it."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _discard_output() -> None:
+    """It takes no more, and what is left would be tried once more at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
@@ -88,13 +126,12 @@ def main(arguments: list[str] | None = None) -> int:
     _add_doctor(commands.add_parser("doctor", help="try whether this machine, engine and model work with the store"))
     fleet = commands.add_parser("fleet", help="rollouts of a running verl or OpenRLHF job: add some, drain some")
     _add_fleet(fleet.add_subparsers(dest="action", required=True))
-    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["doctor"] and arguments[1:] and arguments[1] in DOCTORS:
         return _framework_doctor(arguments[1], arguments[2:])
     try:
         return _run(parser, parser.parse_args(arguments))
     except TensorHubError as error:
-        print(f"tensorhub: {error}", file=sys.stderr)
+        _say(f"tensorhub: {error}")
         return 1
 
 
@@ -134,8 +171,15 @@ def _add_doctor(doctor: argparse.ArgumentParser) -> None:
 def _add_hub(command: argparse.ArgumentParser, *, timeout_s: float) -> None:
     hub = os.environ.get(HUB_ENVIRONMENT)
     command.add_argument("--hub", default=hub, help=f"tcp://host:port (or {HUB_ENVIRONMENT})")
-    command.add_argument("--timeout", type=float, default=timeout_s, metavar="S", help="to wait for the hub")
+    command.add_argument("--timeout", type=_seconds, default=timeout_s, metavar="S", help="to wait for the hub")
     _add_secret(command)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text}: give more than 0 seconds")
+    return seconds
 
 
 def _add_secret(command: argparse.ArgumentParser) -> None:
@@ -211,19 +255,23 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
     keys = _keys(options)
     if keys is None:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
-        print(f"tensorhub: no secret, so this hub is for {whom}", file=sys.stderr)
+        _say(f"tensorhub: no secret, so this hub is for {whom}")
     address = options.address or (OPEN if keys is not None or options.insecure else LOOPBACK)
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]
     try:
         with Server(address, limits=limits, keys=keys, insecure=options.insecure) as server:
-            print(f"tensorhub server at {server.address}", flush=True)
+            try:
+                print(f"tensorhub server at {server.address}", flush=True)
+            except OSError as error:  # the hub's log says it, too
+                _discard_output()
+                _say(f"tensorhub: cannot write where the hub listens: {error}")
             gc.freeze()  # what was imported is never garbage: else every full collection looks at all of it
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
                 pass
             if not server.is_alive():
-                print("tensorhub: the hub has failed, its log says why", file=sys.stderr)
+                _say("tensorhub: the hub has failed, its log says why")
                 return 1
         return 0
     finally:
@@ -256,7 +304,7 @@ def _framework_doctor(name: str, arguments: list[str]) -> int:
     try:
         doctor = import_module(DOCTORS[name])
     except (ImportError, UsageError) as error:
-        print(f"tensorhub: doctor {name} reads the command line with {name}: {error}", file=sys.stderr)
+        _say(f"tensorhub: doctor {name} reads the command line with {name}: {error}")
         return 1
     return int(doctor.main(arguments))
 

@@ -28,7 +28,10 @@ HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
 
 # What moves the cursor, ends a line or turns the direction of writing has no place in a name: it would forge lines of
 # logs.
-CONTROL = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+CONTROL = (
+    r"\x00-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"
+    r"\U000e0000-\U000e007f"
+)
 PRINTABLE = rf"^[^{CONTROL}]*\Z"  # of a name, where one is decoded
 Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)]
 

@@ -31,6 +31,7 @@ from tensorhub_plugins.core.protocol.address import hub_addresses, lookup, new_s
 from tensorhub_plugins.core.security import curve
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.types import printable
 
 log = logging.getLogger("tensorhub.client")
 SaidT = TypeVar("SaidT", messages.Hello, session.Request)
@@ -332,7 +333,9 @@ class HubLink:
         if isinstance(message, messages.Welcome):
             self._refused = ""
         if isinstance(message, messages.Alive) and message.idle:
-            log.warning("%s: %s kept a place here without reading, and has lost it", self._name, message.idle)
+            log.warning(
+                "%s: %s kept a place here without reading, and has lost it", self._name, printable(message.idle)
+            )
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
             self._look_at_handshakes()  # from now on a child may be forked, and is not to keep this connection
             if not self._welcomed.done():
@@ -400,15 +403,15 @@ class HubLink:
     def _resolve(self, request: int, reply: messages.Reply) -> None:
         asked = self._futures.pop(request, None)
         if asked is not None and isinstance(reply, messages.Refused):
-            asked[0].set_exception(refusal(reply.error, reply.message, peer=self.address, **_described(asked[1])))
+            asked[0].set_exception(_refused(reply, peer=self.address, **_described(asked[1])))
         elif asked is not None:
             asked[0].set_result(reply)
         elif request == 0:  # the hub refuses us altogether
             assert isinstance(reply, messages.Refused)
             if self._welcomed.done():
-                self._shut_out(reply.message)
+                self._shut_out(printable(reply.message))
             else:
-                self._welcomed.set_exception(refusal(reply.error, reply.message, phase="connect"))
+                self._welcomed.set_exception(_refused(reply, phase="connect"))
 
     def _shut_out(self, why: str) -> None:
         """Until we are welcome again: said once, and by what is asked meanwhile."""
@@ -475,6 +478,10 @@ def outcome_text(request: session.Request, *, was_sent: bool) -> str:
     if not was_sent:
         return "; nothing was changed, as it was not even sent"
     return f"; it may have been carried out before, and will not be from now on: {FIND_OUT[type(request)]}"
+
+
+def _refused(reply: messages.Refused, **context: Any) -> TensorHubError:
+    return refusal(reply.error, printable(reply.message), **context)
 
 
 def _checked(message: SaidT) -> SaidT:

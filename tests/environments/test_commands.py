@@ -1,0 +1,123 @@
+"""The commands on a full disk, into a pipe that is closed, and where the output has few letters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tensorhub_plugins.core import Client, start_server
+from tensorhub_plugins.core.cli import fetch_status, main
+
+COMMAND = [sys.executable, "-m", "tensorhub_plugins.core.cli"]
+NAME = "訓練-é"
+SOON_S = 60.0
+
+pytestmark = pytest.mark.heavy
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a hub with one worker that has a name in Japanese and French."""
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica=NAME, transports=("memory",)):
+        yield hub.address
+
+
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, timeout=SOON_S, check=False, **options
+    )
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("utf-8", NAME), ("latin-1", r"\u8a13\u7df4-é"), ("ascii", r"\u8a13\u7df4-\xe9")],
+)
+def test_status_where_the_output_has_few_letters(address, encoding, shown):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [*COMMAND, "status", "--hub", address], env=environment, capture_output=True, timeout=SOON_S, check=True
+    )
+    assert shown.encode(encoding) in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json")], ids=" ".join)
+def test_a_full_disk_is_said_and_no_success(address, arguments):
+    with open("/dev/full", "w") as full:
+        done = run(*arguments, "--hub", address, stdout=full)
+    assert (done.returncode, "No space left on device" in done.stderr) == (1, True)
+    assert run(*arguments, "--hub", address, stdout=subprocess.DEVNULL).returncode == 0  # the control
+
+
+@pytest.mark.parametrize("arguments", [("status",), ("status", "--json")], ids=" ".join)
+def test_a_reader_that_closes_the_pipe_ends_it_in_silence(address, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = run(*arguments, "--hub", address, stdout=write)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_without_any_output_it_is_no_error(address):
+    done = run("status", "--hub", address, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr", "both"])
+def test_a_hub_serves_though_nobody_can_read_where(tmp_path, full):
+    with start_server() as other:  # a port that is free again
+        where = other.address
+    with open("/dev/full", "w") as disk, open(tmp_path / "out", "w") as file:
+        streams = {name: disk if full in (name, "both") else file for name in ("stdout", "stderr")}
+        process = subprocess.Popen([*COMMAND, "server", "--address", where], **streams)
+        try:
+            assert fetch_status(where, timeout_s=SOON_S)["models"] == []
+            process.terminate()
+            assert process.wait(SOON_S) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert "Traceback" not in (text := (tmp_path / "out").read_text())
+    assert full != "stdout" or "cannot write where the hub listens" in text
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_a_timeout_that_is_none_is_refused(address, seconds, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--hub", address, "--timeout", seconds])
+    assert ended.value.code == 2 and "--timeout" in capsys.readouterr().err
+
+
+CONTROLS = ["\n", "\x1b[31m", "\r", "\x7f", "\u202e", "\u2066", "\u061c", "\u200b", "\U000e0041", "\xad", "\ud800"]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=ascii)
+def test_a_name_that_would_control_how_it_is_printed_is_refused_by_every_command(address, control, capsys):
+    name = f"t{control}2026 ERROR all is lost"
+    for given in (["--run", name, "--model", "m"], ["--model", name]):
+        assert main(["pin", "1", "--hub", address, *given]) == 1
+        error = capsys.readouterr().err
+        assert "characters that control how it is printed" in error or "must be a text" in error
+        assert control not in error.rstrip("\n")
+
+
+def test_a_report_of_others_is_escaped(monkeypatch, capsys):
+    """A hub that is older, or no friend, may report any name."""
+    monkeypatch.setattr("tensorhub_plugins.core.cli._fetch_status", lambda *_: {
+        "hub": "h" * 32, "up_s": 1.0, "models": [{
+            "run": "r\x1b[2J", "model": "m\u202e", "newest": 0, "versions": [], "workers": [], "leases": [],
+        }],
+    })  # fmt: skip
+    assert main(["status", "--hub", "tcp://127.0.0.1:1"]) == 0
+    assert (text := capsys.readouterr().out).replace("\n", "").isprintable() and r"r\x1b[2J/m\u202e" in text
+    assert main(["status", "--json", "--hub", "tcp://127.0.0.1:1"]) == 0
+    (model,) = json.loads(text := capsys.readouterr().out)["models"]
+    assert model["model"] == "m\u202e" and text.isascii() and not model["model"].isprintable()
