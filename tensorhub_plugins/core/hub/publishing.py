@@ -47,6 +47,8 @@ class Publishing:
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
+        if self._may_be_taken(worker, announced, now):
+            return  # it is asked again at its next heartbeat
         if problem := self.is_of_the_past(worker, announced):
             self._outbox.refuse(worker, request_id, "Superseded", problem)
             return
@@ -59,6 +61,17 @@ class Publishing:
             self._registry.end_claim(worker, announced.key, now, converted=True)
             self._look_at_budget(worker.history)
             self._outbox.reply(worker, m.Done(request_id))
+
+    def _may_be_taken(self, worker: Worker, announced: m.Holding, now: float) -> bool:
+        """Whether somebody has seen a version of this number, and who holds it may say Hello with other bytes yet. A
+        reader's key bars no trainer."""
+        key, history = announced.key, worker.history
+        if not self._registry.recovering(now) or announced.origin == "replicated" or key.layout != CHECKPOINT:
+            return False
+        version, shard = history.versions.get(key.version), (key.layout, key.shard_count, key.shard)
+        if key in worker.holdings or (version is not None and shard in version.contents):
+            return False
+        return any(w.seen_version >= key.version for w in history.workers.values() if w.role != "reader")
 
     def _look_at_budget(self, history: History) -> None:
         """Who exceeds it is said once, until it was kept again. Nothing is refused: a trainer must go on."""

@@ -471,3 +471,32 @@ def test_who_holds_a_version_brings_its_root_back_to_a_restarted_hub() -> None:
     scenario.join("trainer/0")
     scenario.publish("trainer/0", 1, root=b"others".ljust(16))
     assert scenario.heard("trainer/0") == ["refused UsageError"]
+
+
+@pytest.mark.parametrize(("number", "role"), [(1, "publisher"), (1, "reader"), (2, "publisher")])
+@pytest.mark.parametrize("holder", ["with other bytes", "with the same bytes", "never heard"])
+def test_what_somebody_has_seen_is_not_published_anew_before_its_holder_was_heard(number, role, holder):
+    """After a restart of the hub; by a trainer that does not begin. The controls: what nobody has seen is, at once, or
+    a reader alone: it bars no trainer."""
+    story = Scenario(recovering=True)
+    story.roles["rollout/0"] = role
+    story.join("rollout/0", seen=1, hub=story.hub.session)
+    story.join("trainer/0")
+    story.publish("trainer/0", number, root=b"new".ljust(16, b"!"))
+    answers = [type(said) for said in story.inbox.pop("trainer/0") if not isinstance(said, m.Welcome)]
+    waits = number == 1 and role == "publisher"
+    assert answers == ([] if waits else [m.Done])
+    if not waits:
+        return
+    if holder != "never heard":
+        root = b"new".ljust(16, b"!") if "same" in holder else b"old".ljust(16, b"!")
+        story.join("old/0", holdings=(m.Holding(ShardKey(1, CHECKPOINT), root, 100),), hub=story.hub.session)
+    else:
+        story.wait(story.hub.limits.grace_s + 0.5)
+    story.beat("trainer/0", pending=(1,))
+    resent = [said.resend for said in story.inbox.pop("trainer/0") if isinstance(said, m.Alive) and said.resend]
+    assert resent == [(1,)]
+    story.requests["trainer/0"] = 0
+    story.publish("trainer/0", 1, root=b"new".ljust(16, b"!"))
+    assert story.heard("trainer/0") == (["refused UsageError"] if "other" in holder else [])
+    assert story.hub.registry.histories["run", "actor"].is_visible(1)
