@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 import zmq
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client.connection import HubLink, end_context
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageError
@@ -329,12 +330,14 @@ def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = No
     raise last.within(last.message, peer=address, phase="status", timeout_s=timeout_s)
 
 
+@resources.named()
 def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[str, Any]:
     host, port = parse_address(address, "tcp")
     try:
         found = resolve(host, deadline)
     except (OSError, ValueError) as error:
         raise no_way(address, error) from error
+    resources.try_for_zmq()
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     curve.guard_client(socket, keys)

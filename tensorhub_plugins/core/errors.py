@@ -10,6 +10,7 @@ of these decides by class alone; the fields are for people and for logs.
 | NotPublished     | wait: it may still appear                                 |
 | VersionGone      | give up on this version                                   |
 | UsageError       | fix your code or configuration                            |
+| ResourceRefused  | give this process more of what is named, and call again   |
 | Superseded       | end this process: a newer attempt of its trainer runs     |
 | VersionRefused   | publish a version that fits; the old one goes on          |
 | ProtocolError    | fix the peer: it speaks another protocol, or is broken    |
@@ -98,6 +99,11 @@ class Superseded(TensorHubError):
 
 class UsageError(TensorHubError, ValueError):
     """The caller asked for something that can never work as asked."""
+
+
+class ResourceRefused(UsageError):
+    """The system refuses this process what it needs: threads, open files, memory, a call. The message names the limit,
+    and what raises it. No peer is to blame."""
 
 
 class VersionRefused(UsageError):

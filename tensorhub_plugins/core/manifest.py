@@ -124,12 +124,12 @@ class TensorTable(Sequence[TensorSpec]):
             known = cls(map(_spec.decode, _raws.decode(encoded)) if is_large else _specs.decode(encoded)).check()
             known = _tables.setdefault(known.encoded, known)
             if is_large:  # it takes seconds: here, in the thread of who has sent it, and not where a deadline is kept
-                assert len(known.block_offsets) == len(known.offsets) >= len(known.spans)
+                _ = known.block_offsets, known.offsets, known.spans
         return known.check()
 
     def check(self) -> TensorTable:
         """Return self, or raise ProtocolError: too many, names not sorted or not unique, or a negative size."""
-        assert self._holds_together
+        _ = self._holds_together
         return self
 
     @cached_property
@@ -151,8 +151,7 @@ class TensorTable(Sequence[TensorSpec]):
         Who reads from hundreds of shards needs their tables, from one version to the next, only to know that they are
         still the same.
         """
-        assert self.encoded is not None
-        assert self.size_bytes >= 0
+        _ = self.encoded, self.size_bytes  # found before, and kept
         for found in [name for name in self.__dict__ if name not in KEPT_OF_TABLES]:
             del self.__dict__[found]
 

@@ -71,7 +71,8 @@ class Work:
 
     def note(self, ticket: Hashable, name: str, prompt: Prompt) -> None:
         """This engine has been asked; its answer comes by `ticket`."""
-        assert ticket not in self.asked
+        if ticket in self.asked:
+            raise AssertionError(f"{ticket!r} is asked twice")
         self.asked[ticket] = (name, prompt)
         self.in_flight[name] += 1
 

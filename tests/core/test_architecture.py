@@ -19,6 +19,7 @@ LAYERS = [
     {"libcuda", "capturing", "digests", "kernels"},
     {"drivers"},
     {"types", "options", "run_log", "deadline", "process", "device"},
+    {"resources"},
     {"manifest"},
     {"protocol", "memory"},
     {"security"},

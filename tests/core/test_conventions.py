@@ -164,6 +164,40 @@ def test_no_function_is_too_long(tmp_path: Path) -> None:
     assert long_functions(tmp_path) == {"g.py g"}
 
 
+# --- what `python -O` leaves out ---
+
+
+def guards(folder: Path) -> list[str]:
+    """The asserts here that are more than a word to the type checker (`is not None`, `isinstance`): they would look at
+    something, or do something, that `python -O` leaves out."""
+    return [
+        f"{file.relative_to(folder)}: {ast.unparse(node)}"
+        for file in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Assert) and "testing" not in file.parts and not _is_for_types(node.test)
+    ]
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    match test:
+        case ast.BoolOp(ast.And(), values):
+            return all(map(_is_for_types, values))
+        case ast.Compare(of, [ast.IsNot()], [ast.Constant(None)]):
+            return isinstance(of, ast.Name | ast.Attribute | ast.Subscript)
+        case ast.Call(ast.Name("isinstance"), [ast.Name() | ast.Attribute(), _]):
+            return True
+    return False
+
+
+def test_no_assert_guards_anything(tmp_path: Path) -> None:
+    assert guards(PACKAGE) == []
+    for line in ("queue.popleft() == segment", "self._holds_together", "0 < size", "find(x) is not None"):
+        (tmp_path / "a.py").write_text(f"assert {line}")
+        assert guards(tmp_path) == [f"a.py: assert {line}"]
+    (tmp_path / "a.py").write_text("assert x is not None and isinstance(y, Z)")
+    assert guards(tmp_path) == []
+
+
 # --- what a text names is there ---
 
 

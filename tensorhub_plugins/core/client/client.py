@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from tensorhub_plugins.core import digests
+from tensorhub_plugins.core import digests, resources
 from tensorhub_plugins.core.client import arguments, publication, session
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
@@ -64,6 +64,7 @@ from tensorhub_plugins.core.types import (
 log = logging.getLogger("tensorhub.client")
 
 
+@resources.in_each_call
 class Client:
     """One worker's way into the store.
 
@@ -97,7 +98,7 @@ class Client:
     calls that move weights: 60 s (unpublish: 30 s), and one more for each 0.5 GB that they move. Every method that asks
     the hub may raise HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and
     UsageError, for arguments that can never work or when the client is closed. What has raised is not carried out
-    later.
+    later. ResourceRefused, a UsageError, when the system gives this process no thread, descriptor or memory.
     """
 
     def __init__(
@@ -126,20 +127,19 @@ class Client:
         deadline = Deadline.after(bounded(connect_timeout_s, "connect_timeout_s"))
         arguments.check_identity(shard, shard_count, run=run, model=model, replica=replica)
         arguments.check_budget(memory_budget_bytes, over_budget)
+        resources.begin_client()
         self.replica, self.shard, self.shard_count, self._worker = replica, shard, shard_count, f"{replica}/{shard}"
         keys = secret.from_environment() if keys is None else keys
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.check_location(arguments.here() if location is None else location)
-        self._lock = threading.Lock()
-        self._transfers: set[Transfer] = set()
+        self._lock, self._transfers = threading.Lock(), set[Transfer]()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget)
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
-        self._gate = None if keys is None else Gate(keys.lease_key)
-        self._copies = Copies(self._serving, self._copy)
+        self._gate, self._copies = None if keys is None else Gate(keys.lease_key), Copies(self._serving, self._copy)
         towards = arguments.check_word("advertise_host", advertise_host or "") or address_towards(address, deadline)
         self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
         try:

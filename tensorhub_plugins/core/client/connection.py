@@ -22,6 +22,7 @@ import msgspec
 import zmq
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client import session
 from tensorhub_plugins.core.deadline import Deadline, aside, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
@@ -91,6 +92,7 @@ class HubLink:
     answers within connect_timeout_s.
     """
 
+    @resources.named()
     def __init__(
         self,
         address: str,
@@ -119,13 +121,12 @@ class HubLink:
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._welcomed: Future[None] = Future()
         self._closing, self._refused, self._nameless = False, "", ""  # why it does not let us in, or has no address
+        resources.try_for_zmq(threads=1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context, self._keys = zmq.Context(), keys
         self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be a new one
-        self._open()
-        self._look_up()
         self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
-        self._thread.start()
+        self._begin()
         close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
         try:
             self._welcomed.result(timeout=deadline.remaining())
@@ -226,9 +227,24 @@ class HubLink:
 
     # --- the thread ---
 
+    def _begin(self) -> None:
+        try:
+            self._open()
+            self._look_up()
+            self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            self._close_pipe()
+            raise
+
     def _open(self) -> None:
-        self._socket = _dealer(self._context, self.session, self._keys)
-        self._handshakes = curve.Handshakes(self._socket, self.address, self._keys, self._wake)
+        made = _dealer(self._context, self.session, self._keys)
+        try:
+            handshakes = curve.Handshakes(made, self.address, self._keys, self._wake)
+        except BaseException:
+            made.close(linger=0)
+            raise
+        self._socket, self._handshakes = made, handshakes
 
     def _look_up(self) -> None:
         """Where the hub is now. The thread never waits for that: a resolver may never answer."""
@@ -268,7 +284,8 @@ class HubLink:
         if self._handshakes.endpoint:
             if not self._is_stale and self._handshakes.leads_to(known, port):
                 return
-            self._reopen(poller)
+            if not self._reopen(poller):
+                return
         self._is_stale = False
         try:
             self._handshakes.connect(known[self._dialed // len(self._addresses) % len(known)], port)
@@ -280,14 +297,21 @@ class HubLink:
         if len(self._addresses) == 1 and not self._welcomed.done():
             self._welcomed.set_exception(error)
 
-    def _reopen(self, poller: select.poll) -> None:
-        for each in (self._socket, self._handshakes.socket):
-            poller.unregister(int(each.getsockopt(zmq.FD)))
-        self._handshakes.close()
-        self._socket.close(linger=0)
+    def _reopen(self, poller: select.poll) -> bool:
+        """Whether there is a new one; out of descriptors the one that there is stays, until it is time again."""
+        before, handshakes = self._socket, self._handshakes
         log.info("%s: connects anew to the hub, at %s", self._name, self.address)
-        self._open()
+        try:
+            self._open()
+        except zmq.ZMQError as error:
+            log.warning("%s: cannot connect anew: %s", self._name, resources.refusal(error) or error)
+            return False
+        for each in (before, handshakes.socket):
+            poller.unregister(int(each.getsockopt(zmq.FD)))
+        handshakes.close()
+        before.close(linger=0)
         self._register(poller)
+        return True
 
     def _register(self, poller: select.poll) -> None:
         for each in (self._socket, self._handshakes.socket):
@@ -448,6 +472,9 @@ class HubLink:
         self._handshakes.close()
         self._socket.close(linger=BYE_LINGER_MS)
         end_context(self._context)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
         with self._lock:
             os.close(self._wake_read)
             os.close(self._wake_write)

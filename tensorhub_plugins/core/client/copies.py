@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.errors import TensorHubError
 from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
@@ -40,8 +41,12 @@ class Copies:
             if self._closed or version in self._threads or len(self._threads) >= AT_A_TIME_MAX:
                 return
             thread = threading.Thread(target=self._hold, args=(version,), name="tensorhub-copies", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # of the link's thread, which goes on; the hub asks again
+                log.warning("no copy of version %d is read: %s", version, resources.refusal(error) or error)
+                return
             self._threads[version] = thread
-            thread.start()
 
     def room_bytes(self) -> int:
         """For more: what the budget leaves, and no more than half of what the machine can give."""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
@@ -76,6 +77,7 @@ def _ranks_here() -> int:
     return int(said) if said.isdecimal() and int(said) else 1
 
 
+@resources.in_each_call
 class Publisher:
     """Publishes the share of one trainer rank, version after version.
 
@@ -220,7 +222,7 @@ class Publisher:
     def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         """`_offer` in the background: what is known at once, and how long the version before took."""
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "tensorhub-publish")
+            self._executor = resources.pool_of(1, "tensorhub-publish")
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
         self._coming = self._executor.submit(self._offer, version, taken, started, deadline)
         self._coming.add_done_callback(self._say_failure)

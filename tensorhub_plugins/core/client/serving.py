@@ -10,12 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 from typing_extensions import assert_never
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.client import shelf
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
@@ -61,7 +62,7 @@ class Serving:
         self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered, and whose memory they are
         self._covered: tuple[dict[int, TensorTable], TensorTable] | None = None  # all sources of a read, and its target
         self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-background")
+        self._background = resources.pool_of(1, "tensorhub-background")
 
     # --- for the transports' serving threads ---
 
@@ -190,6 +191,12 @@ class Serving:
         except DeadlineExceeded as error:
             text = "the last copy could not be moved to host memory in time: it is offered on, and must not change yet"
             raise error.within(text, version=version, phase="retain", timeout_s=timeout_s) from error
+        except Exception as error:
+            found = resources.refusal(error)
+            if found is None:
+                raise
+            text = "the last copy cannot be moved to host memory: it is offered on, and must not change yet"
+            raise found.within(f"{text}; {found.message}", version=version, phase="retain") from error
         kept = reply.must_retain and not damaged
         return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, damaged)
 

@@ -146,50 +146,56 @@ def _published_size_bytes(worker: Worker) -> int:
     return sum(h.size_bytes for h in worker.holdings.values() if h.complete and h.is_published)
 
 
+def must(holds: object) -> None:
+    """`assert`, under `python -O`, too: the server keeps no records that are not what they must be."""
+    if not holds:
+        raise AssertionError("the hub's records are not what they must be")
+
+
 def _validate_copies(version: Version) -> None:
     """What is counted is what is there."""
     counted = Copies()
     for by_shard in version.holdings.values():
         for holders in by_shard.values():
             for h in holders.values():
-                assert h.counted == Counted(h.complete, h.complete and h.stays)
+                must(h.counted == Counted(h.complete, h.complete and h.stays))
                 counted.change(h.key, h.worker.group, Counted(), h.counted)
-    assert vars(counted) == vars(version.copies)
+    must(vars(counted) == vars(version.copies))
 
 
 def _validate_leases(registry: Registry, worker: Worker) -> None:
     """Those under which it reads, and those under which it is read."""
     for request, lease in worker.leases.items():
-        assert lease.request_id == request and lease.reader is worker and lease.sources
-        assert lease.shards_of == Counter(lease.sources.values())
+        must(lease.request_id == request and lease.reader is worker and lease.sources)
+        must(lease.shards_of == Counter(lease.sources.values()))
         for source_session in lease.shards_of:
             source = worker.history.workers.get(source_session)
-            assert source is None or source.readers[worker.session, request] is lease
-    assert worker.reading == Counter(key for lease in worker.leases.values() for key in lease.shard_keys())
-    assert worker.sources == Counter(source for lease in worker.leases.values() for source in lease.shards_of)
+            must(source is None or source.readers[worker.session, request] is lease)
+    must(worker.reading == Counter(key for lease in worker.leases.values() for key in lease.shard_keys()))
+    must(worker.sources == Counter(source for lease in worker.leases.values() for source in lease.shards_of))
     serving = [lease for lease in worker.leases.values() if lease.serves]
-    assert worker.passing_on == Counter(key for lease in serving for key in lease.shard_keys())
+    must(worker.passing_on == Counter(key for lease in serving for key in lease.shard_keys()))
     for (reader, request), lease in worker.readers.items():
-        assert registry.workers[reader].leases[request] is lease
-        assert worker.session in lease.sources.values()
+        must(registry.workers[reader].leases[request] is lease)
+        must(worker.session in lease.sources.values())
 
 
 def _validate_worker(registry: Registry, session: bytes, worker: Worker) -> None:
-    assert worker.session == session and worker.history.workers[session] is worker
+    must(worker.session == session and worker.history.workers[session] is worker)
     for key, h in worker.holdings.items():
-        assert h.worker is worker and h.key == key
+        must(h.worker is worker and h.key == key)
         version = worker.history.versions[key.version]
-        assert version.holders(key)[session] is h
-        assert version.contents[key.layout, key.shard_count, key.shard][0] == h.root
-    assert worker.published_size_bytes == _published_size_bytes(worker)
-    assert worker.holdings_checksum in (0, checksum_of(worker))
-    assert not worker.aside or worker.role == "reader"
-    assert worker.aside.keys().isdisjoint(worker.holdings)
-    assert all(worker.history.aside[key.version][session] is worker for key in worker.aside)
-    assert all(claim.version.claims[key] is claim and claim.worker is worker for key, claim in worker.claims.items())
+        must(version.holders(key)[session] is h)
+        must(version.contents[key.layout, key.shard_count, key.shard][0] == h.root)
+    must(worker.published_size_bytes == _published_size_bytes(worker))
+    must(worker.holdings_checksum in (0, checksum_of(worker)))
+    must(not worker.aside or worker.role == "reader")
+    must(worker.aside.keys().isdisjoint(worker.holdings))
+    must(all(worker.history.aside[key.version][session] is worker for key in worker.aside))
+    must(all(claim.version.claims[key] is claim and claim.worker is worker for key, claim in worker.claims.items()))
     _validate_leases(registry, worker)
     for request, pending in worker.pending.items():
-        assert worker.history.waiting[session, request] is pending
+        must(worker.history.waiting[session, request] is pending)
 
 
 def validate(registry: Registry) -> None:
@@ -200,38 +206,38 @@ def validate(registry: Registry) -> None:
     shards = sum(len(lease.sources) for worker in readers for lease in worker.leases.values())
     for worker in registry.workers.values():
         announced = [len(lease.sources) for lease in worker.leases.values() if lease.is_announced]
-        assert worker.announced_shards == sum(announced)
-    assert registry.readers_records == shards + sum(len(w.holdings) + len(w.aside) for w in readers)
-    assert all(w.layouts == Counter(key.layout for key in (*w.holdings, *w.aside)) for w in readers)
+        must(worker.announced_shards == sum(announced))
+    must(registry.readers_records == shards + sum(len(w.holdings) + len(w.aside) for w in readers))
+    must(all(w.layouts == Counter(key.layout for key in (*w.holdings, *w.aside)) for w in readers))
     for history in registry.histories.values():
         for number, workers in history.aside.items():
-            assert workers and all(any(key.version == number for key in w.aside) for w in workers.values())
-        assert history.groups.keys() == {worker.group for worker in history.workers.values()}
-        assert history.published_size_bytes == sum(w.published_size_bytes for w in history.workers.values())
-        assert history.withdrawn == frozenset(history.directive.withdrawn)
-        assert not history.is_over(history.directive.pin)
-        assert history.directive.attempts == merged(history.directive.attempts)
-        assert all(history.waiting.get(begins) is pending for begins, pending in history.beginning.items())
+            must(workers and all(any(key.version == number for key in w.aside) for w in workers.values()))
+        must(history.groups.keys() == {worker.group for worker in history.workers.values()})
+        must(history.published_size_bytes == sum(w.published_size_bytes for w in history.workers.values()))
+        must(history.withdrawn == frozenset(history.directive.withdrawn))
+        must(not history.is_over(history.directive.pin))
+        must(history.directive.attempts == merged(history.directive.attempts))
+        must(all(history.waiting.get(begins) is pending for begins, pending in history.beginning.items()))
         for number, version in history.versions.items():
-            assert version.number == number
-            assert not (version.visible and history.is_over(number))
-            assert not version.visible or version.may_be_lost or version.copies.is_held()
+            must(version.number == number)
+            must(not (version.visible and history.is_over(number)))
+            must(not version.visible or version.may_be_lost or version.copies.is_held())
             _validate_copies(version)
             for (layout, count), by_shard in version.holdings.items():
                 for shard, holders in by_shard.items():
-                    assert shard < count and holders
+                    must(shard < count and holders)
                     for session, h in holders.items():
-                        assert registry.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h
+                        must(registry.workers[session].holdings.get(ShardKey(number, layout, shard, count)) is h)
             for key, claim in version.claims.items():
-                assert registry.workers[claim.worker.session].claims[key] is claim
+                must(registry.workers[claim.worker.session].claims[key] is claim)
             for sources in version.sources.values():
-                assert all(session in registry.workers for session in sources.sessions())
+                must(all(session in registry.workers for session in sources.sessions()))
         for number, queues in history.wait_queues.items():
-            assert queues and all(queues.values())
+            must(queues and all(queues.values()))
             for wait_key, queue in queues.items():
-                assert all(pending.queue == (number, wait_key) for pending in queue.values())
+                must(all(pending.queue == (number, wait_key) for pending in queue.values()))
         for (session, request), pending in history.waiting.items():
-            assert registry.workers[session].pending[request] is pending
+            must(registry.workers[session].pending[request] is pending)
             # A request that waits is found when what it waits for comes.
-            assert pending.queue is not None or isinstance(pending.message, m.Unpublish)
+            must(pending.queue is not None or isinstance(pending.message, m.Unpublish))
     registry.uplink.validate()

@@ -198,4 +198,5 @@ class UplinkBudget:
     def validate(self) -> None:
         """Assert what is always true of it. For tests."""
         for data_center, crossing in self._crossing.items():
-            assert min(crossing.values(), default=1) > 0, data_center
+            if min(crossing.values(), default=1) <= 0:
+                raise AssertionError(data_center)

@@ -25,6 +25,7 @@ from typing import cast
 
 import zmq
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.hub import hub
@@ -69,6 +70,7 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
     workers are served in three quarters of the time (recipes/bench/hub). A wish, no more: who refuses it is slower.
     """
     where = _where(address)
+    resources.try_for_zmq(threads=1)
     context = zmq.Context()
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER and _may_run_in_batches():
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
@@ -113,6 +115,7 @@ class Server:
     address cannot be bound, or would be open to everybody.
     """
 
+    @resources.named()
     def __init__(
         self,
         address: str = "tcp://127.0.0.1:0",

@@ -12,10 +12,13 @@ import math
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cache
 from itertools import accumulate
 
 import torch
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
@@ -24,11 +27,14 @@ from tensorhub_plugins.core.memory.tensors import dtype_of, is_dense
 
 logger = logging.getLogger(__name__)
 
+NOTHING = -1, (-1, -1)  # descriptors
+
 
 class Block:
     """Zeroed memory laid out by a table: `tensors` by name, and the `runs` of the stream.
 
-    fd: of the memfd, -1 where the system has none and the memory is private to this process. Owned by who closes it.
+    fd: of the memfd, -1 where the system gives none and the memory is private to this process. liveness: a pipe that is
+    there with it, see `Slab.owner_liveness_fd`. Owned by who closes them (`close`).
     """
 
     def __init__(self, table: TensorTable, *, deadline: float = NEVER, over: torch.Tensor | None = None) -> None:
@@ -36,13 +42,13 @@ class Block:
         come from a peer, and memory is handed out by what they say. over: memory that there is already, uint8."""
         _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
-        self.fd = _sealed_memfd(max(size_bytes, mmap.PAGESIZE)) if over is None else -1
+        self.fd, self.liveness = _shareable(max(size_bytes, mmap.PAGESIZE)) if over is None else NOTHING
         if over is not None:
             if over.numel() < size_bytes:
                 raise UsageError(f"{size_bytes} bytes of tensors in memory of {over.numel()}")
             base, memory = over, memory_of(over)
         elif self.fd >= 0:
-            mapped = mmap.mmap(self.fd, max(size_bytes, mmap.PAGESIZE))
+            mapped = self._map(max(size_bytes, mmap.PAGESIZE))
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 try:
                     mapped.madvise(mmap.MADV_HUGEPAGE)  # half the time for the first write, where the kernel allows it
@@ -66,9 +72,21 @@ class Block:
                 ]
             )
         except BaseException:
-            if self.fd >= 0:
-                os.close(self.fd)
+            self.close()
             raise
+
+    def _map(self, size_bytes: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self.fd, size_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Its descriptors, where nobody has taken them over."""
+        for each in (self.fd, *self.liveness):
+            if each >= 0:
+                os.close(each)
 
 
 def _check_specs(table: Iterable[TensorSpec]) -> None:
@@ -105,15 +123,27 @@ def _tensor_at(base: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tenso
     return view.set_(base.untyped_storage(), offset // dtype.itemsize, spec.shape, stride if spec.shape else ())
 
 
-def _sealed_memfd(size_bytes: int) -> int:
-    """An anonymous file of this size, -1 where there are none. Sealed, as one that shrinks kills who has it mapped."""
+def _shareable(size_bytes: int) -> tuple[int, tuple[int, int]]:
+    """An anonymous file of this size, and a pipe; NOTHING where the system gives none: private memory does, too.
+
+    The file is sealed, as one that shrinks kills who has it mapped."""
     if not hasattr(os, "memfd_create"):
-        return -1
-    fd = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        return NOTHING
+    with ExitStack() as opened:
+        try:
+            fd = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            opened.callback(os.close, fd)
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            pipe = os.pipe()
+        except OSError as error:
+            _say_private(str(resources.refusal(error, forbidden=True) or error))
+            return NOTHING
+        opened.pop_all()
+    return fd, pipe
+
+
+@cache
+def _say_private(why: str) -> None:
+    """Once for each reason."""
+    logger.warning("no memory file, so readers of this host copy by address, or over tcp, and share nothing: %s", why)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.digests import digest_of
+from tensorhub_plugins.core.memory.machine import cores
 
 COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
@@ -71,10 +71,10 @@ def digests_of_segments(
 
     if threads is None:
         big = size_bytes >= DIGEST_THREADS_FROM_BYTES
-        threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if big else 1
+        threads = min(DIGEST_THREADS_MAX, cores()) if big else 1
     if threads <= 1:
         return digests_of(starts)
-    with ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-digest") as pool:
+    with resources.pool_of(threads, "tensorhub-digest") as pool:
         step = max(1, size_at_once_bytes // segment_size_bytes)
         return b"".join(pool.map(digests_of, (starts[i : i + step] for i in range(0, len(starts), step))))
 
@@ -82,7 +82,7 @@ def digests_of_segments(
 def digests_of_view(view: memoryview, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
     """Those of the segments of a piece of host memory, each by a thread where there are several."""
     if threads is None:
-        threads = min(DIGEST_THREADS_MAX, os.cpu_count() or 1) if len(view) >= DIGEST_PIECE_FROM_BYTES else 1
+        threads = min(DIGEST_THREADS_MAX, cores()) if len(view) >= DIGEST_PIECE_FROM_BYTES else 1
 
     def digest(start: int, stop: int) -> bytes:
         return digest_of([view[start:stop]], algorithm)

@@ -1,4 +1,4 @@
-"""How much memory this process may have, and how much of it is free now.
+"""How much memory this process may have, how much of it is free now, and how many cores it may use.
 
 /proc/meminfo is the machine's, in a container too. What a container, a job or a service may have is the limit of a
 control group: of the one that this process is in, or of one above it. All processes of a group share it, so what is
@@ -7,13 +7,14 @@ free is the least that any of them leaves. Version 1 and 2 of control groups say
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.errors import ResourceRefused
 
 ROOT = Path("/")
 
@@ -60,15 +61,38 @@ class Room:
         self._size_bytes, self._taken_bytes = 0, 0
 
     def take(self, size_bytes: int) -> None:
-        """So much is about to be mapped. UsageError where there is not so much."""
+        """So much is about to be mapped. ResourceRefused where there is not so much."""
         self._size_bytes = self._size_bytes or available_bytes() or total_bytes()
         self._taken_bytes += size_bytes
         if self._taken_bytes > self._size_bytes:
-            raise UsageError(
+            raise ResourceRefused(
                 f"{self._taken_bytes / 1e9:.1f} GB of host memory are needed, and this process may take "
                 f"{self._size_bytes / 1e9:.1f} GB more (MemAvailable, and its control groups): release what is not "
                 "used, read fewer tensors (wanted) or into tensors that are there (replicate), or take a larger host"
             )
+
+
+def cores(root: Path = ROOT) -> int:
+    """How many this process may use at a time: those that it may run on, as far as its control groups give it their
+    time (`docker run --cpus`, a pod's limit), rounded up."""
+    try:
+        most = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        most = os.cpu_count() or 1
+    return max(1, min([most, *(math.ceil(quota) for quota in _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Cores, of each group with a limit that this process is in."""
+    for is_v2, path in groups_of("cpu", root):
+        for folder in _upwards(root, "sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/cpu", path):
+            with suppress(OSError, ValueError):
+                if is_v2:
+                    quota, period = map(int, (folder / "cpu.max").read_text().split())  # "max 100000": ValueError
+                else:
+                    quota, period = (int((folder / f"cpu.cfs_{k}_us").read_text()) for k in ("quota", "period"))
+                if quota > 0 and period > 0:
+                    yield quota / period
 
 
 def _machine_free(root: Path) -> int:
@@ -78,23 +102,32 @@ def _machine_free(root: Path) -> int:
 def _limited(root: Path) -> Iterator[tuple[Path, _Files, int]]:
     """The groups with a limit that this process is in, from its own upwards."""
     for files, path in _groups(root):
-        # Without a namespace of its own a container sees the machine's path, and mounts only what is below it.
-        parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
-        for depth in range(len(parts), -1, -1):
-            folder = root.joinpath(files.mount, *parts[:depth])
+        for folder in _upwards(root, files.mount, path):
             limits = [limit for limit in (_number(folder / name) for name in files.limits) if limit is not None]
             if limits:
                 yield folder, files, min(limits)
 
 
 def _groups(root: Path) -> Iterator[tuple[_Files, str]]:
+    for is_v2, path in groups_of("memory", root):
+        yield V2 if is_v2 else V1, path
+
+
+def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
+    """The folder of a group, and of those that it is in."""
+    # Without a namespace of its own a container sees the machine's path, and mounts only what is below it.
+    parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+    for depth in range(len(parts), -1, -1):
+        yield root.joinpath(mount, *parts[:depth])
+
+
+def groups_of(controller: str, root: Path = ROOT) -> Iterator[tuple[bool, str]]:
+    """The paths of the groups that may limit this process, each with whether it is of version 2."""
     with suppress(OSError, ValueError):  # ValueError: no lines of these
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             hierarchy, controllers, path = line.split(":", 2)
-            if hierarchy == "0":
-                yield V2, path
-            elif "memory" in controllers.split(","):
-                yield V1, path
+            if hierarchy == "0" or controller in controllers.split(","):
+                yield hierarchy == "0", path
 
 
 def _number(path: Path) -> int | None:

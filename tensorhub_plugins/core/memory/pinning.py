@@ -23,12 +23,13 @@ import torch
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.memory.block import Block
+from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.numa import prefer
 
 logger = logging.getLogger(__name__)
 
 POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: so soon a block that is closed is let go
-POPULATE_THREADS = min(4, os.cpu_count() or 1)  # one writes zeros at a few GB/s
+POPULATE_THREADS_MAX = 4  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
 
@@ -67,7 +68,7 @@ class Pinned:
         pieces = list(torch.split(memory, self.piece_size_bytes))
         threads = [  # daemons, too
             threading.Thread(target=self._make_pages, args=[pieces], name="tensorhub-pages", daemon=True)
-            for _ in range(min(POPULATE_THREADS, len(pieces)))
+            for _ in range(min(POPULATE_THREADS_MAX, cores(), len(pieces)))
         ]
         for thread in threads:
             thread.start()
@@ -107,8 +108,7 @@ def pin_block(block: Block, device: Device | None = None, *, required: bool = Fa
     try:
         return _pin(block.memory, device, required=required)
     except BaseException:
-        if block.fd >= 0:
-            os.close(block.fd)
+        block.close()
         raise
 
 

@@ -37,7 +37,7 @@ class SlabPool:
 
     def take(self, specs: Iterable[TensorSpec], deadline: float = NEVER, room: Room | None = None) -> Slab:
         """Host memory for these tensors, none of them written; that of a version that is over, where there is some.
-        room: for new memory; None: what is free now. UsageError where it is too much."""
+        room: for new memory; None: what is free now. ResourceRefused where it is too much."""
         wanted = TensorTable.of(specs)
         with self._lock:
             self._takes += 1
@@ -63,8 +63,10 @@ class SlabPool:
         return slab
 
     def take_once(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> Slab:
-        """Host memory that is closed when it is given back."""
-        return self.keep(Slab.allocate(specs, device=self._device, deadline=deadline))
+        """Host memory that is closed when it is given back. ResourceRefused where there is not so much."""
+        wanted = TensorTable.of(specs)
+        Room().take(wanted.block_size_bytes)
+        return self.keep(Slab.allocate(wanted, device=self._device, deadline=deadline))
 
     def keep(self, slab: Slab) -> Slab:
         """Close this slab, too, when it is given back."""

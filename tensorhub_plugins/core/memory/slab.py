@@ -41,7 +41,7 @@ from tensorhub_plugins.core.manifest import (
     segment_size_for,
 )
 from tensorhub_plugins.core.memory.adoption import Adoption
-from tensorhub_plugins.core.memory.block import Block
+from tensorhub_plugins.core.memory.block import NOTHING, Block
 from tensorhub_plugins.core.memory.copying import copy_view, copy_views, digests_of_segments, digests_of_view
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan, Loans
@@ -75,7 +75,7 @@ class Slab:
         runs: Runs,
         *,
         tensors: Mapping[str, torch.Tensor],
-        fd: int = -1,
+        shared: tuple[int, tuple[int, int]] = NOTHING,
         pinned: Pinned | None = None,
         borrowed: Borrowed | None = None,
     ) -> None:
@@ -89,8 +89,7 @@ class Slab:
         self._has_views = kind == "adopted"  # whoever has them may have queued copies to them
         self._device: devices.Device | None = None  # None: host memory, handed out as it is
         self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
-        self._fd = fd
-        self._owner_liveness, alive = os.pipe() if fd >= 0 else (-1, -1)
+        self._fd, (self._owner_liveness, alive) = shared
         self._alive = Descriptor(alive)
         self._pinned = pinned
         self._loans, self._borrowed = Loans(), borrowed
@@ -149,7 +148,7 @@ class Slab:
         table = TensorTable.of(specs)
         made = Block(table, deadline=deadline)
         pinned = None if pin is False else pin_block(made, device, required=bool(pin))
-        return cls("allocated", table, made.runs, tensors=made.tensors, fd=made.fd, pinned=pinned)
+        return cls("allocated", table, made.runs, tensors=made.tensors, shared=(made.fd, made.liveness), pinned=pinned)
 
     @classmethod
     def borrow(cls, specs: Iterable[TensorSpec], borrowed: Borrowed, *, deadline: float = NEVER) -> Slab:

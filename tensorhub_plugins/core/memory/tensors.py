@@ -13,6 +13,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.device import of, on_host
@@ -86,6 +87,29 @@ def check_tensor(name: object, tensor: object) -> None:
         )
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
+    if tensor.is_nested:
+        raise UsageError(f"tensor {name!r} is nested, several of different shapes: pass each under a name of its own")
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"tensor {name!r} is {tensor.layout} {tensor.dtype}: its bytes do not say all that it holds")
+    if not has_memory(tensor):
+        raise UsageError(
+            f"tensor {name!r} is a {type(tensor).__name__} without memory of its own (it stands for one while "
+            "something is traced, or was not initialized): pass a real one"
+        )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether its bytes are somewhere: not those of a FakeTensor, of what vmap puts in a tensor's place, or of a
+    lazy module's parameter. Wrappers are looked at where they do not fit."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
@@ -96,7 +120,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
             f"tensor {name!r} is a {type(tensor).__name__}, a wrapper around other tensors: pass those "
             "(a DTensor's full_tensor() or to_local())"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_quantized:
         raise UsageError(f"tensor {name!r} is {tensor.layout} {tensor.dtype}: its bytes do not say all that it holds")
 
 

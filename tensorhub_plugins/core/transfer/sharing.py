@@ -141,7 +141,8 @@ class Shard:
         if not source.assigned:
             source.heard(now)
         for segment in segments:
-            assert self.queue.popleft() == segment
+            if self.queue.popleft() != segment:
+                raise AssertionError(f"segment {segment} is not the first of the queue")
             source.assigned[segment] = None
 
     def remove(self, session: bytes, *, lost: bool) -> Source:

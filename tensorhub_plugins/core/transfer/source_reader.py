@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import Deadline
-from tensorhub_plugins.core.errors import SourceLost, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.errors import ResourceRefused, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed
 from tensorhub_plugins.core.memory.moves import Move
@@ -153,10 +154,12 @@ class SourceReader:
                     unchanged = link.check(deadline=self._soon())
                     self._tell(events.EpochChecked(self.shard, self.grant.session, unchanged))
                     return
-        except TensorHubError as error:
-            self._lost(str(error), refused=self._refused and self._link is None)
-        except OSError as error:
-            self._lost(repr(error))
+        except (TensorHubError, OSError) as error:
+            if (lacking := resources.refusal(error)) is not None:
+                self._tell(lacking)  # to this process, and not the fault of its source
+            else:
+                text = str(error) if isinstance(error, TensorHubError) else repr(error)
+                self._lost(text, refused=self._refused and self._link is None)
         except Exception as error:  # a fault of ours: the caller must see it, not a retry
             self._tell(error)
         finally:
@@ -185,6 +188,7 @@ class SourceReader:
 
     def _open(self) -> tuple[Link, Manifest]:
         """The best transport that both ends have and that reaches the source."""
+        refused: ResourceRefused | None = None
         problems, where = [], {"far": self._far, "tls_only": tls.is_required()}
         for name, endpoint in choices(tuple(self._transports), self.grant.endpoints, **where):
             deadline = self._soon()
@@ -201,11 +205,17 @@ class SourceReader:
                 return link, manifest
             except VersionGone as error:
                 raise SourceLost(str(error), peer=self.grant.worker, phase="open") from error
-            except (SourceLost, UsageError, OSError, ValueError) as error:
+            except (SourceLost, UsageError, OSError, ValueError, RuntimeError) as error:
+                found = resources.refusal(error)
+                if found is None and isinstance(error, RuntimeError):
+                    raise
+                refused = refused or found
                 problems.append(f"{name}: {error}")
                 self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
                 if self._link is not None:
                     self._link.close()
+        if refused is not None:  # here: another source could be read no better
+            raise refused
         raise SourceLost(
             "; ".join(problems) or nothing_in_common(self.grant.endpoints, **where),
             peer=self.grant.worker,

@@ -6,7 +6,6 @@ between them, for links that are faster than that or lose packets.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from functools import partial
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
+from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
@@ -66,7 +66,7 @@ class TcpTransport(SocketTransport):
         self._port = port
         self._streams = streams
         if offload_size_bytes is None:
-            offload_size_bytes = OFFLOAD_SIZE_BYTES if (os.cpu_count() or 1) >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
+            offload_size_bytes = OFFLOAD_SIZE_BYTES if cores() >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
         self._offload_size_bytes = offload_size_bytes
         self._limits = limits
         self._gate = gate

@@ -44,7 +44,8 @@ def engine_gather(vllm_config: Any) -> tuple[Gather, int]:
 
 def _in_stage(message: bytes) -> torch.Tensor:
     """A row of each rank of this worker's stage."""
-    assert len(message) == VOTE_SIZE_BYTES
+    if len(message) != VOTE_SIZE_BYTES:
+        raise AssertionError(f"a vote of {len(message)} bytes")
     rows = torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]
     for place in STAGE:
         rows = _all_gather(rows, group_of(place))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tensorhub_plugins.core.memory.machine import available_bytes, total_bytes
+from tensorhub_plugins.core.memory.machine import available_bytes, cores, total_bytes
 
 MB, MACHINE_FREE = 1 << 20, 900 << 20
 NO_LIMIT = (1 << 63) - 4096  # as version 1 says it
@@ -101,3 +102,21 @@ def test_the_machine_may_have_less_than_the_group(tmp_path: Path) -> None:
     machine(tmp_path, "0::/a")
     v2(tmp_path, "a", 1 << 50, 0)
     assert available_bytes(tmp_path) == MACHINE_FREE and total_bytes(tmp_path) < 1 << 50
+
+
+def test_cores_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the least of its groups, rounded up, and no more than this process may run on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert cores(tmp_path) == 12
+    machine(tmp_path, "4:cpu,cpuacct:/pod/a", "0::/pod/a")
+    write(tmp_path, f"{V2}/cpu.max", "max 100000")
+    write(tmp_path, f"{V2}/pod/cpu.max", "350000 100000")
+    write(tmp_path, f"{V2}/pod/a/cpu.max", "max 100000")
+    assert cores(tmp_path) == 4
+    write(tmp_path, "sys/fs/cgroup/cpu/pod/a/cpu.cfs_quota_us", -1)
+    write(tmp_path, "sys/fs/cgroup/cpu/pod/a/cpu.cfs_period_us", 100000)
+    write(tmp_path, "sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us", 150000)
+    write(tmp_path, "sys/fs/cgroup/cpu/pod/cpu.cfs_period_us", 100000)
+    assert cores(tmp_path) == 2
+    write(tmp_path, f"{V2}/pod/a/cpu.max", "10000 100000")
+    assert cores(tmp_path) == 1

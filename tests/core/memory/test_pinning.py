@@ -9,6 +9,7 @@ import torch
 from simulated import Simulation
 
 from tensorhub_plugins.core.memory import pinning
+from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 
@@ -16,7 +17,7 @@ PATIENCE_S = 20.0
 SIZE = 1 << 17
 
 
-@pytest.mark.parametrize("pieces", [pinning.POPULATE_THREADS, 1])
+@pytest.mark.parametrize("pieces", [min(pinning.POPULATE_THREADS_MAX, cores()), 1])
 def test_pages_are_made_by_several_threads(monkeypatch, pieces):
     """Each waits for all others. The control: memory of one piece is made by one."""
     made, together = [], threading.Barrier(pieces)

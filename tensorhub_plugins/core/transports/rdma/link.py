@@ -16,6 +16,7 @@ from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
+from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import More, NotServable
@@ -301,7 +302,7 @@ class _RdmaStream:
         self._arriving: dict[int, _Arriving] = {}
         self._landed: dict[int, _Arriving] = {}  # read completely, being finished
         self._finishing = OrderedWork()
-        threads = min(FINISH_THREADS_MAX, max(1, (os.cpu_count() or 1) // CORES_PER_FINISH_THREAD))
+        threads = min(FINISH_THREADS_MAX, max(1, cores() // CORES_PER_FINISH_THREAD))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tensorhub-rdma-finish")
         self._finished = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when one of them has been
         self._blocked = False  # there is no bounce buffer for the next segment

@@ -315,7 +315,8 @@ class Ring(Generic[Token]):
 
     def post(self, token: Token | None) -> tuple[int, bool]:
         """Take a slot: (number of this request, whether to ask for a completion). token: what ends with it."""
-        assert self.room, "the ring is full"
+        if not self.room:
+            raise AssertionError("the ring is full")
         self._posted += 1
         self._silent += 1
         signaled = token is not None or self._silent >= max(1, self.depth // 2)
@@ -327,7 +328,8 @@ class Ring(Generic[Token]):
 
     def complete(self, number: int) -> list[Token]:
         """What has ended with this request and those before it."""
-        assert self._done < number <= self._posted, f"request {number} completed after {self._done}"
+        if not self._done < number <= self._posted:
+            raise AssertionError(f"request {number} completed after {self._done}")
         self._done = number
         ended = []
         while self._ends and self._ends[0][0] <= number:

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan
+from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -65,7 +67,7 @@ class ShmTransport(SocketTransport):
         gate: Gate | None = None,
     ) -> None:
         super().__init__()
-        self._copy_threads = copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
+        self._copy_threads = copy_threads or min(COPY_THREADS_MAX, cores())
         self._by_address = _process.available()  # until it turns out to be forbidden
         self._limits = limits
         self._gate = gate
@@ -77,7 +79,7 @@ class ShmTransport(SocketTransport):
     def available() -> str | None:
         if not hasattr(os, "memfd_create") or not hasattr(os, "preadv") or not os.path.isdir("/proc/self/fd"):
             return "this system has no anonymous memory files (memfd), or no /proc"
-        return None
+        return unix_socket.forbidden()
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
@@ -88,9 +90,9 @@ class ShmTransport(SocketTransport):
 
     def connect(self, endpoint: str, *, deadline: float, far: bool = False) -> ShmLink:
         self._check_open()
-        channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._copy_threads, thread_name_prefix="tensorhub-shm-copy")
+            self._pool = resources.pool_of(self._copy_threads, "tensorhub-shm-copy")
+        channel = unix_socket.connect(endpoint, SCHEME, stall_s=self._limits.stall_s, deadline=deadline)
         link = ShmLink(
             channel,
             self._pool,

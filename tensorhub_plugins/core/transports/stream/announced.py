@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.transports.pump import OrderedWork
 from tensorhub_plugins.core.transports.stream.channel import Disconnected
@@ -67,6 +68,8 @@ class AnnouncedStream:
         try:
             self._copying.add(self._pool.submit(self._copy, segments))
         except RuntimeError as error:
+            if (refused := resources.refusal(error)) is not None:
+                raise refused from error
             raise Disconnected("cannot be read any more: this side's transport was closed") from error
         return True
 

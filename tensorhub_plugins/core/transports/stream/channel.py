@@ -7,6 +7,7 @@ without the GIL and without a poll before each piece. Another thread ends such a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -132,7 +133,7 @@ class Channel:
         self._allow(socket.SO_RCVTIMEO, deadline)
         room = socket.CMSG_LEN(count * struct.calcsize("i"))  # the kernel closes what does not fit
         try:
-            data, ancillary, _, _ = self.sock.recvmsg(1, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+            data, ancillary, flags, _ = self.sock.recvmsg(1, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
         except BlockingIOError:
             raise Silent("sent nothing") from None
         except OSError as error:
@@ -148,6 +149,8 @@ class Channel:
         if data != DESCRIPTOR or len(fds) != count:
             for fd in fds:
                 os.close(fd)
+            if flags & socket.MSG_CTRUNC and len(fds) < count:  # they came, and there is no room for them here
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             raise ProtocolError(f"{len(fds)} files came where {count} should, with the source's memory")
         return fds
 

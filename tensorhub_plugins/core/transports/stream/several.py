@@ -50,9 +50,9 @@ def pump_all(
             arrived.put(error)
 
     threads = [threading.Thread(target=run, args=(stream,), daemon=True) for stream in streams]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         while running:
             item = arrived.get()  # a stream ends by its deadline, and always says so
             if isinstance(item, BaseException):
@@ -66,7 +66,8 @@ def pump_all(
             cut()
         todo.end()
         for thread in threads:  # none may write into the target once this read has ended
-            thread.join()
+            if thread.ident is not None:  # the system may have had none for it
+                thread.join()
 
 
 class SegmentQueue:

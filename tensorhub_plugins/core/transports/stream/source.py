@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, VersionGone
 from tensorhub_plugins.core.process import close_in_children
 from tensorhub_plugins.core.security.leases import Gate
@@ -156,6 +157,7 @@ class StreamServer:
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
         poll.register(self._wake_out, select.POLLIN)
+        is_full = False
         while not self._closing.is_set():
             poll.poll()
             if self._closing.is_set():
@@ -165,9 +167,13 @@ class StreamServer:
             except (BlockingIOError, ConnectionError):
                 continue
             except OSError as error:  # out of descriptors, say: it may pass
-                _log.error("%s: cannot accept a reader: %s", self._backend.name, error)
+                if not is_full:  # said once
+                    lacking = resources.refusal(error, forbidden=True) or error
+                    _log.error("%s: cannot accept a reader: %s", self._backend.name, lacking)
+                is_full = True
                 self._closing.wait(self._limits.vanished_s)
                 continue
+            is_full = False
             self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
@@ -195,7 +201,7 @@ class StreamServer:
         try:
             thread.start()
         except RuntimeError as error:  # the system has none to give: it may pass, and the reader comes again
-            self._warn("cannot serve %s: %s", channel.peer, error)
+            self._warn("cannot serve %s: %s", channel.peer, resources.refusal(error) or error)
             channel.close()
             with self._guard:
                 del self._connections[channel]

@@ -12,12 +12,23 @@ import struct
 import time
 import uuid
 
+from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, UsageError
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+def forbidden() -> str | None:
+    """Why no such socket can be made here; None: one can, or too many are open now."""
+    try:
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).close()
+    except OSError as error:
+        if resources.refusal(error) is None:
+            return f"UNIX sockets are forbidden here ({error})"
+    return None
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -1,0 +1,206 @@
+"""What the system may refuse a process: threads, open files, memory, a system call. Said in one way.
+
+A library that gets none may end the process (ZeroMQ aborts where it cannot start a thread), and what Python raises
+names neither the limit nor what raises it. So what a library is about to take is tried before, and what is refused to
+our own calls becomes a `ResourceRefused` at each public call.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FunctionType
+from typing import TypeVar
+
+from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
+from tensorhub_plugins.core.process import raise_files_max
+
+ClassT = TypeVar("ClassT")
+
+ZMQ_THREADS = 2  # of each context, started with its first socket: where one is refused, ZeroMQ ends the process
+ZMQ_FILES = 16  # of a context with one connection that is monitored, and some to spare: it aborts without an epoll
+NO_THREAD = "can't start new thread"  # Python's RuntimeError
+NO_MEMORY = "can't allocate memory"  # torch's
+
+
+def _of_limit(kind: int) -> str:
+    soft, hard = (f"{each}" if each != resource.RLIM_INFINITY else "unlimited" for each in resource.getrlimit(kind))
+    return soft if soft == hard else f"{soft} of {hard}"
+
+
+def _files() -> str:
+    return (
+        f"open files: this process may have {_of_limit(resource.RLIMIT_NOFILE)}. Raise the limit (`ulimit -n`, "
+        "LimitNOFILE= of systemd, --ulimit nofile= of docker), or close what it does not need"
+    )
+
+
+def _files_of_system() -> str:
+    return "open files of the whole machine: raise fs.file-max (`sysctl fs.file-nr` shows how many are open)"
+
+
+def _threads() -> str:
+    return (
+        f"threads: this process has {threading.active_count()}, its user may have {_of_limit(resource.RLIMIT_NPROC)} "
+        f"(`ulimit -u`), its control group {_pids_max() or 'an unknown number'} (pids.max; --pids-limit of docker, "
+        "podPidsLimit of Kubernetes, TasksMax= of systemd), and for their stacks there are "
+        f"{_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`). Raise what is reached, or start fewer "
+        "workers there"
+    )
+
+
+def _pids_max() -> str:
+    """Of the control group of this process, as it sees it; empty: it cannot be seen."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            mount = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}.get(controllers)
+            for folder in (f"{mount}{path}", mount):
+                if mount is not None and (found := Path(f"{folder}/pids.max")).exists():
+                    return found.read_text().strip()
+    return ""
+
+
+def _memory() -> str:
+    return (
+        f"memory: this process may have {_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`); the control "
+        "group (memory.max) and the machine (`free`, vm.max_map_count) limit it, too. Raise what is reached, or "
+        "release versions that are not used"
+    )
+
+
+def _file_size() -> str:
+    return (
+        f"the size of files, memory files among them: this process may write {_of_limit(resource.RLIMIT_FSIZE)} bytes. "
+        "Raise the limit (`ulimit -f unlimited`, LimitFSIZE=)"
+    )
+
+
+def _call() -> str:
+    return (
+        "a system call, which a sandbox forbids here (seccomp, a security module): permit it (the container's profile, "
+        "`docker run --security-opt seccomp=...`, SystemCallFilter= and RestrictAddressFamilies= of systemd)"
+    )
+
+
+# By the number of the error: what this process has too little of, whatever it asks for.
+SCARCE: dict[int, Callable[[], str]] = {
+    errno.EMFILE: _files,
+    errno.ENFILE: _files_of_system,
+    errno.ENOMEM: _memory,
+    errno.ENOBUFS: _memory,
+    errno.EFBIG: _file_size,
+}
+# A peer, a firewall or a file may answer so, too: this is no lack where one was asked.
+FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
+
+
+def refusal(error: BaseException | None, *, forbidden: bool = False) -> ResourceRefused | None:
+    """This error, or what has caused it, as a resource that this process lacks; None: it is something else. forbidden:
+    no peer was asked, so that a call that is not permitted is such a lack, too."""
+    while error is not None:
+        if isinstance(error, ResourceRefused):
+            return error
+        what = _lacks(error, forbidden=forbidden)
+        if what is not None:
+            return ResourceRefused(f"the system refuses {what} ({error})")
+        error = error.__cause__
+    return None
+
+
+def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
+    number = getattr(error, "errno", None)  # of ZeroMQ's errors, too, which are no OSError
+    if number in SCARCE:
+        return SCARCE[number]()
+    if forbidden and number in FORBIDDEN and not isinstance(error, TensorHubError):
+        return _call()
+    if isinstance(error, (RuntimeError, OSError)) and NO_THREAD in str(error):
+        return _threads()
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
+        return _memory()
+    return None
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """The seam: what the system refuses within is raised as `ResourceRefused`. Decorates each public call."""
+    try:
+        yield
+    except Exception as error:
+        found = refusal(error, forbidden=not isinstance(error, TensorHubError))
+        if found is None or found is error:
+            raise
+        raise found from error
+
+
+def in_each_call(of: type[ClassT]) -> type[ClassT]:
+    """Decorate a class: `named` is around each of its public methods, and around its beginning."""
+    for name, method in vars(of).copy().items():
+        if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(of, name, named()(method))
+    return of
+
+
+def begin_client() -> None:
+    """Raise what may be raised, and try what is needed: before names are looked up, which do not say what they lack."""
+    raise_files_max()
+    try_for_zmq(threads=1)
+
+
+def try_for_zmq(threads: int = 0) -> None:
+    """What a context of ZeroMQ with one connection is about to take, and so many threads of ours. ResourceRefused."""
+    try_files(ZMQ_FILES)
+    try_threads(ZMQ_THREADS + threads)
+
+
+def pool_of(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads are there, so that `submit` starts none: one that failed would have queued its work all the
+    same. Fewer, where the system gives fewer; ResourceRefused where it gives none."""
+    for fewer in range(threads, 0, -1):
+        try:
+            try_threads(fewer)
+        except ResourceRefused:
+            if fewer == 1:
+                raise
+            continue
+        break
+    pool, over = ThreadPoolExecutor(fewer, thread_name_prefix=name), threading.Event()
+    try:
+        with named():
+            for _ in range(fewer):
+                pool.submit(over.wait)
+    except BaseException:
+        over.set()
+        pool.shutdown(wait=False)
+        raise
+    over.set()
+    return pool
+
+
+def try_threads(count: int) -> None:
+    """Raise ResourceRefused unless this process can start so many threads now."""
+    over = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        with named():
+            for _ in range(count):
+                thread = threading.Thread(target=over.wait, name="tensorhub-try", daemon=True)
+                thread.start()
+                started.append(thread)
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
+
+
+def try_files(count: int) -> None:
+    """Raise ResourceRefused unless this process can open so many files now."""
+    with named(), ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
