@@ -508,7 +508,7 @@ class Client:
             on_source_gone=self._source_gone,
             on_may_release=lambda effect: self._serving.may_release(effect.keys),
             on_directive=self._directed,
-            on_doubted=lambda effect: self._serving.doubt(effect.key, effect.segments),
+            on_doubted=self._serving.doubt,
             copies=self._copies,
             keys=keys,
             gate=self._gate,
@@ -590,7 +590,7 @@ class Client:
         return outcome
 
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
-        check_not_forked(self._pid, "client")
+        self._check_open()
         return self._hub.ask(make, Deadline.after(timeout_s)).result()  # the session ends every request at its deadline
 
     def _directed(self, directive: messages.Directive) -> None:
@@ -610,8 +610,8 @@ class Client:
 
     def _check_open(self) -> None:
         check_not_forked(self._pid, "client")
-        if self._closed:
-            raise UsageError("the client is closed")
+        if problem := UsageError("the client is closed") if self._closed else self._serving.take_disowned():
+            raise problem
 
     def _close_local(self) -> None:
         for transport in self._transports.values():

@@ -102,7 +102,7 @@ class HubLink:
         on_source_gone: Callable[[bytes], None],
         on_may_release: Callable[[session.MayRelease], None],
         on_directive: Callable[[messages.Directive], None] = lambda directive: None,
-        on_doubted: Callable[[session.Doubted], None] = lambda effect: None,
+        on_doubted: Callable[[session.Doubted | session.Disowned], None] = lambda effect: None,
         copies: Copies | None = None,
         keys: Keys | None = None,
         gate: Gate | None = None,
@@ -413,16 +413,21 @@ class HubLink:
                     self._on_may_release(effect)
                 case session.Directed(directive):
                     self._on_directive(directive)
-                case session.Doubted():
+                case session.Doubted() | session.Disowned():
                     self._on_doubted(effect)
                 case session.HubAway(silent_s):
                     log.warning("%s: no word from the hub at %s for %.0f s", self._name, self.address, silent_s)
                 case session.Redial():
                     self._is_to_redial = True
-                case session.HubBack(restarted):
-                    log.info("%s: the hub is back%s", self._name, ", restarted: told it all" if restarted else "")
+                case session.HubBack():
+                    self._say_back(effect)
                 case _:
                     assert_never(effect)
+
+    def _say_back(self, effect: session.HubBack) -> None:
+        log.info("%s: the hub is back%s", self._name, ", restarted: told it all" if effect.restarted else "")
+        if effect.former:
+            log.error("%s: two hubs answer at %s by turns: %s", self._name, self.address, TWO_HUBS)
 
     def _resolve(self, request: int, reply: messages.Reply) -> None:
         asked = self._futures.pop(request, None)
@@ -481,6 +486,7 @@ class HubLink:
             self._wake_read = self._wake_write = -1
 
 
+TWO_HUBS = "each knows only who has reached it, and versions are not found; end one, or give each an address"
 PHASES = {
     messages.Acquire: "find sources",
     messages.Target: "wait",

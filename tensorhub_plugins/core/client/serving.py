@@ -21,6 +21,7 @@ from tensorhub_plugins.core.client import shelf
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
+from tensorhub_plugins.core.client.session import Disowned, Doubted
 from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline, check_time, size_s, timeout_for
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, TensorHubError, UsageError, VersionGone
@@ -34,7 +35,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.protocol.lineage import Lineage, is_superseded
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.types import ShardKey
+from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
@@ -56,6 +57,7 @@ class Serving:
         self.pool = pool
         self._budget = budget
         self._is_over = False
+        self._disowned: UsageError | None = None
         self._shelf: Shelf[Offer] = Shelf()
         self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
         self._fetched: WeakKeyDictionary[Slab, tuple[int, str]] = WeakKeyDictionary()  # version and layout, from others
@@ -209,10 +211,30 @@ class Serving:
             keys = [k for k, e in entries if k.version == version and layout in (None, k.layout) and not e.is_arriving]
         return tuple(dict.fromkeys(name for key in keys for name in self._check(key, None)))
 
-    def doubt(self, key: ShardKey, segments: Sequence[int]) -> None:
-        """A reader says that it got other bytes than were published. Does not block."""
+    def doubt(self, effect: Doubted | Disowned) -> None:
+        """A reader says that it got other bytes than were published, or the hub that it takes a shard for not held.
+        Does not block."""
         with suppress(RuntimeError):  # closed meanwhile
-            self._background.submit(self._look_into, key, segments)
+            if isinstance(effect, Doubted):
+                self._background.submit(self._look_into, effect.key, effect.segments)
+            else:
+                self._background.submit(self._disown, effect)
+
+    def _disown(self, effect: Disowned) -> None:
+        """Offered no more: nobody is sent here for it, and its number may mean other bytes there."""
+        text = f"{effect.key} is offered no more: the hub does not take it: {printable(effect.why)}"
+        log.error("%s: %s", self.worker, text)
+        with self._changed:
+            if effect.was_published:
+                self._disowned = UsageError(text, version=effect.key.version, shard=effect.key.shard)
+            effects = self._shelf.damaged(self._shelf.offering(effect.key))
+        self._carry_out(effects)
+
+    def take_disowned(self) -> UsageError | None:
+        """What the caller has published and the hub did not take, after another hub had: to be raised once."""
+        with self._changed:
+            problem, self._disowned = self._disowned, None
+        return problem
 
     def _look_into(self, key: ShardKey, segments: Sequence[int]) -> None:
         try:

@@ -39,6 +39,7 @@ HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is awa
 REDIAL_S = 20.0  # without a word: the connection may be dead without knowing it, or lead to where the hub was
 REDIAL_SEVERAL_S = 5.0  # the same where the hub may be at several addresses
 ANSWER_MARGIN_S = 0.4  # beyond a request's own deadline, for the hub's answer that it has passed: it says more
+FORMER_HUBS_MAX = 64
 DRIFT_MAX = 1e-3  # of two clocks, per second: NTP slews each by half of that at most
 
 Request: TypeAlias = m.Request
@@ -125,6 +126,14 @@ class Doubted(msgspec.Struct, frozen=True):
     segments: tuple[int, ...]
 
 
+class Disowned(msgspec.Struct, frozen=True):
+    """The hub takes this shard, of which it was told in a Hello, for not held: nobody will be sent here for it."""
+
+    key: ShardKey
+    why: str
+    was_published: bool
+
+
 class HubAway(msgspec.Struct, frozen=True):
     """The hub has not been heard for `silent_s` seconds. Requests are kept until their deadlines."""
 
@@ -136,13 +145,15 @@ class Redial(msgspec.Struct, frozen=True):
 
 
 class HubBack(msgspec.Struct, frozen=True):
-    """The hub is heard again. restarted: it had forgotten this worker, which has told it everything anew."""
+    """The hub is heard again. restarted: it had forgotten this worker, which has told it everything anew. former: it
+    is one that another has taken the place of before: there are two."""
 
     restarted: bool
+    former: bool = False
 
 
 Effect: TypeAlias = (
-    Send | Answered | Expired | SourceGone | MayRelease | Directed | Doubted | HubAway | HubBack | Redial
+    Send | Answered | Expired | SourceGone | MayRelease | Directed | Doubted | Disowned | HubAway | HubBack | Redial
 )
 
 # --- the machine ---
@@ -198,6 +209,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self._welcomed = False
+        self._former_hubs: dict[bytes, None] = {}  # lives that have welcomed us, before another one did; newest first
         self._clock: tuple[bytes, float] | None = None  # a hub's life, and its clock's lead on ours, at least
         self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
         self._retry_retained = False
@@ -356,13 +368,25 @@ class Session:
         restarted = self.hub is not None and hub != self.hub
         if self._away or restarted:
             self._away = False
-            self._effects.append(HubBack(restarted))
+            self._effects.append(HubBack(restarted, restarted and hub in self._former_hubs))
+        if restarted and self.hub is not None:
+            self._former_hubs = {self.hub: None, **dict(list(self._former_hubs.items())[: FORMER_HUBS_MAX - 1])}
+        for key, why in welcome.not_held:
+            self._disown(key, why)
         self.hub, self.addressed, self._welcomed, self.heartbeat_s = hub, hub, True, welcome.heartbeat_s
         self._hear_clock(hub, welcome.clock, now)
         self._next_heartbeat = min(self._next_heartbeat, now + welcome.heartbeat_s)
         for request_id in list(self.asked):
             self._send_asked(request_id, now)
         self._retry_retained = True
+
+    def _disown(self, key: ShardKey, why: str) -> None:
+        """Unless a Publish of it is to be answered, which will say so."""
+        held = self.holdings.get(key)
+        publishes = (a.message for a in self.asked.values() if isinstance(a.message, m.Publish))
+        if held is not None and not any(publish.holding.key == key for publish in publishes):
+            self._drop(key)
+            self._effects.append(Disowned(key, why, held.origin == "published"))
 
     def _hub_lives(self, alive: m.Alive, now: float) -> None:
         """The answer to a heartbeat: what the hub has not heard."""

@@ -407,11 +407,10 @@ class Hub:
             for former in self._namesakes.former_lives(worker):
                 self._forget(former, "has started again: this was its former life")
             history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
-        worker.last_request_id = hello.request_id
         if hello.retain_newest is not None and not worker.is_zombie:
             history.recall_retain(hello.retain_newest, hello.retain_domains, hello.retain_across, hello.retain_serial)
         worker.seen_version = max(worker.seen_version, history.floor(hello.seen))
-        self._take_over(worker, hello, now)
+        not_held = self._take_over(worker, hello, now)
         for each in history.replicas[hello.replica].values():  # its group may be complete now
             self.registry.waiters.mark_all_ready(each.pending.values())
         welcome = m.Welcome(
@@ -421,6 +420,7 @@ class Hub:
             request_id=hello.request_id,
             directive=history.directive,
             clock=now,
+            not_held=not_held[: m.NOT_HELD_MAX],
         )
         self._outbox.send(session, welcome)
 
@@ -445,18 +445,20 @@ class Hub:
         namesakes = history.replicas.get(hello.replica, {}) if history is not None else {}
         return [each for each in namesakes.values() if each.hello.shard == hello.shard and each.role != role]
 
-    def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> None:
-        """What it holds, reads and has claimed, which a hub before this one may have known of."""
-        still_asked, problems = set(hello.pending), []
+    def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> tuple[tuple[ShardKey, str], ...]:
+        """What it holds, reads and has claimed, which a hub before this one may have known of; return what is not
+        believed, and why."""
+        worker.last_request_id = hello.request_id
+        still_asked, problems = set(hello.pending), list[tuple[ShardKey, str]]()
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in still_asked:
                 continue  # withdrawn, and the answer that says so is on its way or will be sent again
             problem = self._publishing.hold(worker, announced, now, as_of=hello.request_id)
             if problem:
-                problems.append(problem)
+                problems.append((announced.key, problem))
         if problems:
             more = f", and {len(problems) - 1} more of the kind" if problems[1:] else ""
-            self._outbox.log(f"{worker.name}: {problems[0]}{more}")
+            self._outbox.log(f"{worker.name}: {problems[0][1]}{more}")
         for held in hello.leases:
             until = self.registry.lease_until(worker, held.request_id, now + held.seconds_left, now)
             if held.sources and until > now and self._may_read_so(worker, held):
@@ -474,6 +476,7 @@ class Hub:
         for claimed in hello.claims[:CLAIMS_PER_SESSION_MAX]:
             if self._may_claim(worker, claimed, now):
                 self.registry.add_claim(worker.history.version(claimed.version), worker, claimed, now)
+        return tuple(problems)
 
     def _may_claim(self, worker: Worker, key: ShardKey, now: float) -> bool:
         """Whether a hub before us can have given it this to convert; we know what we have given."""

@@ -37,6 +37,7 @@ RETAIN_MAX = 1024  # versions
 DOMAINS_MAX = 16  # in which copies are kept
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
+NOT_HELD_MAX = 8  # that a Welcome names: the next one names the next
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
 SERVED_MAX = 1024  # leases that one heartbeat names; what is left over, the next one does
 CORRUPT_MAX = 16  # segments that one word names: after a few a source is not asked again
@@ -431,7 +432,7 @@ ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Reque
 
 
 class Welcome(_Message, frozen=True):
-    """Answers a Hello: the session is open."""
+    """Answers a Hello: the session is open. not_held: what of it the hub takes for not held, and why."""
 
     hub: Session  # one life of the hub
     heartbeat_s: Seconds
@@ -439,6 +440,7 @@ class Welcome(_Message, frozen=True):
     request_id: Count = 0  # of the Hello that it answers
     directive: Directive = NO_DIRECTIVE
     clock: float = 0.0  # the hub's, by which leases expire and requests are over
+    not_held: Annotated[tuple[tuple[ShardKey, Text], ...], msgspec.Meta(max_length=NOT_HELD_MAX)] = ()
 
 
 class Unknown(_Message, frozen=True):

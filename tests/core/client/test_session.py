@@ -119,6 +119,27 @@ def test_a_welcome_of_another_time_is_no_welcome():
     assert story.hear(story.welcome(hello, OTHER_HUB)) == []  # doubled
 
 
+def test_what_the_next_hub_does_not_take_is_held_no_more_unless_it_is_asked_for_just_now():
+    story = Story()
+    for version in (1, 2):
+        number = story.ask(m.Publish, m.Holding(ShardKey(version, CHECKPOINT), b"r" * 16, 1))
+        story.hear(m.Done(number))
+    story.ask(m.Publish, m.Holding(ShardKey(3, CHECKPOINT), b"r" * 16, 1))
+    hello = story.restart_hub()
+    refused = tuple((ShardKey(version, CHECKPOINT), "other bytes") for version in (1, 3, 9))
+    effects = story.hear(msgspec.structs.replace(story.welcome(hello, OTHER_HUB), not_held=refused))
+    assert s.Disowned(ShardKey(1, CHECKPOINT), "other bytes", True) in effects
+    assert [effect for effect in effects if isinstance(effect, s.Disowned)] == effects[1:2]
+    assert [key.version for key in story.machine.holdings] == [2, 3]
+
+
+def test_a_hub_whose_place_another_had_taken_is_one_of_two():
+    story = Story()
+    for hub, former in ((OTHER_HUB, False), (HUB, True), (OTHER_HUB, True)):
+        (hello,) = story.hear(m.Unknown(hub))
+        assert story.hear(story.welcome(hello, hub)) == [s.HubBack(True, former)]
+
+
 def test_unknown_twice_is_answered_once():
     story = Story()
     story.restart_hub()
