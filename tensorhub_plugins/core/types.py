@@ -81,10 +81,10 @@ class VersionInfo(msgspec.Struct, frozen=True):
     layouts: dict[str, tuple[str, ...]]
 
 
-def check_version(version: object) -> int:
+def check_version(version: object, what: str = "version") -> int:
     """Return version as an int, or raise UsageError: versions are positive integers that only grow."""
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
-        raise UsageError(f"version must be a positive integer (the framework's global step), not {version!r}")
+        raise UsageError(f"{what} must be a positive integer (the framework's global step), not {version!r}")
     return version
 
 

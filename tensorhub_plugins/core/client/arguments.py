@@ -8,11 +8,11 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from tensorhub_plugins.core.deadline import until
+from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.manifest import TensorSpec
+from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, RETAIN_MAX
+from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import (
     DEFAULT_TRANSPORTS,
@@ -22,7 +22,17 @@ from tensorhub_plugins.core.transports import (
     expected,
     unavailable,
 )
-from tensorhub_plugins.core.types import NAME_LENGTH_MAX, SHARDS_MAX, Across, Location, check_name, is_text, printable
+from tensorhub_plugins.core.types import (
+    NAME_LENGTH_MAX,
+    SHARDS_MAX,
+    Across,
+    Location,
+    ShardKey,
+    check_name,
+    check_version,
+    is_text,
+    printable,
+)
 
 LAYOUTS_MAX = 8  # that one fetch names
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
@@ -38,8 +48,46 @@ def check_identity(shard: int, shard_count: int, **names: str) -> None:
         raise UsageError(f"shard {shard} of {shard_count}: shards count from 0, {SHARDS_MAX} at most")
 
 
-def check_layouts(layouts: Sequence[str]) -> None:
-    """UsageError unless these are layouts, a few."""
+def check_flags(**flags: object) -> None:
+    """UsageError unless each is True or False, or numpy's."""
+    for what, flag in flags.items():
+        if type(flag).__name__ not in ("bool", "bool_"):
+            raise UsageError(f"{what}={flag!r:.80}: True or False")
+
+
+def check_installed(what: str, version: object) -> None:
+    """UsageError unless this is a version, or 0 for none."""
+    if type(version) is not int or version != 0:
+        check_version(version, what)
+
+
+def check_target(installed: object, refused: object, *, pins: object) -> tuple[int, ...]:
+    """Return the last of the versions that were refused; UsageError for what no follower can have."""
+    check_flags(pins=pins)
+    check_installed("installed", installed)
+    if isinstance(refused, str) or not isinstance(refused, Iterable):
+        raise UsageError(f"refused={refused!r:.80}: give a list of versions")
+    return tuple(check_version(each, "each version in refused") for each in refused)[-REFUSED_MAX:]
+
+
+def check_offered(version: object, layout: object, timeout_s: float | None = None) -> None:
+    """UsageError unless this is a version, in one layout or (None) in all, and a time or None."""
+    check_version(version)
+    timeout_for(timeout_s, 0)
+    if layout is not None:
+        check_name("layout", layout)
+
+
+def check_key(key: object) -> ShardKey:
+    """Return the name of a shard, or raise UsageError."""
+    if not isinstance(key, ShardKey):
+        raise UsageError(f"key={key!r:.80}: a ShardKey(version, layout, shard, shard_count)")
+    return key
+
+
+def check_layouts(layouts: Sequence[str], **flags: object) -> None:
+    """UsageError unless these are layouts, a few, and these flags."""
+    check_flags(**flags)
     if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not 1 <= len(layouts) <= LAYOUTS_MAX:
         raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
 
@@ -68,14 +116,21 @@ def check_location(location: object) -> Location:
     return location
 
 
-def checked_specs(specs: Iterable[TensorSpec], deadline: float) -> Iterator[TensorSpec]:
+def checked_specs(specs: Iterable[TensorSpec], deadline: float, what: str = "specs") -> Iterator[TensorSpec]:
     """These, for reading or for memory. UsageError for what is none, DeadlineExceeded at the deadline."""
+    if type(deadline) not in (Deadline, float, int):
+        raise UsageError(f"deadline={deadline!r:.80}: a Deadline, as `Deadline.after(seconds)` makes it")
     if not isinstance(specs, Iterable):
-        raise UsageError(f"{specs!r:.80}: give a list of TensorSpec, as `spec_of(name, tensor)` makes them")
+        raise UsageError(f"{what}={specs!r:.80}: give a list of TensorSpec, as `spec_of(name, tensor)` makes them")
     for spec in until(deadline, specs):
         if not isinstance(spec, TensorSpec):
-            raise UsageError(f"{spec!r:.80} is no TensorSpec, as `spec_of(name, tensor)` makes them")
+            raise UsageError(f"{what}: {spec!r:.80} is no TensorSpec, as `spec_of(name, tensor)` makes them")
         yield spec
+
+
+def wanted_table(specs: Iterable[TensorSpec], deadline: float) -> TensorTable:
+    """Return the tensors that are wanted of a checkpoint. UsageError, DeadlineExceeded as in `checked_specs`."""
+    return TensorTable.of(checked_specs(specs, deadline, "wanted"))
 
 
 def check_retain(newest: object, domains: object, across: object) -> None:

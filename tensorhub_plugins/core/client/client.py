@@ -177,6 +177,7 @@ class Client:
         whether the hub may have heard of it, in which case it is taken back.
         """
         allowed = Allowed.begin(timeout_s, tensors)
+        arguments.check_flags(copy=copy, strict=strict)
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         with allowed.naming(version):
             self._check_open()
@@ -228,7 +229,7 @@ class Client:
         Of tensors that were published in place a few segments are compared with their digests: the log and
         `UnpublishReport.damaged` say which were written to meanwhile. `recheck` compares all.
         """
-        check_version(version)
+        arguments.check_offered(version, layout, timeout_s)
         self._check_open()
         return self._serving.unpublish(version, layout, timeout_s)
 
@@ -238,7 +239,7 @@ class Client:
 
         It reads all of them, at the speed of memory. What is damaged is offered no more.
         """
-        check_version(version)
+        arguments.check_offered(version, layout)
         self._check_open()
         return self._serving.recheck(version, layout)
 
@@ -272,6 +273,7 @@ class Client:
         while they are read. Memory that another call of this process reads into, or that is published, is a UsageError.
         """
         allowed = Allowed.begin(timeout_s, tensors)
+        arguments.check_flags(serve=serve, repair=repair)
         with allowed.naming(version):
             live = LiveMemory(tensors, parts, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(self._serving, allowed.deadline, serve=serve, into=live)
@@ -305,9 +307,9 @@ class Client:
         next such fetch begins, and until they are released, too, the other one has new memory for what comes next.
         """
         allowed = Allowed.begin(timeout_s, into)
-        arguments.check_layouts(layouts)
+        arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow)
         with allowed.naming(version):
-            only = None if wanted is None else TensorTable.of(arguments.checked_specs(wanted, allowed.deadline))
+            only = None if wanted is None else arguments.wanted_table(wanted, allowed.deadline)
             live = None if into is None else LiveMemory(into, repairs=repair, deadline=allowed.deadline)
             destinations = Destinations(
                 self._serving,
@@ -336,8 +338,7 @@ class Client:
         Raise NotPublished after timeout_s, VersionGone for a version that was visible and is not any more.
         """
         number = 0 if version == LATEST else check_version(version)
-        if newer_than:
-            check_version(newer_than)
+        arguments.check_installed("newer_than", newer_than)
         reply = self._ask(lambda n: messages.Wait(n, number, newer_than, timeout_s), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
@@ -353,10 +354,7 @@ class Client:
         pinned, for who needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
         installed was withdrawn, or what is pinned is held by no worker, and there is nothing to run instead.
         """
-        refused = tuple(check_version(number) for number in refused)[-messages.REFUSED_MAX :]
-        if installed:
-            check_version(installed)
-        serial = self._hub.directive.serial
+        refused, serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
         reply = self._ask(lambda n: messages.Target(n, installed, timeout_s, refused, serial, bool(pins)), timeout_s)
         assert isinstance(reply, messages.Visible)
         return reply.version
@@ -458,7 +456,7 @@ class Client:
     def find(self, key: ShardKey) -> Offer | None:
         """What this shard is served from now: its slab, and who reads it; None: it is not offered."""
         check_not_forked(self._pid, "client")
-        return self._serving.find(key)
+        return self._serving.find(arguments.check_key(key))
 
     def close(self) -> None:
         """Leave: readers are cut off and go elsewhere. Closing twice is fine; in a forked child it does nothing."""

@@ -244,10 +244,10 @@ def difference(before: TensorTable, after: TensorTable, *, may_move: bool = Fals
 
 def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None, paced: Paced = iter) -> TensorTable:
     """The table of these tensors, with what is said of some of them. Raise UsageError for a part that cannot be."""
+    if parts is not None and not isinstance(parts, Mapping):
+        raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     if not parts:
         return TensorTable.of(specs)
-    if not isinstance(parts, Mapping):
-        raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     described = []
     left = dict(parts)
     for spec in paced(specs):

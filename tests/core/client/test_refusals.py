@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from client_stage import HELD, LATE_S, RUNTIME, SOON_S, holders, leases, what_is
 from tensorhub_plugins.core import (
     CHECKPOINT,
     Client,
+    HubLimits,
     HubUnreachable,
     Location,
     Part,
@@ -27,6 +29,7 @@ from tensorhub_plugins.core import (
     UsageError,
     VersionRefused,
     spec_of,
+    start_server,
 )
 from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.memory import moves as reads
@@ -370,3 +373,30 @@ def test_closing_ends_what_other_threads_do_with_the_client(stage, progress):
     for future in (reading, waiting):
         with pytest.raises(UsageError, match="closed"):
             future.result(SOON_S)
+
+
+WRONG = [object(), 1.5j, torch.ones(2)]  # whatever is expected
+CALLS = {name: call for name, call in vars(Client).items() if inspect.isfunction(call) and not name.startswith("_")}
+ARGUMENTS = [(name, each) for name, call in CALLS.items() for each in list(inspect.signature(call).parameters)[1:]]
+GIVEN = {"version": 1, "tensors": {"a": ONE}, "layout": "x", "specs": (), "key": ShardKey(1, CHECKPOINT)}
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_an_argument_of_the_wrong_type_is_named_by_every_call(the_client, name, argument):
+    parameters = inspect.signature(CALLS[name]).parameters
+    given = {each: GIVEN[each] for each, kind in list(parameters.items())[1:] if kind.default is kind.empty}
+    given |= {"timeout_s": 0.2} if "timeout_s" in parameters else {}
+    for wrong in WRONG:
+        with pytest.raises(UsageError) as refused:
+            CALLS[name](the_client, **{**given, argument: wrong})
+        assert {"into": "tensors"}.get(argument, argument) in str(refused.value)
+    the_client.versions()
+
+
+@pytest.fixture(scope="module")
+def the_client():
+    with (
+        start_server(limits=HubLimits(grace_s=0.0)) as hub,
+        Client(hub.address, run="r", model="m", replica="a", transports=("tcp",)) as client,
+    ):
+        yield client
