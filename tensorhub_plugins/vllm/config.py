@@ -11,6 +11,7 @@ import msgspec
 
 from tensorhub_plugins.core import Client, UsageError, here, options
 from tensorhub_plugins.core.options import StoreOptions
+from tensorhub_plugins.vllm.names import NAME
 
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 
@@ -73,6 +74,12 @@ def parse(given: Mapping[str, Any] | None, vllm_config: Any) -> tuple[StartConfi
     where, rest = "model_loader_extra_config", dict(given or {})
     mine = {key: rest.pop(key) for key in StartConfig.__struct_fields__ if key in rest}
     start = options.convert(mine, StartConfig, where=where)
+    backend = getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None)
+    if start.follow and backend not in (None, NAME):
+        raise UsageError(
+            f'"follow" in {where} and --weight-transfer-config with the back end {backend!r:.80} would both change '
+            "this engine's weights, one over the other: leave one of them out"
+        )
     if start.disk == "only" and not rest and not start.follow:
         return start, None
     return start, configure({"serve_from": "live", **rest}, vllm_config, where)

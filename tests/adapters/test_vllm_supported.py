@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tensorhub_plugins.core import UsageError
+from tensorhub_plugins.vllm.config import parse
 from tensorhub_plugins.vllm.worker import cpu, extension
 
 
@@ -53,6 +54,23 @@ FROM_STORE = {"load_config": SimpleNamespace(load_format="tensorhub")}
 def test_what_would_go_wrong_silently_is_refused(changed: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         extension._check_supported(torch.nn.Module(), config(**changed))
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_refused"), [("nccl", True), ("ipc", True), ("tensorhub", False), (None, False)]
+)
+@pytest.mark.parametrize("follow", ["now", None])
+def test_nobody_else_changes_the_weights_of_an_engine_that_follows(
+    backend: str | None, is_refused: bool, follow: str | None
+) -> None:
+    transfer = None if backend is None else SimpleNamespace(backend=backend)
+    started = config(weight_transfer_config=transfer, instance_id="i")
+    given = {"hub": "tcp://h:1", "model": "m"} | ({} if follow is None else {"follow": follow})
+    if follow and is_refused:
+        with pytest.raises(UsageError, match=f"back end '{backend}' would both change this engine's weights"):
+            parse(given, started)
+    else:
+        assert parse(given, started)[0].follow == follow
 
 
 @pytest.mark.parametrize(
