@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 
 import hypothesis
@@ -9,11 +10,23 @@ import pytest
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+RUNS_RAY = re.compile(r"test_(?!.*doctor)(verl|fleet|ray|recipes|two_sites)[_.]")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-s", type=float, default=60.0, help="seconds of faults in tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="which faults")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup`: a file stays in one process, which makes its engines once, and so does all of Ray.
+
+    What runs Ray takes longest, and is begun first."""
+    groups = {item: "ray" if RUNS_RAY.match(item.path.name) else str(item.path) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    if any(item.get_closest_marker("heavy") for item in items):
+        items.sort(key=lambda item: groups[item] != "ray")
 
 
 @atexit.register  # before Ray is imported, so that what it does at the end is done before
