@@ -6,6 +6,7 @@ import re
 import sys
 
 import hypothesis
+import inproc  # noqa: F401  (makes its transport known)
 import pytest
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)

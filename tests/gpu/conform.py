@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import gpu_place
+import inproc  # noqa: F401  (makes its transport known)
 import ipc_devices
 from transport_suite import TransportSuite, check_transport
 

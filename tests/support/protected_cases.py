@@ -16,6 +16,7 @@ import rdma_fakes
 import torch
 from client_processes import tensors_of
 from client_stage import module_hub, small_segments, stage
+from inproc import MemoryTransport
 from transport_suite import blank_like, check_transport, sample_tensors
 
 from tensorhub_plugins.core import Held, Part, UsageError, contiguous_spec, copy_all, flat_bytes, same_bytes
@@ -26,7 +27,6 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import shaped_as
 from tensorhub_plugins.core.transports.cuda_ipc.driver import CudaIpc, NotShareable
 from tensorhub_plugins.core.transports.cuda_ipc.memory import Exports
-from tensorhub_plugins.core.transports.inproc import MemoryTransport
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
 from tensorhub_plugins.core.transports.rdma.registration import Registry
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport

@@ -41,7 +41,6 @@ __all__ = [
 
 # Imported when first asked for: importing the package opens nothing and needs nothing.
 MODULES: dict[str, tuple[str, str]] = {
-    "memory": ("tensorhub_plugins.core.transports.inproc", "MemoryTransport"),
     "shm": ("tensorhub_plugins.core.transports.shm.transport", "ShmTransport"),
     "cuda_ipc": ("tensorhub_plugins.core.transports.cuda_ipc.transport", "CudaIpcTransport"),
     "tcp": ("tensorhub_plugins.core.transports.tcp", "TcpTransport"),
@@ -65,7 +64,7 @@ def create(
     reason = unavailable(name)
     if reason is not None:
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
-    options: dict[str, Any] = {"gate": gate} if name == "memory" else {"limits": limits, "gate": gate}
+    options: dict[str, Any] = {"limits": limits, "gate": gate}
     if name in ("tcp", "tls", "rdma"):
         options["advertise_host"] = advertise_host
     return cast(Transport, _kind(name)(**options))

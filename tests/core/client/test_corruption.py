@@ -12,11 +12,11 @@ import pytest
 import torch
 from client_processes import SEGMENT, SEGMENTS, SIZE, same_bytes, tensors_of, zeros_like
 from client_stage import FAR, RUNTIME, SOON_S, Stage, holders, until
+from inproc import MemoryLink
 
 from tensorhub_plugins.core import CHECKPOINT, Client, CorruptBytes, ShardKey, UsageError
 from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.serving import SAMPLED_SEGMENTS, sample
-from tensorhub_plugins.core.transports.inproc import MemoryLink
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.messages import (
     CONTROL,

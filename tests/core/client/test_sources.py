@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import inproc as memory
 import pytest
 import torch
 from client_processes import (
@@ -42,7 +43,6 @@ from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.transfer.limits import TransferLimits
 from tensorhub_plugins.core.transports import TransportLimits, tcp
-from tensorhub_plugins.core.transports import inproc as memory
 
 # --- a reader becomes a source ---
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inproc import MemoryTransport
 from transport_suite import SimpleShelf
 
 from tensorhub_plugins.core.errors import UsageError
@@ -22,7 +23,6 @@ from tensorhub_plugins.core.manifest import (
 from tensorhub_plugins.core.memory.moves import Move, check_cover, needed, plan, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.transports.inproc import MemoryTransport
 from tensorhub_plugins.core.types import (
     ShardKey,
 )

@@ -7,13 +7,13 @@ import time
 import pytest
 import rdma_fakes
 import torch
+from inproc import MemoryTransport
 from simulated import Simulation
 from transport_suite import ConformanceError, SimpleShelf, TransportSuite
 from transport_suite.material import read_equal
 
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.transports import Offer
-from tensorhub_plugins.core.transports.inproc import MemoryTransport
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.tcp import TcpTransport

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from inproc import MemoryLink, MemoryTransport
 from transport_helpers import FORGED, KEY, served, soon
 from transport_suite import ConformanceError, SimpleShelf, TransportSuite, check_transport
 from transport_suite.material import read_equal
@@ -17,9 +18,8 @@ from transport_suite.material import read_equal
 from tensorhub_plugins.core.errors import ProtocolError, SourceLost, TensorHubError, UsageError, VersionGone
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.transports import LinkProgress, Offer, TransportLimits, choices, create, inproc
+from tensorhub_plugins.core.transports import LinkProgress, Offer, TransportLimits, choices, create
 from tensorhub_plugins.core.transports import read_plan as _plan
-from tensorhub_plugins.core.transports.inproc import MemoryLink, MemoryTransport
 from tensorhub_plugins.core.transports.shm.transport import ShmTransport
 from tensorhub_plugins.core.transports.stream import channel
 from tensorhub_plugins.core.transports.stream import source as stream_source
@@ -247,7 +247,7 @@ def waits_for_no_offer(monkeypatch):
             raise VersionGone("the source does not offer it")
         return offer
 
-    monkeypatch.setattr(inproc, "find_offer", find_offer)
+    monkeypatch.setattr("inproc.find_offer", find_offer)
     monkeypatch.setattr(stream_source, "find_offer", find_offer)
 
 
@@ -462,7 +462,7 @@ def test_memory_link_is_cut_while_it_copies(monkeypatch):
                 time.sleep(0.001)
             assert withdrawing.is_alive()  # it waits for us
 
-        monkeypatch.setattr("tensorhub_plugins.core.transports.inproc.copy_views", copy)
+        monkeypatch.setattr("inproc.copy_views", copy)
         with pytest.raises(SourceLost):
             list(read_equal(link, [0], Slab.allocate(manifest.tensors), deadline=soon()))
         withdrawing.join(60)

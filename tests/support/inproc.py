@@ -1,4 +1,4 @@
-"""Within one process: a copy from slab to slab. For tests, and for a trainer and a rollout that share a process."""
+"""The transport "memory": within one process, a copy from slab to slab. Importing this makes it known by its name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.messages import Ticket
 from tensorhub_plugins.core.security.leases import Gate
+from tensorhub_plugins.core.transports import MODULES
 from tensorhub_plugins.core.transports.interface import LinkProgress, More, Shelf, find_offer
 from tensorhub_plugins.core.transports.offer import Offer
 from tensorhub_plugins.core.transports.pump import pump
@@ -34,7 +35,7 @@ class MemoryTransport:
 
     name = "memory"
 
-    def __init__(self, gate: Gate | None = None) -> None:
+    def __init__(self, gate: Gate | None = None, limits: object = None) -> None:
         """gate: hears which leases are read under; who is in this process is let in without one."""
         self._gate = gate
         self._endpoint: str | None = None
@@ -237,3 +238,6 @@ class _InprocStream:
 
     def close(self) -> None:
         pass
+
+
+MODULES["memory"] = (__name__, "MemoryTransport")
