@@ -142,7 +142,8 @@ sys.stdin.read()
 
 def test_shm_lets_go_of_a_mapping_when_its_owner_is_killed():
     with contextlib.closing(ShmTransport(map_from=1)) as reader:
-        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path)
         try:
             read_all(reader, owner.stdout.readline().decode().strip())
             assert len(reader._mappings) == 1

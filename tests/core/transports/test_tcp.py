@@ -1,7 +1,6 @@
 """What only tcp does: several streams, digests while it reads, where it listens."""
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -49,7 +48,7 @@ def test_tcp_digests_in_another_thread_where_there_are_cores_for_it(monkeypatch,
         threads.append(threading.current_thread())
         return digest_of(views)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(tcp, "cores", lambda: cores)
     tensors = {"a": torch.zeros(4 << 20, dtype=torch.uint8)}
     with (
         served(TcpTransport(), tensors, segment_size_bytes=tcp.OFFLOAD_SIZE_BYTES) as (_, endpoint),
