@@ -12,6 +12,23 @@ logger = logging.getLogger(__name__)
 
 CLOSED_S_MAX = 1800.0  # as long as an engine may take to compile and capture; then we go on and say so
 
+_acting = threading.local()
+
+
+def acting() -> int:
+    """The thread that the calling one works for, which is itself unless it `acts_for` another."""
+    return getattr(_acting, "thread", None) or threading.get_ident()
+
+
+@contextmanager
+def acts_for(thread: int) -> Iterator[None]:
+    """The calling thread does what another one waits for, and may do what that may."""
+    before, _acting.thread = getattr(_acting, "thread", None), thread
+    try:
+        yield
+    finally:
+        _acting.thread = before
+
 
 class Gate:
     """Open, but while a thread captures: all others' calls are out before that begins, and wait until it ends."""
@@ -33,7 +50,7 @@ class Gate:
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Hold it open: for one call to the device, never for a wait for anything else."""
-        depth, me = getattr(self._mine, "depth", 0), threading.get_ident()
+        depth, me = getattr(self._mine, "depth", 0), acting()
         if depth or self._owner == me:
             yield
             return
@@ -65,7 +82,7 @@ class Gate:
                 # here, and what atexit has comes after that.
                 getattr(threading, "_register_atexit", atexit.register)(self.open)
                 self._opens_at_exit = True
-            self._owner = threading.get_ident()
+            self._owner = acting()
             try:
                 if not self._changed.wait_for(lambda: not self._inside, self._closed_s_max):
                     logger.error("a call to the device does not end: graphs are captured beside it")

@@ -21,13 +21,13 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 import torch
 
 from tensorhub_plugins.core import drivers
-from tensorhub_plugins.core.capturing import gate
+from tensorhub_plugins.core.capturing import acting, acts_for, gate
 from tensorhub_plugins.core.drivers import Driver, Event, Stream
 from tensorhub_plugins.core.kernels.moving import move
 
@@ -224,6 +224,9 @@ class Platform(Protocol):
     def in_use(self) -> Sequence[Device]:
         """All devices that this process uses already."""
 
+    def carried(self) -> Callable[[], AbstractContextManager[None]]:
+        """The device and the streams of the calling thread, for another one, which enters this."""
+
 
 class _Torch:
     """torch's own."""
@@ -245,6 +248,9 @@ class _Torch:
         known = [device for device in list(self._known) if any(device.type == each.type for each in used)]
         return [self._known.get(device) or self._make(device) for device in dict.fromkeys([*used, *known])]
 
+    def carried(self) -> Callable[[], AbstractContextManager[None]]:
+        return drivers.carried()
+
     def _make(self, device: torch.device) -> Device:
         with self._lock:
             if device not in self._known:
@@ -263,6 +269,22 @@ def of(tensor: torch.Tensor) -> Device | None:
 def here(*, begins: bool = False) -> Device | None:
     """The calling thread's device; None where this process has not begun to use one. begins: it may begin now."""
     return _platforms[-1].here(begins=begins)
+
+
+def carried() -> Callable[[], AbstractContextManager[None]]:
+    """What the calling thread has chosen, for a thread that does its work, which enters it: devices, streams, torch's
+    modes, and that it may call a device while it captures graphs."""
+    chosen, thread, count = _platforms[-1].carried(), acting(), torch.get_num_threads()
+    infers, differentiates = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    @contextmanager
+    def there() -> Iterator[None]:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        with chosen(), acts_for(thread), torch.inference_mode(infers), torch.set_grad_enabled(differentiates):
+            yield
+
+    return there
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -288,6 +288,25 @@ def devices_in_use() -> list[torch.device]:
         return []
     is_initialized = getattr(torch.get_device_module(other), "is_initialized", lambda: True)
     return [torch.device(other.type, torch.accelerator.current_device_index())] if is_initialized() else []
+
+
+def carried() -> Callable[[], AbstractContextManager[None]]:
+    """The calling thread's CUDA device and streams, for a thread that works for it, which enters this."""
+    if not _cuda.is_initialized():
+        return contextlib.nullcontext
+    device = _cuda.current_device()
+    streams = [_cuda.current_stream(index) for index in range(_cuda.device_count())]
+    chosen = [stream for stream in streams if stream.cuda_stream]  # the default one is every thread's
+
+    @contextlib.contextmanager
+    def there() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for stream in chosen:
+                stack.enter_context(_cuda.stream(stream))
+            stack.enter_context(_cuda.device(device))
+            yield
+
+    return there
 
 
 def release_cached_memory() -> None:

@@ -15,6 +15,7 @@ from simulated import Simulation  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 from tensorhub_plugins.core import Client, Publisher, start_server  # noqa: E402
+from tensorhub_plugins.core.capturing import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
 from tensorhub_plugins.openrlhf import config, trainer  # noqa: E402
 
@@ -47,10 +48,10 @@ def rank_of(device: Simulation, address: str, in_background: bool | None) -> Any
 def test_the_next_step_waits_on_the_device_and_not_on_the_host(monkeypatch: pytest.MonkeyPatch, chosen: Any) -> None:
     """The control: with in_background=0 the host waits, and gives memory back before."""
     waits: list[str] = []
-    trains, is_queued, wait = threading.current_thread(), threading.Event(), Downloads.wait
+    trains, is_queued, wait = acting(), threading.Event(), Downloads.wait
 
     def waits_first(downloads: Downloads) -> None:
-        if threading.current_thread() is trains:
+        if acting() == trains:
             waits.append("wait")
         elif not is_queued.wait(20):
             raise TimeoutError

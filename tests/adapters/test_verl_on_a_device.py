@@ -14,6 +14,7 @@ pytest.importorskip("verl", reason="the adapter registers with verl when it is i
 from simulated import Simulation  # noqa: E402
 
 from tensorhub_plugins.core import Client, UsageError, start_server  # noqa: E402
+from tensorhub_plugins.core.capturing import acting  # noqa: E402
 from tensorhub_plugins.core.memory.downloads import Downloads  # noqa: E402
 from tensorhub_plugins.verl import trainer  # noqa: E402
 from tensorhub_plugins.verl.versions import version_of_step  # noqa: E402
@@ -61,7 +62,7 @@ def send(engine, weights, step):
 
 def counted(call, found, thread):
     def counts(*given):
-        if threading.current_thread() is thread:
+        if acting() == thread:
             found.append(call.__name__)
         return call(*given)
 
@@ -70,7 +71,7 @@ def counted(call, found, thread):
 
 def waits_of(device, monkeypatch):
     """Those of the thread that trains."""
-    driver, trains, found = device.devices[0]._driver, threading.current_thread(), []
+    driver, trains, found = device.devices[0]._driver, acting(), []
     for name in ("wait", "synchronize"):
         monkeypatch.setattr(driver, name, counted(getattr(driver, name), found, trains))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -500,6 +501,30 @@ def test_the_devices_in_use_are_those_with_a_context(cuda, monkeypatch):
     cuda.initialized = False
     assert drivers.devices_in_use() == []
     device.settle_host([torch.zeros(1)])
+
+
+def test_another_thread_takes_over_the_device_and_the_streams(cuda, monkeypatch):
+    """The default stream of a device is every thread's, and to choose it would make the device a context."""
+    chosen = []
+    monkeypatch.setattr(cuda, "device_count", lambda: 3, raising=False)
+    monkeypatch.setattr(cuda, "current_device", lambda: 1)
+    streams = [SimpleNamespace(cuda_stream=handle) for handle in (7, 8, 0)]
+    monkeypatch.setattr(cuda, "current_stream", streams.__getitem__, raising=False)
+
+    @contextlib.contextmanager
+    def choosing(what):
+        chosen.append(what)
+        yield
+        chosen.append(f"no {what}")
+
+    monkeypatch.setattr(cuda, "stream", lambda stream: choosing(f"stream {stream.cuda_stream}"), raising=False)
+    monkeypatch.setattr(cuda, "device", lambda index: choosing(f"device {index}"), raising=False)
+    with drivers.carried()():
+        assert chosen == ["stream 7", "stream 8", "device 1"]  # a stream chooses its device, too
+    assert chosen[3:] == ["no device 1", "no stream 8", "no stream 7"]  # that thread works for others, too
+    cuda.initialized = False
+    with drivers.carried()():
+        assert len(chosen) == 6
 
 
 def test_nothing_is_pinned_where_no_device_is_used(cuda):

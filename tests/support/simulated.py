@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tensorhub_plugins.core import device as devices
+from tensorhub_plugins.core.capturing import acting
 from tensorhub_plugins.core.kernels.launch import Computation
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import flat_bytes, is_dense, span_of
@@ -144,6 +145,21 @@ class Simulation:
     def in_use(self) -> Sequence[devices.Device]:
         return self.devices
 
+    def carried(self) -> Callable[[], AbstractContextManager[None]]:
+        chosen = dict(self._mine.__dict__)
+
+        @contextmanager
+        def there() -> Iterator[None]:
+            before = dict(self._mine.__dict__)
+            self._mine.__dict__.update(chosen)
+            try:
+                yield
+            finally:
+                self._mine.__dict__.clear()
+                self._mine.__dict__.update(before)
+
+        return there
+
     # --- for tests ---
 
     def put(self, tensor: torch.Tensor, name: str = "", *, device: int = 0) -> torch.Tensor:
@@ -226,7 +242,7 @@ class Simulation:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """The calling thread captures a graph."""
-        self._capturing = threading.get_ident()
+        self._capturing = acting()
         try:
             yield
         finally:
@@ -259,7 +275,7 @@ class Simulation:
             self.calls[call] += 1
             thread = threading.current_thread().name
             self.contexts.setdefault(self.current, set()).add(thread)
-            if self._capturing not in (None, threading.get_ident()):
+            if self._capturing not in (None, acting()):
                 self.faults.append(f"{call} by thread {thread} while graphs are captured")
                 raise RuntimeError("operation not permitted when stream is capturing")
             if self._fails[call]:

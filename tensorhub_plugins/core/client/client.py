@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 
 from tensorhub_plugins.core import digests, resources
-from tensorhub_plugins.core.client import arguments, publication, session
+from tensorhub_plugins.core.client import arguments, calls, publication, session
 from tensorhub_plugins.core.client.allowed import Allowed
 from tensorhub_plugins.core.client.beginning import begin
 from tensorhub_plugins.core.client.budget import Budget
@@ -35,7 +35,7 @@ from tensorhub_plugins.core.client.reports import Fetched, PublishReport, Replic
 from tensorhub_plugins.core.client.serving import BACKGROUND_TIMEOUT_S, Serving
 from tensorhub_plugins.core.deadline import NEVER, Deadline, bounded
 from tensorhub_plugins.core.errors import TensorHubError, UsageError
-from tensorhub_plugins.core.manifest import Part, TensorSpec, TensorTable
+from tensorhub_plugins.core.manifest import Part, TensorSpec
 from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
@@ -63,7 +63,10 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger("tensorhub.client")
 
+CLOSE_S = 5.0  # that a second close waits for the first, which may wait for the thread that calls the second
 
+
+@calls.all_public
 @resources.in_each_call
 class Client:
     """One worker's way into the store.
@@ -133,7 +136,7 @@ class Client:
         self._verify, self.digest = verify, digests.chosen(digest, verify=verify)
         self._limits = TransferLimits() if limits is None else limits
         self._location = arguments.check_location(arguments.here() if location is None else location)
-        self._lock, self._transfers = threading.Lock(), set[Transfer]()
+        self._lock, self._left, self._transfers = threading.Lock(), threading.Event(), set[Transfer]()
         self._seen, self._closed, self._pid = 0, False, os.getpid()  # seen: the newest version read or published here
         self.budget = Budget(self._worker, memory_budget_bytes, refuses=over_budget == "refuse")
         self._serving = Serving(self._worker, SlabPool(), self.budget)
@@ -147,6 +150,7 @@ class Client:
         except BaseException:
             self._close_local()
             raise
+        calls.undone_by(self.close)
 
     # --- versions: publish, read, take back ---
 
@@ -202,6 +206,7 @@ class Client:
                     self._serving, key, slab, parts, deadline, algorithm=self.digest, strict=strict
                 )
                 digested = time.monotonic()
+                calls.check()  # its caller may publish it again by now
                 # A trainer does not lend: who installs late would keep it from using its memory again.
                 lends = key.layout != CHECKPOINT and is_ours
                 self._serving.publish(key, manifest, slab, deadline, lends=lends)
@@ -322,9 +327,9 @@ class Client:
             )
             claim = converts and len(layouts) > 1
             outcome = self._transfer(destinations, version, tuple(layouts), allowed, claim=claim)
-        return self._fetched(
-            outcome, destinations.allocated, layouts[0], only if outcome.layout == CHECKPOINT else None
-        )
+        if outcome.claimed is not None and outcome.layout == layouts[0]:
+            self.abandon(outcome.version, layouts[0])  # a conversion that is not needed after all
+        return Fetched.of(outcome, destinations.allocated, layouts[0], only, self._serving.releaser)
 
     def abandon(self, version: int, layout: str) -> None:
         """Give up a conversion that `fetch` has put on this worker; another is chosen. Does not wait for the hub."""
@@ -441,7 +446,9 @@ class Client:
         DeadlineExceeded at the deadline, a `Deadline`.
         """
         self._check_open()
-        return self._serving.take(arguments.checked_specs(specs, deadline), deadline)
+        slab = self._serving.take(arguments.checked_specs(specs, deadline), deadline)
+        calls.undone_by(lambda: self._serving.recycle(slab))
+        return slab
 
     def serving(self) -> list[ShardKey]:
         """The shards this worker offers now, sorted."""
@@ -459,17 +466,22 @@ class Client:
         return self._serving.find(arguments.check_key(key))
 
     def close(self) -> None:
-        """Leave: readers are cut off and go elsewhere. Closing twice is fine; in a forked child it does nothing."""
+        """Leave: readers are cut off and go elsewhere. Closing twice is fine, and waits for the first, which may have
+        been interrupted; in a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._copies.close()
-        self._serving.close()
-        self._hub.close()
-        self._close_local()
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            self._left.wait(CLOSE_S)
+            return
+        try:
+            self._copies.close()
+            self._serving.close()
+            self._hub.close()
+            self._close_local()
+        finally:
+            self._left.set()
 
     def __enter__(self) -> Client:
         return self
@@ -519,24 +531,6 @@ class Client:
         self._transfer(into, version, (CHECKPOINT,), allowed, claim=False)
         self._serving.releaser(into.allocated.values())()  # what was here before is not offered a second time
 
-    def _fetched(
-        self, outcome: Outcome, allocated: dict[int, Slab], preferred: str, wanted: TensorTable | None
-    ) -> Fetched:
-        """What was read; a conversion that is not needed after all is given up."""
-        chosen = outcome.claimed is not None and outcome.layout != preferred
-        if outcome.claimed is not None and not chosen:
-            self.abandon(outcome.version, preferred)
-        return Fetched(
-            outcome.version,
-            outcome.layout,
-            allocated,
-            outcome.manifests,
-            ReplicateReport.of(outcome),
-            preferred if chosen else None,
-            wanted,
-            self._serving.releaser(allocated.values()),
-        )
-
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], allowed: Allowed, *, claim: bool
     ) -> Outcome:
@@ -561,6 +555,7 @@ class Client:
             limits=self._limits,
         )
         transfer = Transfer(machine, self._hub, self._transports, destinations)
+        calls.when_interrupted(lambda: transfer.stop(calls.Interrupted()))
         with self._lock:
             self._transfers.add(transfer)
         transfer.direct(self._hub.directive)
@@ -571,11 +566,11 @@ class Client:
             destinations.complete(outcome.version, outcome.layout)
             if self._hub.directive.is_over(outcome.version):  # since a moment
                 self._serving.supersede(self._hub.directive.attempts)
+            calls.undone_by(destinations.take_back)
+            calls.undone_by(lambda: self._unclaim(transfer))
         except BaseException:
             destinations.fail()
-            if transfer.claimed is not None:
-                with suppress(TensorHubError):
-                    self.abandon(transfer.claimed.version, transfer.claimed.layout)
+            self._unclaim(transfer)
             raise
         finally:
             destinations.end()
@@ -587,9 +582,14 @@ class Client:
             log.warning("%s: version %d: lost %s", self._worker, outcome.version, loss)
         return outcome
 
+    def _unclaim(self, transfer: Transfer) -> None:
+        if transfer.claimed is not None:
+            with suppress(TensorHubError):
+                self.abandon(transfer.claimed.version, transfer.claimed.layout)
+
     def _ask(self, make: Callable[[int], session.Request], timeout_s: float) -> messages.Reply:
         self._check_open()
-        return self._hub.ask(make, Deadline.after(timeout_s)).result()  # the session ends every request at its deadline
+        return self._hub.answer(make, Deadline.after(timeout_s))
 
     def _directed(self, directive: messages.Directive) -> None:
         with self._lock:

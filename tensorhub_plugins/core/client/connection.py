@@ -23,7 +23,7 @@ import zmq
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.client import session
+from tensorhub_plugins.core.client import calls, session
 from tensorhub_plugins.core.deadline import Deadline, aside, bounded
 from tensorhub_plugins.core.errors import HubUnreachable, ProtocolError, TensorHubError, UsageError, refusal
 from tensorhub_plugins.core.process import close_at_exit
@@ -129,7 +129,7 @@ class HubLink:
         self._begin()
         close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
         try:
-            self._welcomed.result(timeout=deadline.remaining())
+            calls.result(self._welcomed, timeout_s=deadline.remaining())
         except FutureTimeout:
             self._close(0.0)
             why = f" (its name cannot be looked up: {self._nameless})" if self._nameless else ""
@@ -176,6 +176,16 @@ class HubLink:
         self._wake()
         return future
 
+    def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:
+        """Ask, and wait for the answer; that the session ends every request at its deadline is its bound."""
+        numbers: list[int] = []
+
+        def numbered(number: int) -> session.Request:
+            numbers.append(number)
+            return make(number)
+
+        return calls.result(self.ask(numbered, deadline), give_up=lambda: self.end_lease(numbers[0]))
+
     def end_lease(
         self,
         request: int,
@@ -185,8 +195,8 @@ class HubLink:
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
     ) -> None:
-        """Tell the hub that nothing more is read under this grant. Returns at once; it is sent again until the hub
-        knows.
+        """Tell the hub that nothing more is read under this grant, or that nobody waits for the answer of this request
+        any more. Returns at once; it is sent again until the hub knows.
 
         shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
         segments that it has sent with other bytes than were published. refused: nobody listens there any more.
@@ -195,6 +205,8 @@ class HubLink:
         with self._lock:
             if self._closing:
                 return
+            if shard is None:
+                self._futures.pop(request, None)  # who asked has left, if it has no answer
             self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 

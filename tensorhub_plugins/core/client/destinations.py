@@ -192,6 +192,11 @@ class Destinations:
         for mine in self._claims.values():
             mine.end()
 
+    def take_back(self) -> None:
+        """Everything has arrived, and nobody waits for it any more."""
+        self._serving.take_back(self._offered.values())
+        self._serving.releaser(self.allocated.values())()
+
     # --- inside ---
 
     def _claim(self, slab: Slab, *, is_pooled: bool = False) -> Slab:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from tensorhub_plugins.core import device
-from tensorhub_plugins.core.client import arguments
+from tensorhub_plugins.core.client import arguments, calls
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.deadline import until
 from tensorhub_plugins.core.errors import UsageError
@@ -46,6 +46,7 @@ def slab_of(
         what = f"{serving.worker} publishes, as version {version},"
         with claimed(tensors, what, deadline), Downloads() as downloads:
             for name, tensor in device.settled(tensors.items()):
+                calls.check()
                 slab.write_later(name, tensor, downloads, stays=True, deadline=deadline)
     except BaseException:
         serving.recycle(slab)

@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from tensorhub_plugins.core import resources
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.client import Client
 from tensorhub_plugins.core.client.parts import Held, Ownership
 from tensorhub_plugins.core.deadline import NEVER, Deadline, until
@@ -140,7 +141,7 @@ class Publisher:
         self._coming_whole = self._whole  # the same, in the background
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
-        self._in_background = in_background
+        self._in_background, self._queued = in_background, Downloads()
         self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
         self._last_seconds: float | None = None  # that the one before took
@@ -148,8 +149,8 @@ class Publisher:
         if model:
             self._say_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        # It starts with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
-        self._retiring.start()
 
     @property
     def in_background(self) -> bool:
@@ -163,12 +164,14 @@ class Publisher:
         """Of the last version: the shares of all ranks together."""
         return sum(spec.size_bytes for spec in self._coming_whole or self._whole)
 
+    @calls.public
     def begin(self, step: int) -> None:
         """Go on from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`.
 
         What still comes of the attempt before is over, and has said so if it failed."""
-        coming, self._coming = self._coming, None
-        wait([coming] if coming is not None else [])
+        if self._coming is not None:
+            calls.wait_for(self._coming)
+            self._coming = None
         timeout_s = max(self.timeout_s, BEGIN_S)
         self.attempt = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s)
 
@@ -191,10 +194,12 @@ class Publisher:
         """
         return self._publish(step, lambda version, deadline: self._snapshot_parts(version, held, deadline))
 
+    @calls.public
     def settle(self) -> None:
         """Wait for what is published in the background, and raise what it raises."""
-        coming, self._coming = self._coming, None
-        if coming is not None:
+        if self._coming is not None:
+            calls.wait_for(self._coming)
+            coming, self._coming = self._coming, None
             self._last_seconds = coming.result().get(SECONDS)
 
     def _say_failure(self, done: Future[dict[str, float]]) -> None:
@@ -212,12 +217,17 @@ class Publisher:
         version, started = self.version(step), time.monotonic()
         deadline = Deadline.after(self.timeout_s)
         try:
-            taken = snapshot(version, deadline)
-        except DeadlineExceeded as error:
-            text = "the deadline passed before the parts were copied, and nothing was published: raise timeout_s"
-            raise error.within(text, version=version, phase="prepare", timeout_s=self.timeout_s) from error
-        deadline = Deadline.after(self.timeout_s) if gathers else deadline
-        return (self._offer_later if self.in_background else self._offer)(version, taken, started, deadline)
+            try:
+                taken = snapshot(version, deadline)
+            except DeadlineExceeded as error:
+                text = "the deadline passed before the parts were copied, and nothing was published: raise timeout_s"
+                raise error.within(text, version=version, phase="prepare", timeout_s=self.timeout_s) from error
+            deadline = Deadline.after(self.timeout_s) if gathers else deadline
+            offer = self._offer_later if self.in_background else self._offer
+            return calls.run(partial(offer, version, taken, started, deadline))
+        except BaseException:
+            calls.run(self._queued.finish)  # before anything is let go of
+            raise
 
     def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
         """`_offer` in the background: what is known at once, and how long the version before took."""
@@ -256,8 +266,11 @@ class Publisher:
         self._published.append(version)
         self._sent = report.manifest
         self._whole = whole
+        calls.stays()
         while len(self._published) > self.keep:
             self._retired.put(self._published.popleft())
+            if self._retiring.ident is None:
+                self._retiring.start()
         return {
             SECONDS: ended - started,
             "tensorhub/publish/gather_seconds": gathered - started,
@@ -291,18 +304,18 @@ class Publisher:
         buffered: dict[str, torch.Tensor] = {}
         passed: dict[str, TensorSpec] = {}
         twice: list[str] = []
-        with self._queueing(slab) as downloads:
-            for name, tensor in self._settled(weights):
-                check_tensor(name, tensor)
-                twice += [name] * (name in passed)
-                spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
-                mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
-                if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
-                    continue
-                if slab is not None and self._mine.get(name) == spec:
-                    _write(slab, pieces[name], tensor.detach(), downloads)
-                else:
-                    buffered[name] = host_copy(tensor, dtype_of(spec))
+        downloads = self._downloads(slab)
+        for name, tensor in self._settled(weights):
+            check_tensor(name, tensor)
+            twice += [name] * (name in passed)
+            spec = passed[name] = self._cast_spec(contiguous_spec(name, tensor.dtype, tensor.shape))
+            mine = name in self._mine.positions if self._is_fixed else ownership.give(spec.size_bytes) == self.rank
+            if not mine or (self._whole and self._whole.get(name) != spec):  # the latter is refused below
+                continue
+            if slab is not None and self._mine.get(name) == spec:
+                _write(slab, pieces[name], tensor.detach(), downloads)
+            else:
+                buffered[name] = host_copy(tensor, dtype_of(spec))
         # Only now: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
         if twice or (self._whole and whole != self._whole):
@@ -330,26 +343,21 @@ class Publisher:
         )
         parts = {name: part for name, (_, part) in here.items() if part is not None}
         slab, pieces = self._allocate(with_parts(specs, parts, partial(until, deadline)), deadline)
+        downloads, stays = self._downloads(slab), not self.in_background
         try:
-            with self._queueing(slab) as downloads:
-                for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
-                    stays = not self.in_background
-                    _write(slab, pieces[name], tensor.detach(), downloads, stays=stays, deadline=deadline)
+            for name, tensor in self._settled([(name, tensor) for name, (tensor, _) in here.items()]):
+                _write(slab, pieces[name], tensor.detach(), downloads, stays=stays, deadline=deadline)
         except BaseException:
+            calls.run(downloads.finish)
             slab.close()
             raise
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
-    @contextlib.contextmanager
-    def _queueing(self, slab: Slab | None) -> Iterator[Downloads]:
-        """What is queued is waited for before anything is let go of."""
+    def _downloads(self, slab: Slab | None) -> Downloads:
+        """For all that goes into this slab."""
         digested = slab.specs if slab is not None and self.client.digest == XXH3 else None
-        downloads = Downloads(None, digested=digested) if self.in_background else Downloads()
-        try:
-            yield downloads
-        except BaseException:
-            downloads.wait()
-            raise
+        self._queued = Downloads(None, digested=digested) if self.in_background else Downloads()
+        return self._queued
 
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Written, on whatever stream; in the background on this thread's, which the copies follow, and host memory,
@@ -415,14 +423,16 @@ class Publisher:
             except TensorHubError as error:
                 log.warning("%s: version %d was not withdrawn: %s", self.worker, version, error)
 
+    @calls.public
     def close(self) -> None:
         """Take the published versions back and close the client. Errors are not raised: the run is over."""
         with contextlib.suppress(Exception):
             self.settle()
         if self._executor is not None:
             self._executor.shutdown()
-        self._retired.put(None)
-        self._retiring.join(timeout=1.0)
+        if self._retiring.ident is not None:
+            self._retired.put(None)
+            self._retiring.join(timeout=1.0)
         with contextlib.suppress(TensorHubError):
             self.client.close()
 

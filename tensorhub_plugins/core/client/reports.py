@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.errors import UsageError, VersionRefused
 from tensorhub_plugins.core.manifest import Manifest, TensorTable
 from tensorhub_plugins.core.memory.assembly import has_parts, view_of
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
 from tensorhub_plugins.core.transfer.runner import Outcome
+from tensorhub_plugins.core.types import CHECKPOINT
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,21 @@ class Fetched:
     wanted: TensorTable | None = None
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        outcome: Outcome,
+        slabs: dict[int, Slab],
+        preferred: str,
+        wanted: TensorTable | None,
+        releaser: Callable[[Iterable[Slab]], Callable[[], None]],
+    ) -> Fetched:
+        """What was read in this layout, or in the preferred one; wanted counts for a checkpoint only."""
+        converts = preferred if outcome.claimed is not None and outcome.layout != preferred else None
+        wanted = wanted if outcome.layout == CHECKPOINT else None
+        report, release = ReplicateReport.of(outcome), releaser(slabs.values())
+        return cls(outcome.version, outcome.layout, slabs, outcome.manifests, report, converts, wanted, release)
+
     @property
     def slab(self) -> Slab:
         """The only slab; UsageError when the source had several shards."""
@@ -140,6 +157,7 @@ class Fetched:
             found[shard] = described.root().hex()
         return found
 
+    @calls.public
     def release(self) -> None:
         """Give the memory back to the client for the next fetch; what is published stays until its unpublish. Until
         then it keeps its bytes, whatever is unpublished."""

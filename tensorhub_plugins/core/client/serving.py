@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from typing_extensions import assert_never
 
 from tensorhub_plugins.core import resources
-from tensorhub_plugins.core.client import shelf
+from tensorhub_plugins.core.client import calls, shelf
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
 from tensorhub_plugins.core.client.reports import UnpublishReport
@@ -111,15 +111,22 @@ class Serving:
             with self._changed:
                 effects = self._shelf.publish(key, manifest, offer, returns=self._returns(key), was_read=was_read)
             for answer in self._carry_out(effects, deadline):
-                answer.result()  # the session machine ends every request at its deadline
-        except BaseException:
+                calls.result(answer)  # the session machine ends every request at its deadline
+        except BaseException as error:
             with self._changed:
-                effects = self._shelf.refused(key, offer)
+                effects = self._shelf.refused(key, offer, left=isinstance(error, calls.Interrupted))
             self._carry_out(effects)
             offer.withdraw()  # the shelf may not have taken it
             raise
         with self._changed:
             self._shelf.announced(key, manifest)
+        calls.undone_by(lambda: self.take_back([key]))
+
+    def take_back(self, keys: Iterable[ShardKey]) -> None:
+        """Whoever has put these here does not know: offer them no more, and tell the hub."""
+        with self._changed:
+            effects = self._shelf.take_back(keys)
+        self._carry_out(effects)
 
     def unpublish(self, version: int, layout: str | None, timeout_s: float | None) -> UnpublishReport:
         """As `Client.unpublish`."""

@@ -195,10 +195,11 @@ class Shelf(Generic[OfferT]):
         """The hub knows of what was published."""
         self.published[key.layout] = Published(key.version, manifest)
 
-    def refused(self, key: ShardKey, offer: OfferT) -> list[Effect[OfferT]]:
-        """The hub does not want it, or was not heard in time: nothing was published."""
+    def refused(self, key: ShardKey, offer: OfferT, *, left: bool = False) -> list[Effect[OfferT]]:
+        """The hub does not want it, or was not heard in time: nothing was published. left: its answer was not waited
+        for."""
         keys = [key] if self.find(key) is offer else []
-        return self._take_back(keys) if keys and self.entries[key].is_known else self._remove(keys)
+        return self._take_back(keys) if keys and (left or self.entries[key].is_known) else self._remove(keys)
 
     def unpublish(self, version: int, layout: str | None = None) -> Ticket:
         """What is to be asked of the hub, in order to give this version up (layout None: in every layout).
@@ -242,6 +243,10 @@ class Shelf(Generic[OfferT]):
     def damaged(self, ticket: Ticket) -> list[Effect[OfferT]]:
         """Its bytes are not the published ones any more: nobody is to read it, and it is no copy that counts."""
         return self._take_back(list(self.still_meant(ticket)))
+
+    def take_back(self, keys: Iterable[ShardKey]) -> list[Effect[OfferT]]:
+        """Its owner has never heard that these are here."""
+        return self._take_back([key for key in keys if key in self.entries])
 
     def supersede(self, is_over: Callable[[int], bool]) -> list[Effect[OfferT]]:
         """These versions are over, and nobody is to read them. What still arrives ends with its read."""

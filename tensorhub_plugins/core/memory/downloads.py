@@ -44,6 +44,7 @@ class Downloads:
         self._digested = digested
         self._whole: StreamCopy | None = None
         self._coming: deque[_Coming] = deque()
+        self._devices: set[Device] = set()
 
     def __enter__(self) -> Downloads:
         return self
@@ -56,6 +57,7 @@ class Downloads:
         digested. stays: the source does not change before `wait`; it is not copied first, and must be done already."""
         device = of(source)
         assert device is not None
+        self._devices.add(device)
         is_alike = source.dtype == target.dtype and stride_of(source) == stride_of(target)
         if not target.numel():
             return
@@ -86,6 +88,11 @@ class Downloads:
         """Until all of it is there."""
         while self._coming:
             self._wait_for_one()
+
+    def finish(self) -> None:
+        """Until nothing writes there any more, whatever `add` was interrupted at, and whoever waits."""
+        for device in self._devices:
+            device.synchronize()
 
     def _begin(
         self,

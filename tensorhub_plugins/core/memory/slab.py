@@ -211,22 +211,20 @@ class Slab:
     @property
     def unwritten(self) -> tuple[str, ...]:
         """Names of an allocated slab's tensors that were not written since it was allocated or `expect_writes`."""
-        with self._lock:
-            return tuple(self._unwritten)
+        return tuple(self._unwritten)
 
     def mark_written(self, names: Iterable[str] | None = None) -> None:
         """These tensors (None: all) were filled by other means than `write`: through their views, or by a reader."""
-        with self._lock:
-            self._known = None
-            for name in tuple(self._unwritten) if names is None else names:
-                self._unwritten.pop(name, None)
+        # Without a lock, which a caller that is interrupted here would keep: each step is done whole or not at all.
+        self._known = None
+        for name in tuple(self._unwritten) if names is None else names:
+            self._unwritten.pop(name, None)
 
     def expect_writes(self) -> None:
         """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
         self._has_views = False
-        with self._lock:
-            self._known = None
-            self._unwritten = dict.fromkeys(self._tensors)
+        self._known = None
+        self._unwritten = dict.fromkeys(self._tensors)
 
     @property
     def segment_size_bytes(self) -> int:

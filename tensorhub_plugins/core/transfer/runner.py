@@ -140,6 +140,10 @@ class Transfer:
         """Which versions are over. May be called from any thread."""
         self._events.put((None, events.Directed(directive)))
 
+    def stop(self, error: BaseException) -> None:
+        """Raise this from `run`. May be called from any thread."""
+        self._events.put((None, error))
+
     def run(self) -> Outcome:
         """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
         began = time.monotonic()
@@ -187,7 +191,7 @@ class Transfer:
                 return events.Tick()
             if source is not None and self._readers.get((source.shard, source.grant.session)) is not source:
                 continue
-            if isinstance(event, Exception):
+            if isinstance(event, BaseException):
                 raise event
             return event
 

@@ -246,4 +246,4 @@ class SourceReader:
 
 
 # With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
-Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, events.Event | Exception]]"
+Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, events.Event | BaseException]]"

@@ -15,6 +15,7 @@ from client_stage import SOON_S
 
 from tensorhub_plugins.core import CHECKPOINT, Client, DeadlineExceeded, HubUnreachable, Part, Publisher, UsageError
 from tensorhub_plugins.core import deadline as deadlines
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.parts import Held
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.memory import claims, slab
@@ -82,6 +83,12 @@ CALLS: dict[str, tuple[str, Callable[[int], Call]]] = {
     "fetch into": ("rollout", lambda count: fetching(count, into=True)),
     "fetch wanted": ("rollout", lambda count: fetching(count // 2, wanted=True)),
 }
+
+
+@pytest.fixture(autouse=True)
+def carried_out_here(monkeypatch) -> None:
+    """By the calling thread, whose steps, looks and time are counted."""
+    monkeypatch.setattr(calls, "run", lambda body: body())
 
 
 @pytest.fixture

@@ -201,6 +201,25 @@ def test_an_interpreter_that_exits_says_bye():
         until(lambda: fetch_status(hub.address)["models"] == [])  # not given up for its silence
 
 
+KEPT = """
+import os, types
+class Keeper:
+    def __del__(self, client=client, os=os, is_finalizing=sys.is_finalizing):
+        client.close()
+        os.write(1, str(is_finalizing()).encode())
+late = sys.modules["late"] = types.ModuleType("late")  # cleared before those that it needs
+late.keeper = Keeper()
+del late
+"""
+
+
+def test_a_client_is_closed_by_what_the_interpreter_collects_last():
+    """No thread runs any more that could carry the call out."""
+    with start_server(limits=HubLimits(session_timeout_s=3600)) as hub:
+        command = [sys.executable, "-c", PROGRAM + KEPT, hub.address]
+        assert subprocess.run(command, check=True, timeout=4 * SOON_S, stdout=subprocess.PIPE).stdout == b"True"
+
+
 def test_goodbye_is_the_last_word(monkeypatch):
     """A Hello behind it, as the hub was restarted just then, would be listed for a session timeout."""
     with start_server(limits=HubLimits(session_timeout_s=3600)) as hub:
@@ -221,3 +240,22 @@ def test_goodbye_is_the_last_word(monkeypatch):
         until(lambda: leaving.ident)
         leaving.join(SOON_S)
         assert fetch_status(hub.address)["models"] == []
+
+
+def test_a_second_close_waits_for_the_first(stage, monkeypatch):
+    client = stage.client("leaves")
+    free, wait, waits, order = client._serving.free, client._left.wait, threading.Event(), []
+
+    def free_when_the_second_waits() -> None:
+        assert waits.wait(SOON_S)
+        free()
+        order.append("first")
+
+    monkeypatch.setattr(client._serving, "free", free_when_the_second_waits)
+    monkeypatch.setattr(client._left, "wait", lambda timeout_s: waits.set() or wait(SOON_S))
+    first = stage.begin(client.close)
+    until(lambda: client._closed)
+    client.close()
+    order.append("second")
+    first.result(SOON_S)
+    assert order == ["first", "second"]

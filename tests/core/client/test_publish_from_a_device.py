@@ -9,7 +9,8 @@ import torch
 from simulated import Simulation
 
 from tensorhub_plugins.core import CorruptBytes, Held, UsageError, contiguous_spec, spec_of
-from tensorhub_plugins.core.client import publisher as publisher_module
+from tensorhub_plugins.core.capturing import acting
+from tensorhub_plugins.core.client import calls
 from tensorhub_plugins.core.client.publisher import Publisher
 from tensorhub_plugins.core.memory.downloads import Downloads
 from tensorhub_plugins.core.memory.slab import Slab
@@ -131,12 +132,12 @@ def test_what_is_cast_is_cast_on_the_device(device, monkeypatch):
 
 @pytest.fixture
 def nobody_waits(device, monkeypatch):
-    """On the thread that trains."""
-    driver, trains = device.devices[0]._driver, threading.current_thread()
+    """On the thread that trains, or on one whose call it waits for."""
+    driver, trains = device.devices[0]._driver, acting()
 
     def on_another_thread(call):
         def checked(*given):
-            assert threading.current_thread() is not trains, f"the training waits: {call.__name__}"
+            assert acting() != trains, f"the training waits: {call.__name__}"
             return call(*given)
 
         return checked
@@ -214,9 +215,9 @@ def test_a_rollback_lets_what_still_comes_of_the_former_attempt_end(stage, devic
     publisher, may_go = publisher_of(begins=True, in_background=True), threading.Event()
     publisher.publish(1, gathered(device, []))
     publisher.settle()
-    publish, wait = publisher.client.publish, publisher_module.wait
+    publish, wait_for = publisher.client.publish, calls.wait_for
     monkeypatch.setattr(publisher.client, "publish", lambda *a, **k: may_go.wait(10) and publish(*a, **k))
-    monkeypatch.setattr(publisher_module, "wait", lambda coming: may_go.set() or wait(coming))
+    monkeypatch.setattr(calls, "wait_for", lambda *a, **k: may_go.set() or wait_for(*a, **k))
     publisher.publish(2, gathered(device, []))
     publisher.begin(0)
     publisher.publish(1, gathered(device, []))
