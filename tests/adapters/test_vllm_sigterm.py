@@ -96,9 +96,12 @@ def living(group: int) -> list[str]:
 
 @pytest.mark.heavy
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("how", "workers"), [("serve", 1), ("LLM", 2)])
+@pytest.mark.parametrize(
+    ("how", "workers", "number"),
+    [("serve", 1, signal.SIGTERM), ("serve", 2, signal.SIGINT), ("LLM", 2, signal.SIGTERM)],
+)
 def test_an_engine_that_waits_for_its_first_version_ends_at_a_signal(
-    how: str, workers: int, hub: Server, tmp_path: Path
+    how: str, workers: int, number: signal.Signals, hub: Server, tmp_path: Path
 ) -> None:
     """The API server did not notice it, nor that its core had gone, and waited for ten minutes."""
     folder, _ = make_two_models(tmp_path)
@@ -109,12 +112,12 @@ def test_an_engine_that_waits_for_its_first_version_ends_at_a_signal(
     def end(process: subprocess.Popen[bytes], log: Path) -> None:
         until(lambda: len(here()) == workers and here()[0]["pending"], f"it waits for a version ({log})", process)
         began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM and time.monotonic() - began < TIMEOUT_S < WAITS_S
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) == 128 + number and time.monotonic() - began < TIMEOUT_S < WAITS_S
         until(lambda: not living(process.pid), "no process is left")
         assert here() == []
         said = log.read_text()
-        assert said.count("SIGTERM: the engine ends before it has started") == 1 and "Traceback" not in said
+        assert said.count(f"{number.name}: the engine ends before it has started") == 1 and "Traceback" not in said
 
     if how == "serve":
         extra = {"hub": hub.address, "run": "r", "model": "actor", "replica": "server"}
