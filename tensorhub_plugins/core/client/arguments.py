@@ -12,6 +12,7 @@ from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol.address import check_advertised
 from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import (
@@ -36,6 +37,7 @@ from tensorhub_plugins.core.types import (
 
 LAYOUTS_MAX = 8  # that one fetch names
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
+ADVERTISE_VARIABLE = "TENSORHUB_ADVERTISE"
 
 log = logging.getLogger("tensorhub.client")
 
@@ -151,6 +153,19 @@ def here() -> Location:
         rack=os.environ.get("TENSORHUB_RACK", ""),
         host=os.environ.get("TENSORHUB_HOST") or socket.gethostname(),
     )
+
+
+def advertised(given: str | None) -> str:
+    """Return the host that peers are told to connect to: TENSORHUB_ADVERTISE, which a node says of itself, else what is
+    given; empty where neither is."""
+    said = os.environ.get(ADVERTISE_VARIABLE, "")
+    host = check_word(ADVERTISE_VARIABLE if said else "advertise_host", said or given or "")
+    try:
+        return check_advertised(host) if host else ""
+    except UsageError as error:
+        if not said:
+            raise
+        raise UsageError(f"{ADVERTISE_VARIABLE}: {error.message}") from error
 
 
 def is_preemptible() -> bool:

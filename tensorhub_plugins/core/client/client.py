@@ -143,7 +143,7 @@ class Client:
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate, self._copies = None if keys is None else Gate(keys.lease_key), Copies(self._serving, self._copy)
-        towards = arguments.check_word("advertise_host", advertise_host or "") or address_towards(address, deadline)
+        towards = arguments.advertised(advertise_host) or address_towards(address, deadline)
         self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
         try:
             self._hub = self._serving.hub = self._link(address, self._hello(run, model), deadline, keys)

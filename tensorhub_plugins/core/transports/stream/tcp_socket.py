@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable
 
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import resolve
+from tensorhub_plugins.core.protocol.address import PORT_MAX, resolve
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
@@ -20,6 +21,7 @@ from tensorhub_plugins.core.transports.stream.source import BACKLOG
 USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
+PORTS_VARIABLE = "TENSORHUB_PORTS"
 CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
 # Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
@@ -72,8 +74,37 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, SAME_HOST_CONGESTION)
 
 
+def ports() -> range:
+    """Return the ports that TENSORHUB_PORTS=from-to allows for data; only 0, any that is free, where it is not set."""
+    said = os.environ.get(PORTS_VARIABLE, "")
+    if not said:
+        return range(1)
+    first, dash, last = said.partition("-")
+    decimal = dash and all(each.isascii() and each.isdecimal() and len(each) <= 5 for each in (first, last))
+    if not decimal or not 1 <= int(first) <= int(last) <= PORT_MAX:
+        raise UsageError(f"{PORTS_VARIABLE}={said!r:.80}: a range of ports, as in 7100-7163, from 1 to {PORT_MAX}")
+    return range(int(first), int(last) + 1)
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A listener on this address; on all, where it is not of this host (address translation). UsageError."""
+    """A listener on this address; on all, where it is not of this host (address translation). port: 0 takes the first
+    free one of `ports`. UsageError."""
+    choices = range(port, port + 1) if port else ports()
+    for each in choices:
+        try:
+            return _listen(host, each)
+        except UsageError as error:
+            taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+            if not taken or len(choices) == 1:
+                raise
+    said = os.environ.get(PORTS_VARIABLE)
+    raise UsageError(
+        f"all ports of {PORTS_VARIABLE}={said} are taken: each client takes one for each of tcp, tls, rdma"
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listener on this address and port. UsageError."""
     try:
         found = resolve(host, Deadline.after(LISTEN_LOOKUP_S))[0]
         family, kind, protocol, _, address = socket.getaddrinfo(
