@@ -275,6 +275,9 @@ class Worker:
                     dropped = self.shelf.supersede(partial(is_superseded, lineage=directive.attempts))
                     self.world.counts["superseded_copies"] += len(dropped)
                     self.carry_out(dropped)
+                case s.Disowned(key):
+                    self.world.counts["disowned"] += 1
+                    self.carry_out(self.shelf.damaged(self.shelf.offering(key)))
                 case s.MayRelease(keys):
                     self.world.counts["may_release"] += 1
                     self.step(self.unpublish(self.shelf.may_release(keys)), None)
