@@ -6,6 +6,7 @@ looked up here alone, by threads that nobody has to wait for; sockets, ZeroMQ's 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -17,6 +18,7 @@ from tensorhub_plugins.core.deadline import aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.types import is_text
 
+ELSEWHERE = "192.0.2.1"  # for documentation: nobody's
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 LOOKUPS_MAX = 64  # under way in a process: one that is never answered keeps its thread
 
@@ -114,15 +116,27 @@ def check_advertised(host: str) -> str:
 
 def address_towards(address: str, deadline: float) -> str:
     """The address of this host's interface that faces the hub, found without sending anything. HubUnreachable when its
-    name cannot be looked up now, UsageError when there is no way to it."""
+    name cannot be looked up now, UsageError when there is no way to it.
+
+    A name of this host's own that stands for loopback, as Debian's /etc/hosts has it, says nothing of where its workers
+    are: then it is the address towards the default route."""
     host, port = parse_address(hub_addresses(address)[0], "tcp")
     try:
-        found = resolve(host, deadline)[0]
-        with socket.socket(socket.AF_INET6 if ":" in found else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((found, port))  # an address: nothing is looked up
-            return str(probe.getsockname()[0])
+        own = _own_address(resolve(host, deadline)[0], port)
+        if not ipaddress.ip_address(own.split("%")[0]).is_loopback or is_loopback(format_address("tcp", host, port)):
+            return own
+        with contextlib.suppress(OSError):  # no such route: nobody outside reads from here
+            return _own_address(ELSEWHERE, port)
+        return own
     except (OSError, ValueError) as error:
         raise no_way(address, error) from error
+
+
+def _own_address(towards: str, port: int) -> str:
+    """The address of this host from which that one is reached, by its route."""
+    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, port))  # an address: nothing is looked up
+        return str(probe.getsockname()[0])
 
 
 def no_way(address: str, error: BaseException) -> HubUnreachable | UsageError:

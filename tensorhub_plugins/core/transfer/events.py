@@ -75,12 +75,14 @@ class EpochChecked(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The source of this shard failed: refused, died, froze or cut us off. refused: nobody listens at its address."""
+    """The source of this shard failed: refused, died, froze or cut us off. refused: nobody listens at its address.
+    unreached: it was never connected to."""
 
     shard: int
     session: bytes
     why: str
     refused: bool = False
+    unreached: bool = False
 
 
 class SourceGone(msgspec.Struct, frozen=True):

@@ -64,6 +64,10 @@ from tensorhub_plugins.core.types import (
 
 NAMES_SHOWN_MAX = 5  # of tensors, in an error's message
 LOSSES_SHOWN_MAX = 3  # the last ones, in an error's message
+UNREACHED_REMEDY = (
+    "if a source lives that cannot be connected to from here, set on its host TENSORHUB_ADVERTISE to an address that "
+    "can, and TENSORHUB_PORTS to ports that a firewall lets pass"
+)
 
 
 @dataclass
@@ -105,6 +109,7 @@ class Replication:
         self._look_at: float | None = None
         self._retries = 0  # questions after a loss, since the last progress
         self._avoid: dict[bytes, None] = {}
+        self._has_unreached = False  # a source was never connected to
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
         self._damage: errors.TensorHubError | None = None  # the last
@@ -137,7 +142,8 @@ class Replication:
                 self._waits(shard, session, now)
             case EpochChecked(shard, session, unchanged):
                 self._epoch_checked(shard, session, unchanged, now)
-            case Lost(shard, session, why, refused):
+            case Lost(shard, session, why, refused, unreached):
+                self._has_unreached |= unreached
                 self._lost(shard, session, why, now, refused=refused)
             case SourceGone(session):
                 self._gone(session, now)
@@ -554,7 +560,8 @@ class Replication:
         )
 
     def _with_losses(self, text: str) -> str:
-        return f"{text}; lost on the way: {'; '.join(self.losses[-LOSSES_SHOWN_MAX:])}" if self.losses else text
+        text += f"; lost on the way: {'; '.join(self.losses[-LOSSES_SHOWN_MAX:])}" if self.losses else ""
+        return f"{text}; {UNREACHED_REMEDY}" if self._has_unreached else text
 
     def _peers(self) -> str | None:
         """The sources that it waits for, or has waited for in vain."""

@@ -31,6 +31,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol import messages
 from tensorhub_plugins.core.transfer import events, replication
 from tensorhub_plugins.core.transfer.source_reader import Events, SourceReader, Target
+from tensorhub_plugins.core.transfer.unreached import Unreached
 from tensorhub_plugins.core.transports import Transport
 from tensorhub_plugins.core.types import ShardKey
 
@@ -113,8 +114,11 @@ class Transfer:
         hub: Hub,
         transports: Mapping[str, Transport],
         destinations: Destinations,
+        unreached: Unreached | None = None,
     ) -> None:
+        """unreached: what the transfers of one client know of sources that cannot be connected to."""
         self._machine = machine
+        self._unreached = unreached or Unreached()
         self._hub = hub
         self._transports = transports
         self._destinations = destinations
@@ -150,6 +154,8 @@ class Transfer:
         try:
             while not self._ended:
                 event = self._next.popleft() if self._next else self._next_event()
+                if isinstance(event, events.Lost) and event.unreached:
+                    self._unreached.add(event.session, time.monotonic())
                 for effect in self._machine.handle(event, time.monotonic()):
                     self._carry_out(effect)
         finally:
@@ -204,7 +210,7 @@ class Transfer:
         for reader in self._readers.values():
             if reader.stalls_at <= now:
                 why = f"no progress for {self._machine.limits.stall_s:g} s"
-                return events.Lost(reader.shard, reader.grant.session, why)
+                return reader.lost(why)
             if reader.source_waits():
                 self._hub.renew(self._leases)
                 return events.SourceWaiting(reader.shard, reader.grant.session)
@@ -213,6 +219,8 @@ class Transfer:
     def _carry_out(self, effect: events.Effect) -> None:
         match effect:
             case events.AskSources(acquire):
+                known = self._unreached.sessions(time.monotonic())
+                acquire = msgspec.structs.replace(acquire, avoid=tuple(dict.fromkeys((*acquire.avoid, *known))))
                 self._ask(acquire)
             case events.Restart(layout):
                 self._restart(layout)

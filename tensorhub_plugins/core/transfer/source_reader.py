@@ -159,7 +159,7 @@ class SourceReader:
                 self._tell(lacking)  # to this process, and not the fault of its source
             else:
                 text = str(error) if isinstance(error, TensorHubError) else repr(error)
-                self._lost(text, refused=self._refused and self._link is None)
+                self._lost(text)
         except Exception as error:  # a fault of ours: the caller must see it, not a retry
             self._tell(error)
         finally:
@@ -237,9 +237,14 @@ class SourceReader:
             if not intact:
                 raise SourceLost("sent corrupt bytes", peer=self.grant.worker, phase="read")
 
-    def _lost(self, why: str, *, refused: bool = False) -> None:
+    def _lost(self, why: str) -> None:
         if not self._closed:
-            self._tell(events.Lost(self.shard, self.grant.session, why, refused))
+            self._tell(self.lost(why))
+
+    def lost(self, why: str) -> events.Lost:
+        """The event that this source is lost, with how far it was reached."""
+        is_unreached = self._link is None
+        return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
     def _tell(self, event: events.Event | Exception) -> None:
         self._inbox.put((self, event))

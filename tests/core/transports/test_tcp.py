@@ -16,6 +16,7 @@ from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
+from tensorhub_plugins.core.protocol import address
 from tensorhub_plugins.core.protocol.address import address_towards
 from tensorhub_plugins.core.transports import read_plan as _plan
 from tensorhub_plugins.core.transports import tcp
@@ -127,6 +128,23 @@ def test_tcp_over_ipv6():
 def test_endpoints_that_are_none(endpoint):
     with contextlib.closing(TcpTransport()) as reader, pytest.raises(UsageError, match="endpoint"):
         reader.connect(endpoint, deadline=soon())
+
+
+def test_a_name_of_ones_own_for_loopback_says_nothing_of_where_workers_are(monkeypatch):
+    """Debian's /etc/hosts gives 127.0.1.1 for the host's own name, and every other host was told to connect there."""
+    routes = {"127.0.1.1": "127.0.0.1", "127.0.0.1": "127.0.0.1", address.ELSEWHERE: "10.0.0.5"}
+    monkeypatch.setattr(address, "resolve", lambda host, _: (host if host in routes else "127.0.1.1",))
+    monkeypatch.setattr(address, "_own_address", lambda towards, _: routes[towards])
+    assert address_towards("tcp://trainer-host:9", soon()) == "10.0.0.5"
+    assert address_towards("tcp://127.0.0.1:9", soon()) == address_towards("tcp://127.0.1.1:9", soon()) == "127.0.0.1"
+
+    def not_elsewhere(towards, _):
+        if towards == address.ELSEWHERE:
+            raise OSError("Network is unreachable")
+        return routes[towards]
+
+    monkeypatch.setattr(address, "_own_address", not_elsewhere)
+    assert address_towards("tcp://trainer-host:9", soon()) == "127.0.0.1"
 
 
 def test_address_towards():

@@ -1,0 +1,33 @@
+"""Sources that this client could not connect to, behind a firewall or at an address of theirs alone.
+
+Each attempt costs `open_s`. Such a source is asked only where there is no other, until it may have come into reach.
+"""
+
+from __future__ import annotations
+
+import threading
+
+REMEMBERED_S = 60.0
+SOURCES_MAX = 64  # the last ones
+
+
+class Unreached:
+    """The sessions of such sources, for all transfers of a client and any of its threads."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+
+    def add(self, session: bytes, now: float) -> None:
+        """Remember this one from `now` on, seconds of a monotonic clock."""
+        with self._lock:
+            self._until.pop(session, None)
+            self._until[session] = now + REMEMBERED_S
+            if len(self._until) > SOURCES_MAX:
+                del self._until[next(iter(self._until))]
+
+    def sessions(self, now: float) -> tuple[bytes, ...]:
+        """Return those that are remembered still."""
+        with self._lock:
+            self._until = {session: until for session, until in self._until.items() if until > now}
+            return tuple(self._until)

@@ -1,0 +1,75 @@
+"""A source that a client could not connect to is asked last, for a minute, and costs its time once."""
+
+import socket
+
+import pytest
+from client_processes import SIZE, same_bytes, tensors_of
+from client_stage import FAR, SOON_S
+
+from tensorhub_plugins.core import DeadlineExceeded
+from tensorhub_plugins.core.transfer.limits import TransferLimits
+from tensorhub_plugins.core.transfer.unreached import REMEMBERED_S, SOURCES_MAX, Unreached
+from tensorhub_plugins.core.transports import tcp
+
+
+@pytest.fixture
+def nowhere():
+    """An endpoint where nobody answers: its queue of connections is full."""
+    with socket.socket() as listening, socket.socket() as waiting:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        waiting.connect(listening.getsockname())
+        with socket.socket() as second:
+            second.setblocking(False)
+            second.connect_ex(listening.getsockname())
+            yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def behind_a_firewall(stage, monkeypatch, nowhere):
+    """A trainer far away, and a source near its readers that none of them reaches, which fetches each version."""
+    trainer = stage.client("trainer", location=FAR)
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp.TcpTransport, "serve", lambda self, shelf: nowhere)
+        shut = stage.client("shut", transports=("tcp",))
+        trainer.publish(1, tensors_of(1))
+        shut.fetch(1, serve=True)
+    return trainer, shut
+
+
+def test_it_costs_its_time_once(stage, behind_a_firewall):
+    trainer, shut = behind_a_firewall
+    limits = TransferLimits(open_s=0.3)
+    reader = stage.client("reader", transports=("tcp",), limits=limits)
+    other = stage.client("other", transports=("tcp",), limits=limits)
+    lost = []
+    for version in (1, 2, 3):
+        if version > 1:
+            trainer.publish(version, tensors_of(version))
+            shut.fetch(version, serve=True)
+        fetched = reader.fetch(version, timeout_s=SOON_S)
+        assert fetched.report.sources == {"trainer/0": SIZE} and same_bytes(fetched.tensors(), tensors_of(version))
+        lost.append(len(fetched.report.losses))
+    assert lost == [1, 0, 0]
+    assert len(other.fetch(3, timeout_s=SOON_S).report.losses) == 1  # the control: one that does not know yet
+
+
+def test_where_there_is_no_other_it_is_tried_and_the_error_says_what_to_set(stage, behind_a_firewall):
+    trainer, _ = behind_a_firewall
+    reader = stage.client("reader", transports=("tcp",), limits=TransferLimits(open_s=0.2))
+    reader.fetch(1, timeout_s=SOON_S).release()
+    trainer.close()
+    with pytest.raises(DeadlineExceeded, match="TENSORHUB_ADVERTISE .* TENSORHUB_PORTS"):
+        reader.fetch(1, timeout_s=1.5)
+
+
+def test_it_is_forgotten_after_a_minute_and_only_so_many_are_kept():
+    unreached = Unreached()
+    for session, now in ((b"a", 10.0), (b"b", 20.0), (b"a", 20.0)):
+        unreached.add(session, now)
+    assert unreached.sessions(20.0 + REMEMBERED_S - 1) == (b"b", b"a")
+    assert unreached.sessions(20.0 + REMEMBERED_S) == ()
+    many = [number.to_bytes(2, "big") for number in range(SOURCES_MAX + 3)]
+    for session in many:
+        unreached.add(session, 100.0)
+    assert unreached.sessions(100.0) == tuple(many[3:])
