@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-versions test-openrlhf test-fleet \
+.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-environments test-versions test-openrlhf test-fleet \
 	test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -62,6 +62,10 @@ test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores
 test-vllm: ## vLLM alone: every kind of model, two workers, kills, `vllm serve`, the recipe (about 10 minutes)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -v -m long tests/adapters/test_vllm_*.py
+
+test-environments: ## resources refused one by one, names that nobody resolves, two hubs, full disks (root for namespaces and control groups)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v tests/environments
 
 test-versions: ## what the adapters use of vLLM, in the sources of every version that is promised (fetched once)
 	@$(IN_ENV); python -m pytest -v tests/versions
