@@ -215,7 +215,7 @@ def test_a_slab_that_is_closed_while_it_is_pinned_lets_go_soon(monkeypatch):
         slab.close()
         goes_on.set()
         assert pinned.done.wait(PATIENCE_S)
-        assert len(asked) <= pinning.POPULATE_THREADS and not simulation.registered
+        assert len(asked) <= pinning.POPULATE_THREADS_MAX and not simulation.registered
 
 
 def test_what_was_pinned_is_released():

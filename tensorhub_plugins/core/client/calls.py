@@ -31,8 +31,6 @@ from functools import partial, wraps
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from tensorhub_plugins.core import device
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -110,6 +108,8 @@ class _Call(Generic[T]):
     def __init__(self, body: Callable[[], T]) -> None:
         context = copy_context()
         self._body: Callable[[], T] = lambda: context.run(body)
+        from tensorhub_plugins.core import device  # torch, without which a hub and its commands do
+
         self._take_over, self._cores = device.carried(), os.sched_getaffinity(0)
         self._unbegun, self._open = deque([None]), deque([None])  # tokens: who takes one begins, or ends, the call
         self._over, self._undone = _thread.allocate_lock(), _thread.allocate_lock()
