@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import signal
 import sys
 
 import hypothesis
@@ -11,6 +12,8 @@ import pytest
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in a shell's background; tests and children have it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 RUNS_RAY = re.compile(r"test_(?!.*doctor)(verl|fleet|ray|recipes|two_sites)[_.]")
 
 
