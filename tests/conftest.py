@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import re
 import signal
 import sys
 
@@ -14,24 +13,11 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in a shell's background; tests and children have it
     signal.signal(signal.SIGINT, signal.default_int_handler)
-RUNS_RAY = re.compile(r"test_(?!.*doctor)(verl|fleet|ray|recipes|two_sites)[_.]")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-s", type=float, default=60.0, help="seconds of faults in tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="which faults")
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup`: a file stays in one process, which makes its engines once, and so does all of Ray.
-
-    What runs Ray takes longest, and is begun first."""
-    groups = {item: "ray" if RUNS_RAY.match(item.path.name) else str(item.path) for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    if any(item.get_closest_marker("heavy") for item in items):
-        items.sort(key=lambda item: groups[item] != "ray")
 
 
 @atexit.register  # before Ray is imported, so that what it does at the end is done before
