@@ -23,7 +23,7 @@ pytestmark = pytest.mark.heavy
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """Of a hub with one worker that has a name in Japanese and French."""
-    with start_server() as hub, Client(hub.address, run="r", model="m", replica=NAME, transports=("memory",)):
+    with start_server() as hub, Client(hub.address, run="r", model="m", replica=NAME, transports=("tcp",)):
         yield hub.address
 
 

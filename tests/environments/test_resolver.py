@@ -43,8 +43,8 @@ def command(*arguments):
 hub = start_server()
 calls = {
     "Client": make,
-    "Client, advertise_host": lambda: make(transports=["memory"], advertise_host="127.0.0.1"),
-    "Client, several": lambda: make(HUB + ",tcp://other:7070", transports=["memory"]),
+    "Client, advertise_host": lambda: make(transports=["tcp"], advertise_host="127.0.0.1"),
+    "Client, several": lambda: make(HUB + ",tcp://other:7070", transports=["tcp"]),
     "Client, a name to advertise": lambda: make(hub.address, transports=["tcp"], advertise_host="me"),
     "Server": lambda: start_server("tcp://hub:0", insecure=True),
     "status": lambda: command("status"),

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.heavy
 WORKER = """
 import sys, threading, torch
 from tensorhub_plugins.core import Client
-client = Client(sys.argv[1], run="r", model="m", replica="trainer", transports=["memory"])
+client = Client(sys.argv[1], run="r", model="m", replica="trainer", transports=["tcp"])
 client.publish(3, {"w": torch.ones(3)})
 print("published", flush=True)
 threading.Event().wait()

@@ -71,7 +71,7 @@ def hubs() -> Iterator[tuple[Server, Server, Balancer]]:
 
 
 def client(address: str, replica: str) -> Client:
-    return Client(address, run="r", model="m", replica=replica, transports=("memory",))
+    return Client(address, run="r", model="m", replica=replica, transports=("tcp",))
 
 
 def until(true: Callable[[], Any]) -> None:
