@@ -53,7 +53,6 @@ from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports import NotServable
 from tensorhub_plugins.core.transports import create as create_transport
 from tensorhub_plugins.core.transports.rdma.bindings import VerbsError
-from tensorhub_plugins.core.transports.rdma.link import WINDOW
 from tensorhub_plugins.core.transports.rdma.rails import find_ports
 from tensorhub_plugins.core.transports.rdma.transport import RdmaTransport
 from tensorhub_plugins.core.transports.rdma.verbs import Nic, open_nics
@@ -100,6 +99,20 @@ def _conformance(case: str, crew: Crew) -> None:
         suite.run(case)
 
 
+def heard_of(link: Any) -> list[int]:
+    """What the link hears of ready segments from now on, one entry each."""
+    heard, announced = [], getattr(link, "_announced", None)
+
+    def noted(*arguments: Any) -> int | None:
+        length = announced(*arguments)
+        heard.extend([] if length is None else [length])
+        return length
+
+    if announced is not None:
+        link._announced = noted
+    return heard
+
+
 def source_is_stopped_while_it_is_read(crew: Crew) -> None:
     """One-sided: a source whose process does not run at all is read to the end. Over tcp it is not."""
     for name, one_sided in (("rdma", True), ("tcp", False)):
@@ -116,10 +129,14 @@ def source_is_stopped_while_it_is_read(crew: Crew) -> None:
                 Slab.adopt(target),
                 deadline=far() if one_sided else time.monotonic() + 20,
             )
+            heard = heard_of(link)
             got = [next(reading)]
             if one_sided:  # "ready" is said by the source itself, for all segments at once
-                told = HEADER.size * (manifest.segment_count - WINDOW)
-                until(lambda link=link, told=told: unread(link) >= told, "the source has said that all is ready")
+                told = HEADER.size * manifest.segment_count
+                until(
+                    lambda link=link, told=told, heard=heard: unread(link) + HEADER.size * len(heard) >= told,
+                    "the source has said that all is ready",
+                )
             source.freeze()
             try:
                 got += reading
