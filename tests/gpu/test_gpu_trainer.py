@@ -57,7 +57,8 @@ def test_the_next_step_waits_on_the_device(place, clients, figure, follows):
         in_background=True,
     )
     rollout, stalls = clients("rollout"), []
-    for version in range(1, 5):
+    # On the stand-in the copies may have ended before the control's optimizer comes: until it comes in time once.
+    for version in range(1, 5 if follows or place.is_gpu else 100):
         for tensor in weights.values():
             place.fill_late(tensor, version, "default", ms=2.0)
         began = time.perf_counter()
@@ -74,7 +75,7 @@ def test_the_next_step_waits_on_the_device(place, clients, figure, follows):
         else:
             place.device.synchronize()
         rollout.unpublish(version)
-        if torn:
+        if torn or (not place.is_gpu and place.simulation.faults):
             break
     publisher.close()
     if follows:
