@@ -13,12 +13,12 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import TypeVar
 
 from tensorhub_plugins.core.errors import ResourceRefused, TensorHubError
+from tensorhub_plugins.core.machine import pids_max
 from tensorhub_plugins.core.process import raise_files_max
 
 ClassT = TypeVar("ClassT")
@@ -48,23 +48,11 @@ def _files_of_system() -> str:
 def _threads() -> str:
     return (
         f"threads: this process has {threading.active_count()}, its user may have {_of_limit(resource.RLIMIT_NPROC)} "
-        f"(`ulimit -u`), its control group {_pids_max() or 'an unknown number'} (pids.max; --pids-limit of docker, "
+        f"(`ulimit -u`), its control group {pids_max() or 'an unknown number'} (pids.max; --pids-limit of docker, "
         "podPidsLimit of Kubernetes, TasksMax= of systemd), and for their stacks there are "
         f"{_of_limit(resource.RLIMIT_AS)} bytes of addresses (`ulimit -v`). Raise what is reached, or start fewer "
         "workers there"
     )
-
-
-def _pids_max() -> str:
-    """Of the control group of this process, as it sees it; empty: it cannot be seen."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            mount = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}.get(controllers)
-            for folder in (f"{mount}{path}", mount):
-                if mount is not None and (found := Path(f"{folder}/pids.max")).exists():
-                    return found.read_text().strip()
-    return ""
 
 
 def _memory() -> str:

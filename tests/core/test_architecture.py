@@ -18,7 +18,7 @@ LAYERS = [
     {"errors", "log"},
     {"libcuda", "capturing", "digests", "kernels"},
     {"drivers"},
-    {"types", "options", "run_log", "deadline", "process", "device"},
+    {"types", "options", "run_log", "deadline", "process", "device", "machine"},
     {"resources"},
     {"manifest"},
     {"protocol", "memory"},

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
+from tensorhub_plugins.core import machine
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.options import Need, gigabytes, says_memory
 
 log = logging.getLogger("tensorhub.client")

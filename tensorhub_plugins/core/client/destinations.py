@@ -12,11 +12,11 @@ import torch
 from tensorhub_plugins.core.client.serving import Serving
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorTable
 from tensorhub_plugins.core.memory.assembly import check_size, has_parts, view_of, whole_of
 from tensorhub_plugins.core.memory.claims import Claim, claim
 from tensorhub_plugins.core.memory.loans import Borrowed
-from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.moves import Paced, check_cover, with_parts
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tied import LiveTensors

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import assert_never
 
-from tensorhub_plugins.core import resources
+from tensorhub_plugins.core import machine, resources
 from tensorhub_plugins.core.client import calls, shelf
 from tensorhub_plugins.core.client.budget import Budget
 from tensorhub_plugins.core.client.connection import HubLink
@@ -25,10 +25,9 @@ from tensorhub_plugins.core.client.session import Disowned, Doubted
 from tensorhub_plugins.core.client.shelf import Published, Shelf
 from tensorhub_plugins.core.deadline import NEVER, Deadline, check_time, size_s, timeout_for
 from tensorhub_plugins.core.errors import DeadlineExceeded, HubUnreachable, TensorHubError, UsageError, VersionGone
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import Manifest, TensorSpec, TensorTable
-from tensorhub_plugins.core.memory import machine
 from tensorhub_plugins.core.memory.assembly import check_whole, whole_of
-from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.moves import Paced, check_cover
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab

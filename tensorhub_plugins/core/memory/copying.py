@@ -9,7 +9,7 @@ import numpy as np
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.digests import digest_of
-from tensorhub_plugins.core.memory.machine import cores
+from tensorhub_plugins.core.machine import cores
 
 COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels

@@ -22,8 +22,8 @@ import torch
 
 from tensorhub_plugins.core.device import Device, here
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.memory.block import Block
-from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.numa import prefer
 
 logger = logging.getLogger(__name__)

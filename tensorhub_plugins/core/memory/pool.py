@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from tensorhub_plugins.core.deadline import NEVER
 from tensorhub_plugins.core.device import here
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.claims import is_used
-from tensorhub_plugins.core.memory.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
 
 POOLED_SLABS_MAX = 2  # per set of tensors: one being filled while one is still read

@@ -21,7 +21,7 @@ import torch
 from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.device import synchronize
 from tensorhub_plugins.core.errors import UsageError
-from tensorhub_plugins.core.memory.machine import Room
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import same_bytes
 

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
-from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf

@@ -8,7 +8,7 @@ from client_stage import until
 
 from tensorhub_plugins.core import Publisher, TensorSpec, UsageError
 from tensorhub_plugins.core.client.budget import Budget
-from tensorhub_plugins.core.memory.machine import available_bytes, total_bytes
+from tensorhub_plugins.core.machine import available_bytes, total_bytes
 from tensorhub_plugins.core.options import Need
 
 MEGABYTE = 1_000_000

@@ -23,7 +23,7 @@ from tensorhub_plugins.core.cli import fetch_status, status_text
 from tensorhub_plugins.core.client.copies import Copies, has_whole
 from tensorhub_plugins.core.client.shelf import Entry
 from tensorhub_plugins.core.hub.limits import HubLimits
-from tensorhub_plugins.core.memory.machine import available_bytes
+from tensorhub_plugins.core.machine import available_bytes
 from tensorhub_plugins.core.transports import Offer
 
 AT = {name: Location("dc", "rack", name) for name in "abc"}

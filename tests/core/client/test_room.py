@@ -8,10 +8,9 @@ import pytest
 import torch
 from client_processes import same_bytes, tensors_of
 
-from tensorhub_plugins.core import Part, Slab, TensorSpec, UsageError
+from tensorhub_plugins.core import Part, Slab, TensorSpec, UsageError, machine
+from tensorhub_plugins.core.machine import Room
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX
-from tensorhub_plugins.core.memory import machine
-from tensorhub_plugins.core.memory.machine import Room
 
 MEGABYTE = 1_000_000
 WORDS = r"GB of host memory are needed, and this process may take .* GB more"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from simulated import Simulation
 
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.memory import pinning
-from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from tensorhub_plugins.core.device import Device
 from tensorhub_plugins.core.errors import ProtocolError
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.copying import copy_views
-from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.memory.moves import Move
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.transports.interface import More, NotServable

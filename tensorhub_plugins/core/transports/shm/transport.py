@@ -24,9 +24,9 @@ from contextlib import ExitStack
 
 from tensorhub_plugins.core import resources
 from tensorhub_plugins.core.device import Device, here
+from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import Manifest
 from tensorhub_plugins.core.memory.loans import Borrowed, Loan
-from tensorhub_plugins.core.memory.machine import cores
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits

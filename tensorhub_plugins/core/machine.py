@@ -95,6 +95,17 @@ def _quotas(root: Path) -> Iterator[float]:
                     yield quota / period
 
 
+def pids_max(root: Path = ROOT) -> str:
+    """Return how many processes and threads the control groups of this process allow it: a number, "max", or nothing
+    where that cannot be seen."""
+    said = []
+    for is_v2, path in groups_of("pids", root):
+        for folder in _upwards(root, "sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/pids", path):
+            with suppress(OSError):
+                said.append((folder / "pids.max").read_text().strip())
+    return min((each for each in said if each.isdecimal()), key=int, default="max" if said else "")
+
+
 def _machine_free(root: Path) -> int:
     return 1024 * _field(root / "proc/meminfo", "MemAvailable:")
 

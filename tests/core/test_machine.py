@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub_plugins.core.memory.machine import available_bytes, cores, total_bytes
+from tensorhub_plugins.core.machine import available_bytes, cores, pids_max, total_bytes
 
 MB, MACHINE_FREE = 1 << 20, 900 << 20
 NO_LIMIT = (1 << 63) - 4096  # as version 1 says it
@@ -120,3 +120,17 @@ def test_cores_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.Mo
     assert cores(tmp_path) == 2
     write(tmp_path, f"{V2}/pod/a/cpu.max", "10000 100000")
     assert cores(tmp_path) == 1
+
+
+def test_threads_are_those_of_the_groups(tmp_path: Path) -> None:
+    """Of the least of them; a container's own group may have no limit, and the pod's one."""
+    assert pids_max(tmp_path) == ""
+    machine(tmp_path, "6:pids:/pod/a", "0::/pod/a")
+    write(tmp_path, f"{V2}/pod/a/pids.max", "max")
+    assert pids_max(tmp_path) == "max"
+    write(tmp_path, f"{V2}/pod/pids.max", 900)
+    assert pids_max(tmp_path) == "900"
+    write(tmp_path, "sys/fs/cgroup/pids/pod/a/pids.max", 1000)
+    assert pids_max(tmp_path) == "900"
+    write(tmp_path, "sys/fs/cgroup/pids/pod/a/pids.max", 64)
+    assert pids_max(tmp_path) == "64"
