@@ -76,13 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    """To people, if anybody can read it."""
+    """Print this on stderr; where nobody can read it, nothing happens."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:
-    """It takes no more, and what is left would be tried once more at the end."""
+    """Discard what is still to be written to stdout, which takes no more: Python would try again at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

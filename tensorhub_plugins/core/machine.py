@@ -61,7 +61,7 @@ class Room:
         self._size_bytes, self._taken_bytes = 0, 0
 
     def take(self, size_bytes: int) -> None:
-        """So much is about to be mapped. ResourceRefused where there is not so much."""
+        """Count memory that is about to be mapped. Raise ResourceRefused where there is not so much."""
         self._size_bytes = self._size_bytes or available_bytes() or total_bytes()
         self._taken_bytes += size_bytes
         if self._taken_bytes > self._size_bytes:
@@ -83,7 +83,7 @@ def cores(root: Path = ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores, of each group with a limit that this process is in."""
+    """Yield how many cores each group with a limit gives this process."""
     for is_v2, path in groups_of("cpu", root):
         for folder in _upwards(root, "sys/fs/cgroup" if is_v2 else "sys/fs/cgroup/cpu", path):
             with suppress(OSError, ValueError):
@@ -125,7 +125,7 @@ def _groups(root: Path) -> Iterator[tuple[_Files, str]]:
 
 
 def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
-    """The folder of a group, and of those that it is in."""
+    """Yield the folder of a group, then those of the groups that it is in."""
     # Without a namespace of its own a container sees the machine's path, and mounts only what is below it.
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for depth in range(len(parts), -1, -1):
@@ -133,7 +133,7 @@ def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
 
 
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[tuple[bool, str]]:
-    """The paths of the groups that may limit this process, each with whether it is of version 2."""
+    """Yield the groups that may limit this process: whether it is of version 2, and its path."""
     with suppress(OSError, ValueError):  # ValueError: no lines of these
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             hierarchy, controllers, path = line.split(":", 2)

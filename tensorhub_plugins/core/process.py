@@ -128,7 +128,7 @@ def _started(pid: int) -> str | None:
 
 @cache
 def _word(pid: int) -> str:
-    """By which this process is told from one of a copy of this machine, where number and start may be the same."""
+    """Return a random word that tells this process from one of a cloned machine with the same pid and start."""
     return os.urandom(8).hex()
 
 
@@ -138,8 +138,8 @@ def identity() -> str:
 
 
 def is_gone(process: str) -> bool:
-    """Whether no process with this `identity` is here, where it was. False where that cannot be seen. It may still live
-    on a machine of which this one is a copy (a snapshot), which shows the same: only the hub knows who is heard."""
+    """Return whether no process with this `identity` is here, where it was; False if that cannot be seen. It may live
+    on a machine of which this one is a copy (a snapshot), which shows the same: only the hub knows which is heard."""
     here, pid, started = (process.rsplit(" ", 3) + ["", "", ""])[:3]
     return here != "" and here == _here() and pid.isdigit() and _started(int(pid)) != started
 

@@ -142,7 +142,7 @@ def begin_client() -> None:
 
 
 def try_for_zmq(threads: int = 0) -> None:
-    """What a context of ZeroMQ with one connection is about to take, and so many threads of ours. ResourceRefused."""
+    """Try to take what a ZeroMQ context with one connection needs, and so many threads of ours. ResourceRefused."""
     try_files(ZMQ_FILES)
     try_threads(ZMQ_THREADS + threads)
 

@@ -69,7 +69,7 @@ def check_number(value: object, option: str, least: int = 1) -> None:
 
 
 def is_meant(word: str, name: str) -> bool:
-    """Whether this is that name of a back end, or the same misspelt."""
+    """Return whether this is that name, or close enough to be the same misspelt."""
     return bool(difflib.get_close_matches(word.lower(), [name], cutoff=MISSPELT_MIN))
 
 

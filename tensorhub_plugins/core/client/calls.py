@@ -103,7 +103,7 @@ def _put(action: Callable[[], None]) -> None:
 
 
 class _Call(Generic[T]):
-    """What one caller waits for."""
+    """Carries out what one caller waits for."""
 
     def __init__(self, body: Callable[[], T]) -> None:
         context = copy_context()
@@ -271,7 +271,7 @@ def undone_by(step: Callable[[], object]) -> None:
 
 
 def stays() -> None:
-    """What the call has done so far is not undone."""
+    """Keep what the call has done so far, even if it is interrupted later."""
     call: _Call[Any] | None = getattr(_mine, "call", None)
     if call is not None:
         call.undo.clear()

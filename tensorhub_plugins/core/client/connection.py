@@ -259,7 +259,7 @@ class HubLink:
         self._socket, self._handshakes = made, handshakes
 
     def _look_up(self) -> None:
-        """Where the hub is now. The thread never waits for that: a resolver may never answer."""
+        """Begin to look up where the hub is now. This thread never waits for it: a resolver may never answer."""
         looked_up = lookup(parse_address(self.address, "tcp")[0])
         self._lookup: Future[tuple[str, ...]] | None = looked_up
         self._looked_at = time.monotonic()
@@ -305,12 +305,12 @@ class HubLink:
             self._cannot_begin(UsageError(f"{self.address!r} is no hub address: use tcp://host:port ({error})"))
 
     def _cannot_begin(self, error: TensorHubError) -> None:
-        """Where there is no other address to try."""
+        """End the beginning with this error where there is no other address to try."""
         if len(self._addresses) == 1 and not self._welcomed.done():
             self._welcomed.set_exception(error)
 
     def _reopen(self, poller: select.poll) -> bool:
-        """Whether there is a new one; out of descriptors the one that there is stays, until it is time again."""
+        """Return whether a new connection was opened; out of descriptors the old one stays, until it is time again."""
         before, handshakes = self._socket, self._handshakes
         log.info("%s: connects anew to the hub, at %s", self._name, self.address)
         try:

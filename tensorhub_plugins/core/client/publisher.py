@@ -354,7 +354,7 @@ class Publisher:
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     def _downloads(self, slab: Slab | None) -> Downloads:
-        """For all that goes into this slab."""
+        """Return what downloads all that goes into this slab."""
         digested = slab.specs if slab is not None and self.client.digest == XXH3 else None
         self._queued = Downloads(None, digested=digested) if self.in_background else Downloads()
         return self._queued

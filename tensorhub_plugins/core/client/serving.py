@@ -122,7 +122,7 @@ class Serving:
         calls.undone_by(lambda: self.take_back([key]))
 
     def take_back(self, keys: Iterable[ShardKey]) -> None:
-        """Whoever has put these here does not know: offer them no more, and tell the hub."""
+        """Offer these no more, and tell the hub: whoever has put them here does not know of them."""
         with self._changed:
             effects = self._shelf.take_back(keys)
         self._carry_out(effects)
@@ -237,7 +237,7 @@ class Serving:
         self._carry_out(effects)
 
     def take_disowned(self) -> UsageError | None:
-        """What the caller has published and the hub did not take, after another hub had: to be raised once."""
+        """Return, once, the error for what was published here and a later hub does not take."""
         with self._changed:
             problem, self._disowned = self._disowned, None
         return problem

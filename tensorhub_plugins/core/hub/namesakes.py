@@ -119,11 +119,11 @@ def _taken(name: str) -> str:
 
 
 def without_records(hello: m.Hello) -> m.Hello:
-    """What is kept of it as it was said: the rest is in the registry, or over."""
+    """Return the part of a Hello that is kept as it was said: the rest is in the registry, or over."""
     return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
 
 
 def is_same(hello: m.Hello, other: m.Hello) -> bool:
-    """Whether both are of one worker, at one place: what the indexes and signed leases count on."""
+    """Return whether both come from one worker at one place, which the indexes and signed leases rely on."""
     names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints", "job")
     return all(getattr(hello, name) == getattr(other, name) for name in names)

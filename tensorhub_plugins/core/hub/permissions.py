@@ -83,7 +83,7 @@ def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str 
 
 
 def senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
-    """Why nobody may ask for this, whatever its role; None: it is asked for."""
+    """Return why nobody may ask for this, whatever its role; None where it may be asked for."""
     if not isinstance(message, m.Acquire):
         return None
     is_new = worker is not None and message.request_id > worker.last_request_id

@@ -63,7 +63,7 @@ class Publishing:
             self._outbox.reply(worker, m.Done(request_id))
 
     def _may_be_taken(self, worker: Worker, announced: m.Holding, now: float) -> bool:
-        """Whether somebody has seen a version of this number, and who holds it may say Hello with other bytes yet. A
+        """Return whether a version of this number was seen whose holder may still say Hello with other bytes. A
         reader's key bars no trainer."""
         key, history = announced.key, worker.history
         if not self._registry.recovering(now) or announced.origin == "replicated" or key.layout != CHECKPOINT:

@@ -156,7 +156,7 @@ class Registry:
         self.schedule(worker.silence_at, worker)
 
     def refuses(self, worker: Worker) -> None:
-        """Another worker has found that it has ended: the next silence counts as its end sooner."""
+        """Note that another worker has found it ended: its silence counts as its end sooner."""
         if not worker.refuses:
             worker.refuses = True
             self.schedule_silence(worker)
@@ -427,7 +427,7 @@ class Registry:
         return UNUSED_HEARTBEATS * self.limits.heartbeat_s
 
     def is_unused(self, lease: Lease, source: Worker, now: float) -> bool:
-        """Whether the source says that nothing is read from it under this lease."""
+        """Return whether the source reports that nothing is read from it under this lease."""
         at = lease.served_at.get(source.session)
         return at is not None and now > self.heard_until(at, self.unused_s)
 

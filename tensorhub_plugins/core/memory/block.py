@@ -145,5 +145,5 @@ def _shareable(size_bytes: int) -> tuple[int, tuple[int, int]]:
 
 @cache
 def _say_private(why: str) -> None:
-    """Once for each reason."""
+    """Log this once for each reason."""
     logger.warning("no memory file, so readers of this host copy by address, or over tcp, and share nothing: %s", why)

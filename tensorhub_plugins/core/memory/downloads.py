@@ -90,7 +90,7 @@ class Downloads:
             self._wait_for_one()
 
     def finish(self) -> None:
-        """Until nothing writes there any more, whatever `add` was interrupted at, and whoever waits."""
+        """Wait until nothing writes there any more, wherever `add` was interrupted."""
         for device in self._devices:
             device.synchronize()
 

@@ -133,7 +133,7 @@ def address_towards(address: str, deadline: float) -> str:
 
 
 def _own_address(towards: str, port: int) -> str:
-    """The address of this host from which that one is reached, by its route."""
+    """Return the address of this host from which that one is reached, by its route."""
     with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards, port))  # an address: nothing is looked up
         return str(probe.getsockname()[0])

@@ -107,7 +107,7 @@ class Handshakes:
         self.endpoint = format_address("tcp", host, port)
 
     def leads_to(self, hosts: Collection[str], port: int) -> bool:
-        """Whether it is one of these that it is connected to."""
+        """Return whether it is connected to one of these."""
         return self.endpoint in {format_address("tcp", host, port) for host in hosts}
 
     def problem(self, now: float) -> str | None:

@@ -48,7 +48,7 @@ def connect(
 
 
 def _connected(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """To the first of its IP addresses that lets us in. OSError of the last one, ValueError."""
+    """Connect to the first of its IP addresses that lets us in. Raise the last one's OSError, or ValueError."""
     *others, last = resolve(host, deadline)
     for number, each in enumerate(others):
         with contextlib.suppress(OSError):
