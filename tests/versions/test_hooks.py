@@ -35,6 +35,7 @@ ELSEWHERE = frozenset(
             "all_gather",
             "pooling_task",
             "append",
+            "architectures",
             "bind",
             "cancel",
             "exitcode",
