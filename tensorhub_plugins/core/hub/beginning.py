@@ -1,11 +1,11 @@
-"""A trainer starts, or starts again: which attempt it is, and who may not speak for the model any more. PURE.
+"""The start or restart of a trainer: which attempt it makes, and which processes may no longer publish. PURE.
 
-An attempt is begun by all shards of one replica together, so that its ranks agree. Only one trainer is at work on a
-model: while another one that has published, or begun, sends heartbeats, a Begin is refused; while it is silent, the
-Begin waits until it is given up, which is soon where its machine shows that its process has ended (`suspect`). So it
-does while a hub that was restarted has not heard the trainer of the newest attempt, of which others have told it: until
-that one had as long to be heard. What the former attempts made above the step is superseded (protocol/lineage.py), and
-who belongs to them changes nothing from then on: it may read.
+All shards of one replica begin an attempt together, so that its ranks agree. Only one trainer works on a model: while
+another one that has published, or begun an attempt, sends heartbeats, a Begin is refused; while that one is silent, the
+Begin waits until it is declared dead, which is soon where its machine reports that its process has ended (`suspect`). A
+Begin also waits at a restarted hub that has not heard from the trainer of the newest attempt, which other workers have
+reported, until that trainer has had as long to be heard. What former attempts made above the step is superseded
+(protocol/lineage.py), and from then on their processes change nothing: they may only read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RIVALS_NAMED_MAX = 8
 
 
 class Beginning:
-    """Answers those who begin an attempt."""
+    """The handler of requests to begin an attempt."""
 
     def __init__(self, registry: Registry, outbox: Outbox, following: Following) -> None:
         self._registry = registry
@@ -30,7 +30,7 @@ class Beginning:
         self._following = following
 
     def try_begin(self, pending: Pending, begin: m.Begin, now: float) -> m.Reply | None:
-        """The attempt, once all shards ask for it and no other trainer is left; None: not yet."""
+        """Return the attempt, once all shards ask for it and no other trainer is left; None: not yet."""
         worker, history = pending.worker, pending.worker.history
         if worker.is_replaced:
             text = f"another process has said Hello as {worker.name} since: it is the trainer now"
@@ -61,7 +61,7 @@ class Beginning:
         return self._begin(pending, begin, list(members.values()))
 
     def _may_be_unheard(self, history: History, now: float) -> bool:
-        """Whether the newest attempt is a former hub's, and its trainer, not heard here yet, may live."""
+        """Return whether the newest attempt is a former hub's and its trainer, not heard here yet, may be alive."""
         mark = history.directive.mark
         if not mark or now >= self._registry.all_silent_are_given_up or self._registry.is_ours(mark):
             return False
@@ -91,9 +91,9 @@ class Beginning:
         return m.Begun(begin.request_id, attempt, hub)
 
     def suspect(self, history: History, begin: m.Begin) -> None:
-        """Trainers whose processes are gone, as this Begin says. It cannot know: a copy of a virtual machine shows what
-        the original shows, where that trainer may be at work. Who is heard lives. Else it is given up at once when its
-        connection has ended as well, which the server finds out by what is sent here, or after a few heartbeats."""
+        """Suspect trainers whose processes have ended, as this Begin says. It may be wrong: a copy of a virtual machine
+        looks like the original, where it may be at work. One that is heard is alive. Else it is declared dead when its
+        connection has ended as well, which the server notices by what is sent here, or after a few heartbeats."""
         gone = frozenset(begin.gone)
         for worker in history.workers.values() if gone else ():
             if worker.hello.process in gone and is_trainer(worker):
@@ -103,7 +103,7 @@ class Beginning:
 
 
 def changes(message: m.Request) -> bool:
-    """Whether this says what others have, and not only what its worker reads, or has lost."""
+    """Return whether this message changes what others may read, and not only what its worker reads or has lost."""
     match message:
         case m.Publish(_, holding):
             return holding.origin == "published"
@@ -114,7 +114,7 @@ def changes(message: m.Request) -> bool:
 
 
 def over(worker: Worker) -> str | None:
-    """Why who belongs to a former attempt is refused what `changes`; None: it is not."""
+    """Return why a worker of a former attempt is refused what `changes`; None: it is not."""
     if not worker.is_zombie:
         return None
     newest = worker.history.directive.attempts[-1]
@@ -125,7 +125,7 @@ def over(worker: Worker) -> str | None:
 
 
 def _members(history: History, pending: Pending, now: float) -> dict[int, Pending]:
-    """By shard: who begins the same as this one, and has not given up."""
+    """Return the requests, by shard, that begin the same attempt as this one and were not abandoned."""
     asked, hello = pending.message, pending.worker.hello
     assert isinstance(asked, m.Begin)
     return {
@@ -140,8 +140,8 @@ def _members(history: History, pending: Pending, now: float) -> dict[int, Pendin
 
 
 def _may_join(history: History, pending: Pending) -> bool:
-    """Whether its other shards have begun just this attempt, and it is late: it did not hear the answer, perhaps that
-    of a hub before this one, or a rank of the start before was taken for it."""
+    """Return whether its other shards have begun just this attempt and it is late: it missed the answer, perhaps that
+    of a previous hub, or a rank of the previous start was taken for it."""
     asked, hello, directive = pending.message, pending.worker.hello, history.directive
     assert isinstance(asked, m.Begin)
     if not directive.mark or directive.attempts[-1].step != asked.step:
@@ -155,21 +155,21 @@ def _may_join(history: History, pending: Pending) -> bool:
 
 
 def _made(history: History) -> list[int]:
-    """Versions that somebody has made."""
+    """Return the versions that any worker has made."""
     made = {*history.versions, *history.withdrawn, *history.shown}
     made |= {w.seen_version for w in history.workers.values() if w.role != "reader"}
     return sorted(made - {0})
 
 
 def is_trainer(worker: Worker) -> bool:
-    """Whether it has published, or begun an attempt, or is about to. No reader does, whatever it says."""
+    """Return whether it has published, or begun an attempt, or is about to. A reader is none, whatever it claims."""
     holds = any(h.is_published and key.layout == CHECKPOINT for key, h in worker.holdings.items())
     return holds or bool(worker.mark) or any(isinstance(p.message, m.Begin) for p in worker.pending.values())
 
 
 def _is_rival(worker: Worker, pending: Pending, members: dict[int, Pending]) -> bool:
-    """Whether this is another trainer that may live. Not: one that a newer attempt has ended, a later one that begins
-    as well, or another client of the same process."""
+    """Return whether this is another trainer that may be alive. Excluded are one that a newer attempt has ended, a
+    later one that begins as well, and another client of the same process."""
     if any(worker is member.worker for member in members.values()):
         return False
     processes = {member.worker.hello.process for member in members.values()} - {""}
@@ -182,7 +182,7 @@ def _is_rival(worker: Worker, pending: Pending, members: dict[int, Pending]) -> 
 
 
 def _next_number(history: History) -> int:
-    """Above all that anybody has made; the very first one is 0, and its versions are plain steps."""
+    """Return a number above all that any worker has made; the very first is 0, and its versions are plain steps."""
     numbers = [attempt.number for attempt in history.directive.attempts]
     return max([*numbers, *map(attempt_of, _made(history))], default=-1) + 1
 

@@ -33,17 +33,17 @@ from tensorhub_plugins.core.types import Location, distance
 
 HOPS_PER_READER = 64  # a chain of 64 takes 1.25 times as long as one reader, with 256 segments
 RACK_READERS = 0.5  # what another rack costs
-STALE_MAX = 256  # entries of heaps; four are true of each candidate
+STALE_MAX = 256  # stale heap entries; each candidate has up to four current ones
 LOCATIONS_CACHED = 8192  # hosts of one hub
 
 
 class Verdict(Enum):
-    """On one candidate for one reader, see `selection.RULES`."""
+    """The verdict on one candidate for one reader, see `selection.RULES`."""
 
     GOOD = 0
     LAST_RESORT = 1  # it failed this reader, or looks dead
-    FULL = 2  # as many readers as it may have: worth waiting for
-    UPLINK_FULL = 3  # as many readers cross into the data centre as may
+    FULL = 2  # it has as many readers as it may have: worth waiting for
+    UPLINK_FULL = 3  # as many readers cross into the data centre as may cross
     NEVER = 4
 
 
@@ -57,7 +57,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """session: of the best source; None: there is none, or waiting is better. uplink_full: one was too far for now."""
+    """session: the best source; None: there is none, or waiting is better. uplink_full: a distant one has to wait."""
 
     session: bytes | None
     uplink_full: bool = False
@@ -67,20 +67,20 @@ class Sources:
     """The candidates for one shard."""
 
     def __init__(self) -> None:
-        self._candidates: dict[bytes, tuple[Candidate, int]] = {}  # with the number of its newest heap entries
+        self._candidates: dict[bytes, tuple[Candidate, int]] = {}  # and the number of its newest heap entries
         self._heaps: dict[tuple[str, ...], list[_Entry]] = {}
         self._numbers = 0
-        self._entries = 0  # of all heaps, at most
+        self._entries = 0  # upper bound, of all heaps
 
     def __len__(self) -> int:
         return len(self._candidates)
 
     def sessions(self) -> list[bytes]:
-        """The sessions of all candidates, in the order in which they came."""
+        """Return the sessions of all candidates, in the order in which they came."""
         return list(self._candidates)
 
     def get(self, session: bytes) -> Candidate | None:
-        """The candidate of this session, or None."""
+        """Return the candidate of this session, or None."""
         return self._candidates.get(session, (None, 0))[0]
 
     def put(self, session: bytes, candidate: Candidate) -> None:
@@ -99,12 +99,12 @@ class Sources:
         self._sweep()
 
     def remove(self, session: bytes) -> None:
-        """This session has the shard no longer."""
+        """Remove the candidate of this session, which no longer has the shard."""
         self._candidates.pop(session, None)
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget what is not true any more, and areas where nobody is, once that is most of it."""
+        """Drop stale entries, and areas without candidates, once most entries are stale."""
         if self._entries <= STALE_MAX + 16 * len(self._candidates) and self._candidates:
             return
         current = ((area, [e for e in heap if self._is_current(e)]) for area, heap in self._heaps.items())
@@ -114,7 +114,7 @@ class Sources:
         self._entries = sum(map(len, self._heaps.values()))
 
     def best(self, reader: Location, judge: Callable[[bytes, int], Verdict]) -> Choice:
-        """The best source for a reader at this location. judge(session, distance) is asked in order of cost."""
+        """Return the best source for a reader at this location. judge(session, distance) is called in order of cost."""
         last_resort: bytes | None = None
         uplink_full = False
         for wait_if_full, areas in _search_order(reader):
@@ -133,11 +133,11 @@ class Sources:
             if found:
                 return Choice(min(found)[1], uplink_full)
             if full and wait_if_full:
-                return Choice(None, uplink_full)  # a place here is free sooner than a copy from far away, and cheaper
+                return Choice(None, uplink_full)  # a slot here is free sooner than a distant copy is here
         return Choice(last_resort, uplink_full)
 
     def _in_order(self, area: tuple[str, ...]) -> Iterator[tuple[tuple[float, float], bytes]]:
-        """The candidates of an area, best first. Asking drops stale entries of the heap and changes nothing else."""
+        """Yield the candidates of an area, best first. Drop stale entries of its heap, and change nothing else."""
         heap = self._heaps.get(area, [])
         seen = []
         try:
@@ -162,7 +162,7 @@ _Area = tuple[str, ...]
 
 @lru_cache(maxsize=LOCATIONS_CACHED)
 def _areas(location: Location) -> tuple[_Area, ...]:
-    """The heaps a candidate is in."""
+    """Return the heaps that hold a candidate at this location."""
     areas: list[_Area] = [("all",), ("data centre", location.data_center)]
     if location.rack:
         areas.append(("rack", location.data_center, location.rack))
@@ -173,8 +173,8 @@ def _areas(location: Location) -> tuple[_Area, ...]:
 
 @lru_cache(maxsize=LOCATIONS_CACHED)
 def _search_order(reader: Location) -> tuple[tuple[bool, tuple[tuple[_Area, float], ...]], ...]:
-    """Where to look, from near to far, and whether a full source there is worth waiting for. Areas of one step
-    compete, with what is added to their cost."""
+    """Return the areas to search, from near to far, and whether a full source there is worth waiting for. Areas of one
+    step compete, each with a surcharge on its cost."""
     here: tuple[_Area, ...] = (("host", reader.data_center, reader.host),) if reader.host else ()
     rack: tuple[_Area, ...] = (("rack", reader.data_center, reader.rack),) if reader.rack else ()
     near = *((area, 0.0) for area in rack), (("data centre", reader.data_center), RACK_READERS if rack else 0.0)

@@ -1,7 +1,7 @@
 """How many copies there are of each shard of a version, counted as they come and go. PURE.
 
-A version may have 65,536 shards, and one message may bring or take thousands of them: to look at all of them for each
-would take the square of that.
+A version may have 65,536 shards, and one message may add or remove thousands of them: a scan of all shards for each one
+would take quadratic time.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ Group: TypeAlias = tuple[object, ...]  # the workers of a replica, see state.Gro
 
 
 class Counted(NamedTuple):
-    """As what a holding is counted: a whole shard, and one that may be read and counts as a copy."""
+    """What a holding counts as: a whole shard, and a copy that may be read and is not about to go."""
 
     is_whole: bool = False
     stays: bool = False
 
 
 class Copies:
-    """Of one version."""
+    """The copies of each shard of one version."""
 
     def __init__(self) -> None:
         self._staying: dict[Cut, Counter[int]] = {}  # -> shard -> copies
         self._of_replica: dict[tuple[Cut, Group], Counter[int]] = {}
 
     def change(self, key: ShardKey, replica: Group, before: Counted, after: Counted) -> None:
-        """A holding of this shard, by a worker of this replica, counts as something else from now on."""
+        """Count a holding of this shard, by a worker of this replica, as `after` instead of `before`."""
         cut = key.layout, key.shard_count
         _count(self._of_replica, (cut, replica), key.shard, after.is_whole - before.is_whole)
         _count(self._staying, cut, key.shard, after.stays - before.stays)
 
     def replica_has_all(self, layout: str, shard_count: int, replica: Group) -> bool:
-        """Whether this replica by itself has every shard, whole."""
+        """Return whether this replica by itself has every shard, whole."""
         return len(self._of_replica.get(((layout, shard_count), replica), ())) == shard_count
 
     def has_whole(self, layout: str, *, without: Iterable[ShardKey] = ()) -> bool:
-        """Whether every shard of this layout has a copy. without: of these one copy each that does not count."""
+        """Return whether every shard of this layout has a copy. without: do not count one copy of each of these."""
         leaving = Counter(without)
         return any(self._is_whole(cut, leaving) for cut in self._staying if cut[0] == layout)
 
     def is_held(self, *, without: Iterable[ShardKey] = ()) -> bool:
-        """The same for any layout."""
+        """Return the same for any layout."""
         leaving = Counter(without)
         return any(self._is_whole(cut, leaving) for cut in self._staying)
 
@@ -62,7 +62,7 @@ Name = TypeVar("Name")
 
 
 def _count(counters: dict[Name, Counter[int]], name: Name, shard: int, change: int) -> None:
-    """Without what is zero."""
+    """Change a counter, and drop it when it is zero."""
     if change:
         counter = counters.setdefault(name, Counter())
         counter[shard] += change

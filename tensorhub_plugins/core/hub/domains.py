@@ -1,13 +1,13 @@
-"""Copies in several failure domains (rule 4): which are needed there, and who is asked to make one that lacks. PURE.
+"""Copies in several failure domains (rule 4): which are needed, and which worker is asked to make a missing one. PURE.
 
-Who asks for `retain(domains=2)` wants every retained version in so many hosts (racks, data centres). A copy counts
-there while its worker is neither preemptible nor leaving. Readers bring copies anyway, so the hub waits a little; then
-it asks one worker of another domain, which has room, to read the checkpoint layout and to hold it (`Alive.hold`). That
-worker reads it as any reader does, serves it, and gives it up at once: the hub says "keep it", as to everybody who has
-the last copy of a domain, and "you may release it" when it is not needed any more. A worker that leaves (`hand_over`)
-has its last copies made elsewhere in the same way, also with one domain.
+`retain(domains=2)` keeps every retained version in that many hosts (racks, data centres). A copy counts while its
+worker is neither preemptible nor leaving. Readers bring copies anyway, so the hub waits a little; then it asks one
+worker of another domain that has free memory to read the checkpoint layout and to hold it (`Alive.hold`). That worker
+reads it as any reader does, serves it, and unpublishes it at once: the hub answers that it must be retained, as for
+every last copy of a domain, and sends MayRelease when it is not needed any more. When a worker leaves (`hand_over`),
+its last copies are made elsewhere in the same way, even with one domain.
 
-Only the checkpoint layout is copied: it is what every worker can read.
+Only the checkpoint layout is copied: every worker can read it.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tensorhub_plugins.core.types import CHECKPOINT, domain, version_text
 
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 3.0  # before a copy is asked for: engines that read the version anyway often bring it
-BEGIN_S = 10.0  # who was asked has begun to read by then, or another one is asked
-COPY_S = 600.0  # and has read it by then, as long as a client reads for others; one that lies reads for ever
-TRIED_MAX = 4  # versions for which all workers are looked at, each time
-AGAIN_S = 60.0  # before a worker that did not is asked once more
-NAMED_MAX = 3  # workers that a line for people names
+BEGIN_S = 10.0  # a worker that was asked has begun to read by then, or another one is asked
+COPY_S = 600.0  # and has read it by then: a client's own limit for such reads; a malicious one might read for ever
+TRIED_MAX = 4  # versions for which all workers are checked, each time
+AGAIN_S = 60.0  # before a worker that did not read it is asked once more
+NAMED_MAX = 3  # workers that a log line names
 
 Domain = tuple[str, ...]
 WORDS = {"host": "hosts", "rack": "racks", "data_center": "data centres"}
 
 
 def is_safe(worker: Worker) -> bool:
-    """Whether what it holds counts as held: it is not known to be about to go."""
+    """Return whether what this worker holds counts as safe: it is not known to be about to leave."""
     return not (worker.hello.preemptible or worker.is_leaving)
 
 
 def needs_its_domain(holding: Holding) -> bool:
-    """Whether this copy is in one of the failure domains that are wanted, and no other safe one is there."""
+    """Return whether this copy is in one of the wanted failure domains, and no other safe copy is there."""
     worker, key = holding.worker, holding.key
     history = worker.history
     version = history.versions[key.version]
@@ -53,31 +53,31 @@ def needs_its_domain(holding: Holding) -> bool:
 
 @dataclass
 class Spread:
-    """Where the shards of one version are safe, in the cut of its checkpoint layout that is in the most domains."""
+    """Where one version's shards are safe, for the shard count of its checkpoint layout that is in the most domains."""
 
     shard_count: int
     size_bytes: int
-    domains: int  # in which every shard is
+    domains: int  # the number of domains that each have every shard
     holders: list[Worker]
-    alone: set[bytes] = field(default_factory=set)  # of the holders, those without whom a shard has no source
-    short: int = 0  # shards that are in too few
-    present: Counter[Domain] = field(default_factory=Counter)  # how many of those are in this domain
-    on_the_way: set[Domain] = field(default_factory=set)  # where somebody reads it, or was just asked to
+    alone: set[bytes] = field(default_factory=set)  # the holders without which a shard has no source
+    short: int = 0  # shards that are in too few domains
+    present: Counter[Domain] = field(default_factory=Counter)  # how many of the short shards are in this domain
+    on_the_way: set[Domain] = field(default_factory=set)  # domains where a worker reads it, or was just asked to
 
     def lacks(self, place: Domain) -> bool:
-        """Whether a copy there helps."""
+        """Return whether a copy there helps."""
         return self.present[place] < self.short
 
 
 class FailureDomains:
-    """Sees to it that retained versions are in as many as are wanted."""
+    """The part of the hub that keeps retained versions in as many failure domains as are wanted."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry = registry
         self._outbox = outbox
 
     def look(self, history: History, now: float) -> None:
-        """What lacks a copy, and whom to ask. Called at every heartbeat, and done once a second."""
+        """Find what lacks a copy and ask for it. Called at every heartbeat, effective once a second."""
         if now < history.looked_at + LOOK_EVERY_S or self._registry.recovering(now):
             return
         history.looked_at = now
@@ -90,14 +90,14 @@ class FailureDomains:
             missing.asked = {s: at for s, at in missing.asked.items() if s in history.workers}
         promised = _promised_bytes(history, now)
         untried = [n for n, spread in short.items() if self._lacks(history, n, spread, now)]
-        # The newest first, and all of them in turn: there may be a thousand, and thousands of workers.
+        # The newest first, a few at a time and all in turn: there may be a thousand, and thousands of workers.
         for number in sorted(untried, key=lambda n: (history.missing[n].tried_at, -n))[:TRIED_MAX]:
             history.missing[number].tried_at = now
             history.missing[number].why = self._ask(history, number, short[number], promised, now)
         self._say_once(history)
 
     def _short(self, history: History, number: int) -> Spread | None:
-        """None: this version is where it is to be."""
+        """Return where this version is safe; None: it is in enough domains."""
         version, wanted = history.versions[number], history.retain_domains
         holders = (h for shards in version.holdings.values() for held in shards.values() for h in held.values())
         if wanted == 1 and not any(h.worker.is_leaving for h in holders if h.counted.stays):
@@ -111,12 +111,12 @@ class FailureDomains:
         return best if best.domains < wanted else None
 
     def _lacks(self, history: History, number: int, spread: Spread, now: float) -> bool:
-        """Whether somebody has to be asked: what is on its way is not enough, and was waited for."""
+        """Return whether a worker has to be asked: the copies on their way do not suffice, and were waited for."""
         missing, across = history.missing[number], history.retain_across
         coming = [w for w in map(history.workers.__getitem__, missing.asked) if _is_coming(w, number, missing, now)]
         for worker in coming:
             if now > missing.asked[worker.session] and not _reads(worker, number):
-                self._outbox.send(worker.session, m.Alive(hold=number))  # the first word may have been lost
+                self._outbox.send(worker.session, m.Alive(hold=number))  # the first message may have been lost
         spread.on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
         is_urgent = any(worker.is_leaving for worker in spread.holders)
         enough = spread.domains + sum(map(spread.lacks, spread.on_the_way)) >= history.retain_domains
@@ -126,7 +126,7 @@ class FailureDomains:
         return lacks
 
     def _ask(self, history: History, number: int, spread: Spread, promised: Counter[bytes], now: float) -> str:
-        """Ask somebody for a copy; else why nobody can be asked. promised: bytes of their room, by session."""
+        """Ask a worker for a copy; else return why none can be. promised: bytes of its free memory, by session."""
         if not spread.holders:
             return "nobody holds its checkpoint layout any more, and no other is copied"
         missing, across = history.missing[number], history.retain_across
@@ -142,7 +142,7 @@ class FailureDomains:
             if reason:
                 reasons.append(reason if len(reasons) >= NAMED_MAX else f"{worker.name} {reason}")
                 continue
-            is_new = worker.session not in missing.asked  # who had its chance comes after all others
+            is_new = worker.session not in missing.asked  # a worker that was asked before comes after all others
             rank = is_new, worker.hello.location.data_center in near, room
             if best is None or rank > best[:3]:
                 best = *rank, worker
@@ -156,7 +156,7 @@ class FailureDomains:
         return "" if spread.on_the_way else _nobody(history, spread, reasons)
 
     def _say_once(self, history: History) -> None:
-        """That nobody can hold what is short, until all of it was held again."""
+        """Warn once that no worker can hold what is short, until all of it was held again."""
         why = next((missing.why for missing in history.missing.values() if missing.why), "")
         was_said, history.is_short = history.is_short, bool(why) or (history.is_short and bool(history.missing))
         if why and not was_said:
@@ -186,7 +186,7 @@ def _spread(history: History, version: Version, count: int, wanted: int) -> Spre
 
 
 def _sizes(version: Version, count: int | None) -> list[int]:
-    """Of the shards of its checkpoint layout; None: in any cut."""
+    """Return the sizes of the shards of its checkpoint layout in so many shards; None: in any number."""
     contents = version.contents.items()
     return [size for (layout, of, _), (_, size) in contents if layout == CHECKPOINT and count in (None, of)]
 
@@ -196,13 +196,13 @@ def _reads(worker: Worker, number: int) -> bool:
 
 
 def _is_coming(worker: Worker, number: int, missing: Missing, now: float) -> bool:
-    """Whether the copy that it was asked for may still come."""
+    """Return whether the copy that this worker was asked for may still come."""
     since = now - missing.asked[worker.session]
     return since < BEGIN_S or (since < COPY_S and _reads(worker, number))
 
 
 def _promised_bytes(history: History, now: float) -> Counter[bytes]:
-    """What workers were asked to hold, and will take of the room that they have said, by session."""
+    """Return the bytes, by session, that workers were asked to hold and will take from their reported free memory."""
     promised: Counter[bytes] = Counter()
     for number, missing in history.missing.items():
         size = sum(_sizes(history.versions[number], None))
@@ -213,13 +213,13 @@ def _promised_bytes(history: History, now: float) -> Counter[bytes]:
 
 
 def _refusal(worker: Worker, room_bytes: int, spread: Spread, missing: Missing, now: float) -> str:
-    """Why this worker is not asked; empty: it can be."""
+    """Return why this worker is not asked; empty: it can be."""
     if worker.hello.preemptible:
         return "is preemptible"
     if worker.is_leaving or worker.is_replaced or worker.is_zombie:
         return "is leaving"
     if worker.session in spread.alone:
-        return "alone has a shard of it"  # which it cannot read from anybody
+        return "alone has a shard of it"  # which it cannot read from any other worker
     if room_bytes < spread.size_bytes:
         return f"has room for {max(0, room_bytes) / 1e6:.1f} MB"
     if worker.suspect or now < missing.asked.get(worker.session, now - AGAIN_S) + AGAIN_S:

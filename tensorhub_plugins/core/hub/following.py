@@ -1,11 +1,11 @@
 """Which version is to be run: what followers wait for, and what operators decide. PURE.
 
 A *pinned* version is "latest" as long as the pin stands, also for readers that have seen newer ones, and it is
-retained; newer ones become visible meanwhile and are not followed. A *withdrawn* version is not visible any more: it is
-not lent, and a reader that has seen it may go back. So it is with a *superseded* one, which a newer attempt of the
-trainer has ended (beginning.py). A worker that reads it is told to stop, and its lease ends with its own word, because
-until then it reads. All are in the history's directive (messages.py), which every worker keeps and announces. A
-follower asks for its `Target`; it goes back only if one of the three says so.
+retained; newer ones become visible meanwhile and are not followed. A *withdrawn* version is not visible any more: it
+gets no lease, and a reader that has seen it may go back. The same holds for a *superseded* one, which a newer attempt
+of the trainer has ended (beginning.py). A worker that reads it is notified, and its lease ends when that worker
+releases it, because until then it reads. All are in the history's directive (messages.py), which every worker keeps
+and announces. A follower asks for its `Target`; it goes back only because of one of the three.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import Attempt, conflicts
 from tensorhub_plugins.core.types import version_text
 
-SERIALS_AHEAD_MAX = 4096  # that a hub may have missed: the last one of all would leave operators none
+SERIALS_AHEAD_MAX = 4096  # that a hub may have missed; with the highest serial operators could decide nothing more
 ATTEMPTS_AHEAD_MAX = 1000  # starts of a trainer that a hub may have missed; all numbers are 281,474
-MARKS_REFUSED_MAX = 64  # trainers that people were warned of, and are not again
+MARKS_REFUSED_MAX = 64  # trainers that were warned of, so that the warning comes once
 VERSIONS_LISTED_MAX = 16  # in one sentence
 
 
 class Following:
-    """Answers those who wait for versions, and carries out what operators decide."""
+    """The handler of requests that wait for versions, and of operators' decisions."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry = registry
@@ -36,7 +36,7 @@ class Following:
     # --- followers ---
 
     def try_wait(self, pending: Pending, wait: m.Wait, now: float) -> m.Reply | None:
-        """A version that this reader may have; None: not yet. Refused at the deadline."""
+        """Return a version that this reader may have; None: not yet. Refused at the deadline."""
         history = pending.worker.history
         number = history.latest(max(wait.newer_than + 1, history.floor(pending.worker.seen_version)))
         if number is not None and number <= wait.newer_than:  # pinned
@@ -54,7 +54,7 @@ class Following:
         return None
 
     def try_target(self, pending: Pending, target: m.Target, now: float) -> m.Reply | None:
-        """What a follower is to run. It goes back to a pinned version, or from a withdrawn one, and never else."""
+        """Return the version for a follower to run. It goes back only to a pinned version, or from one that is over."""
         history, installed = pending.worker.history, target.installed
         pin = history.directive.pin if target.pins else 0
         if pin:
@@ -72,7 +72,7 @@ class Following:
         error: m.ErrorCode = "NotPublished"
         text = f"no other version than {installed or 'none'} was to be run before the deadline"
         if self._registry.recovering(now):
-            pass  # others may still say what they hold
+            pass  # others may still report what they hold
         elif pin and not history.is_visible(pin):
             error = "VersionGone"
             text = f"version {pin} is pinned and nobody holds it: unpin it, or pin another; held: {listed(history)}"
@@ -84,7 +84,7 @@ class Following:
     # --- operators ---
 
     def try_direct(self, pending: Pending, message: m.Pin | m.Withdraw, now: float) -> m.Reply | None:
-        """An operator's decision, once it is known what is held and what was decided before."""
+        """Carry out an operator's decision, once it is known what is held and what was decided before."""
         history, number = pending.worker.history, message.version
         if self._registry.recovering(now):
             if pending.deadline > now:
@@ -111,7 +111,7 @@ class Following:
         return m.Done(message.request_id)
 
     def announced(self, history: History, directive: m.Directive, now: float) -> m.Directive:
-        """What is decided after a worker has said that this is; what cannot be is not believed."""
+        """Return the directive after a worker has announced this one, which is ignored where it is impossible."""
         is_far = directive.serial > history.directive.serial + SERIALS_AHEAD_MAX
         known_attempt = max([0, *(attempt.number for attempt in history.directive.attempts)])
         is_far |= any(attempt.number > known_attempt + ATTEMPTS_AHEAD_MAX for attempt in directive.attempts)
@@ -124,7 +124,7 @@ class Following:
         return m.merge(history.directive, directive)
 
     def _warn(self, history: History, counts: Attempt, other: Attempt) -> None:
-        """Of two trainers with one attempt, once: every worker that has heard of the other one announces it."""
+        """Warn once of two trainers with one attempt: every worker that knows of the other one announces it."""
         if other.mark in history.marks_refused:
             return
         history.marks_refused[other.mark] = None
@@ -137,7 +137,7 @@ class Following:
         )
 
     def direct(self, history: History, directive: m.Directive, *, welcomed: bytes | None = None) -> None:
-        """From now on this is what operators have decided. welcomed: this worker hears it with its Welcome."""
+        """Apply a new directive and send it to all workers. welcomed: this worker gets it with its Welcome."""
         old, waiters = history.directive, self._registry.waiters
         if directive == old:
             return
@@ -177,7 +177,7 @@ def _cannot_withdraw(history: History, number: int, new: m.Directive) -> str | N
 
 
 def gone(request_id: int, history: History, number: int) -> m.Refused:
-    """The refusal of a version that nobody holds any more, or that was withdrawn."""
+    """Return the refusal of a version that no worker holds any more, or that was withdrawn."""
     if number in history.withdrawn:
         why = "was withdrawn, and nobody is to use it any more"
     elif history.is_over(number):
@@ -189,7 +189,7 @@ def gone(request_id: int, history: History, number: int) -> m.Refused:
 
 
 def listed(history: History) -> str:
-    """The versions that can be had, for people."""
+    """Return the versions that are available, as text for users."""
     visible = history.visible()
     if not visible:
         return "none"

@@ -8,30 +8,30 @@ The rules it keeps (numbers as in the design)
     1  A holding that is being unpublished gets no new lease; its unpublish is answered when its last lease has
        ended or at its deadline, when the leases that are left are ended and named in the answer.
     2  A version becomes visible when one replica holds all its shards. "latest" is resolved once per reading
-       replica and never below what the reader has seen; but an operator's word counts more (following.py).
+       replica and never below what the reader has seen; but an operator's decision counts more (following.py).
     3  A holding may be incomplete and still be read (pipelining), but never in a circle: what a reader reads from must
        not, over any number of steps, read from that reader.
-    4  The last copy of a retained version is not given up: its worker must retain it, and later hears when it may
+    4  The last copy of a retained version is not evicted: its worker must retain it, and is notified later when it may
        release it. Where copies in several failure domains are wanted, a worker is asked to make one (domains.py).
-    5  Every pending request has a deadline and ends in a reply, if anybody waits for it.
-    6  In the first `HubLimits.grace_s` after its start the hub says nothing that depends on having heard all workers:
+    5  Every pending request has a deadline and ends in a reply, if its caller still waits.
+    6  In the first `HubLimits.grace_s` after its start the hub answers nothing that depends on all workers:
        it confirms no unpublish, declares no version gone, elects no converter and gives no directive.
-       A Hello that was said to a hub before this one is not believed: its worker is asked to say it again.
-       Time in which the hub stood still is nobody's silence: it counts neither here nor against a worker.
-    7  What was given up is not carried out any more: whoever asks says until when it is meant (`messages.Until`), and a
-       hub that was stopped, or was cut off, finds later what has lain in a buffer meanwhile.
+       A Hello that was sent to a previous hub is not believed: its worker is asked to send it again.
+       Time in which the hub stood still counts neither here nor as silence of a worker.
+    7  An abandoned request is not carried out: each request says until when it is valid (`messages.Until`), because a
+       hub that was stopped or disconnected receives later what has waited in a buffer meanwhile.
 
-Who converts
+Which worker converts
     Engines want their own runtime layout, trainers publish the checkpoint layout. A reader that asks for (runtime,
     checkpoint) gets runtime if a worker has it, waits if one has claimed to make it, and else makes the claim itself:
     it gets the checkpoint and is expected to publish the runtime layout. A claim ends with that publication, when it is
-    abandoned, when its worker is lost, or at its deadline; then the next waiting reader makes it.
+    abandoned, when its worker is lost, or at its deadline; then the next waiting reader claims it.
 
 Where to read on
     `handle` takes one event, which changes records, and then answers whatever has become possible (`_run_ready`). The
-    way of one version: `Publishing.publish` (publishing.py), `_run_ready` and `_try` here, `Reading.try_acquire`
+    path of one version: `Publishing.publish` (publishing.py), `_run_ready` and `_try` here, `Reading.try_acquire`
     (reading.py), `RULES` (selection.py). state.py has the records, registry.py keeps their indexes in step, waiters.py
-    knows which requests to try again, report.py states what is true between any two calls of `handle`.
+    knows which requests to try again, report.py states the invariants between any two calls of `handle`.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
 __all__ = ["Effect", "Event", "Hub", "Log", "Received", "Send", "Tick"]
 
-# Of requests that wait for the same: when so many cannot be served, nor can the rest. One whose worker has changed
-# since, and that has a queue of its own by now, is no sign of that.
+# When so many of the requests that wait for the same thing cannot be served, the rest cannot either. A request whose
+# worker has changed since, and that has moved to a queue of its own, does not count.
 FAILURES_PER_QUEUE_MAX = 4
 
 
 class Received(msgspec.Struct, frozen=True, gc=False):
-    """A message from the worker whose session (its public name) this is. role: that its connection has proved."""
+    """A message from the worker whose session (its public name) this is. role: the one its connection has proved."""
 
     session: bytes
     message: m.ClientMessage
@@ -85,7 +85,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed. deaf_s: of it, in which we stood still (SIGSTOP, a held interpreter) and heard nobody."""
+    """Time has passed. deaf_s: the part of it in which this process stood still (SIGSTOP, a held interpreter)."""
 
     deaf_s: float = 0.0
 
@@ -94,13 +94,13 @@ Event: TypeAlias = Received | Tick
 
 
 class Hub:
-    """One hub. `session` is its life's identity, sent in every Welcome; `now` is seconds on any steady clock.
-    lease_key: with which it signs leases (security/leases.py); b"": they are not asked for."""
+    """One hub. `session` identifies its incarnation and is sent in every Welcome; `now` is seconds on any steady clock.
+    lease_key: the key that signs leases (security/leases.py); b"": leases are not signed."""
 
     def __init__(self, session: bytes, now: float, limits: HubLimits | None = None, lease_key: bytes = b"") -> None:
         self.limits = HubLimits() if limits is None else limits
         self.registry = Registry(session, now, self.limits)
-        self.sessions_max = SESSIONS_MAX  # fewer, where each has a connection and there are not so many
+        self.sessions_max = SESSIONS_MAX  # fewer where the process cannot have so many connections
         self._outbox = Outbox()
         self._publishing = Publishing(self.registry, self._outbox)
         self._reading = Reading(self.registry, lease_key)
@@ -114,12 +114,12 @@ class Hub:
 
     @property
     def session(self) -> bytes:
-        """Of this hub's life."""
+        """Return the identity of this incarnation of the hub."""
         return self.registry.session
 
     @property
     def workers(self) -> Mapping[bytes, Worker]:
-        """Those that are known, by session."""
+        """Return the workers that are known, by session."""
         return self.registry.workers
 
     # --- the one mutator ---
@@ -129,7 +129,7 @@ class Hub:
         if isinstance(event, Tick) and event.deaf_s:
             self._outbox.log(f"this hub stood still for {event.deaf_s:.1f} s: nobody is taken for silent meanwhile")
             self.registry.was_deaf(event.deaf_s, now)
-        if not self._has_recovered and not self.registry.recovering(now):  # whoever waited for that is not overtaken
+        if not self._has_recovered and not self.registry.recovering(now):  # requests that waited for that come first
             self._has_recovered = True
             self._look_at_all()
         match event:
@@ -145,7 +145,7 @@ class Hub:
         return self._outbox.take()
 
     def next_deadline(self, now: float) -> float:
-        """When the next Tick is due at the latest."""
+        """Return when the next Tick is due at the latest."""
         return self.registry.next_timer(now)
 
     # --- answering whatever can be answered now ---
@@ -175,7 +175,7 @@ class Hub:
         waiters = self.registry.waiters
         if not waiters.is_waiting(pending):
             return True
-        if pending.is_overdue(now):  # as in `_request`: not for good
+        if pending.is_overdue(now):  # its caller may ask again, as in `_request`
             waiters.remove(pending)
             if isinstance(pending.message, m.Unpublish):
                 self._publishing.retain(pending.worker, pending.message)
@@ -210,7 +210,7 @@ class Hub:
                 if now > self.registry.heard_until(due.last_heard, silence_s):
                     why = ", and others have found that it has ended" if due.refuses else ""
                     self._forget(due, f"not heard for {silence_s:g} s{why}")
-                elif now >= due.silence_at:  # else it is looked at later
+                elif now >= due.silence_at:  # else it is checked later
                     self.registry.schedule_silence(due)
             case Lease():
                 self._look_at_lease(due, now)
@@ -225,15 +225,15 @@ class Hub:
                 assert_never(due)
 
     def _look_at_all(self) -> None:
-        """All workers have had time to say Hello, or are given up."""
+        """Try all requests again: every worker has had time to send a Hello, or is declared dead."""
         for history in self.registry.histories.values():
             self.registry.waiters.mark_all_ready(history.waiting.values())
             for number in history.versions:
                 self.registry.waiters.mark_changed(history, number, room=True)
 
     def survive(self, session: bytes | None, now: float) -> list[Effect]:
-        """After `handle` has raised: without the session that has said what we failed over. What to do. Raises when our
-        records are not what they must be, and only a new hub helps."""
+        """Recover after `handle` has raised: forget the session whose message caused it. Return what to do. Raise when
+        the records are inconsistent, so that only a new hub helps."""
         worker = None if session is None else self.registry.workers.get(session)
         if worker is not None:
             self._forget(worker, "is given up, because the hub has failed over what it said")
@@ -245,8 +245,8 @@ class Hub:
         return self._outbox.take()
 
     def _look_at_lease(self, lease: Lease, now: float) -> None:
-        """It ends at its deadline, which its reader knows; at the bound of all leases, or because nothing is read under
-        it, which its reader is told. Who keeps places that it does not use is named to its sources, too."""
+        """End a lease that is over: at its deadline, which its reader knows; at the bound of all leases, or because it
+        is idle, of which the reader is notified, and of idleness the sources, whose slots it keeps unused, too."""
         reader, ends_at = lease.reader, min(lease.deadline, self.registry.idle_at(lease))
         if now < ends_at:  # it was renewed
             self.registry.schedule(ends_at, lease)
@@ -259,7 +259,7 @@ class Hub:
         self.registry.end_lease(lease)
 
     def _take_lease(self, lease: Lease, *, is_idle: bool) -> None:
-        """Tell its reader, and its sources if it did not use it."""
+        """Notify the reader of this lease, and its sources if it was idle."""
         reader = lease.reader
         what = f"got no byte of version {lease.version} for {self.limits.lease_idle_s:g} s and loses its lease"
         said = f"has read version {lease.version} for {self.limits.lease_s:g} s"
@@ -277,7 +277,7 @@ class Hub:
             return
         message = believed(role, message)
         match message:
-            case m.AskStatus(request_id):  # for people, who have no session
+            case m.AskStatus(request_id):  # operators have no session
                 self._outbox.send(session, m.Status(request_id, report(self.registry, now)))
                 return
             case m.Hello():
@@ -301,7 +301,7 @@ class Hub:
                 self._request(worker, message, now)
 
     def _refuse(self, session: bytes, message: m.ClientMessage, role: Role, worker: Worker | None) -> bool:
-        """What this role may not ask for, and what nobody may."""
+        """Refuse what this role may not ask for, and what no worker may."""
         problem = refusal(role, message, worker) or senseless(message, worker)
         if problem is None:
             return False
@@ -312,7 +312,7 @@ class Hub:
     def _request(self, worker: Worker, message: m.Request, now: float) -> None:
         request_id = message.request_id
         if request_id <= worker.hello.request_id and request_id not in worker.hello.pending:
-            return  # from before its last Hello, and over
+            return  # from before its last Hello, and answered
         worker.last_request_id = max(worker.last_request_id, request_id)
         if self._outbox.answer_again(worker, request_id):  # the first answer was lost
             return
@@ -320,7 +320,7 @@ class Hub:
             return
         if isinstance(message, m.Dated) and message.until is not None and message.until.is_over(self.session, now):
             self._outbox.log(f"{worker.name}: a {type(message).__name__} was heard after it was given up: dropped")
-            return  # not for good: who has not given up, and thinks our clock earlier than it is, asks again
+            return  # a caller that still waits (our clock seems earlier to it) asks again
         items = worker.pending_items + items_of(message)
         if len(worker.pending) >= PENDING_PER_SESSION_MAX or items > PENDING_ITEMS_MAX:
             text = f"more than {PENDING_PER_SESSION_MAX} requests pending, or {PENDING_ITEMS_MAX} shards in them"
@@ -361,8 +361,8 @@ class Hub:
     # --- sessions ---
 
     def believes(self, hello: m.Hello, now: float) -> bool:
-        """Whether this was said to us, and so is not older than our life: what it says was true in our time. Not: what
-        was published in it, and given up meanwhile.
+        """Return whether this was sent to us, and so is not older than this incarnation: what it says was true in our
+        time. Not believed is what was sent in it and abandoned meanwhile.
 
         The first Hello of a worker that is all of its replica, and takes nobody's place, is believed at once: if it
         comes late, it says nothing that could be wrong by then.
@@ -383,7 +383,7 @@ class Hub:
             return
         if known is not None:
             known.hear(now)
-            if hello.request_id <= known.last_request_id:  # delayed or doubled on the way: we know better
+            if hello.request_id <= known.last_request_id:  # delayed or duplicated on the way: our records are newer
                 return
         if not self.believes(hello, now):
             self._outbox.send(session, m.Unknown(self.session, now))
@@ -393,10 +393,10 @@ class Hub:
         if known is not None:
             worker = known
             worker.hello = without_records(hello)
-            if hello.mark == history.directive.mark:  # else it may not have heard yet what it was answered
+            if hello.mark == history.directive.mark:  # else our answer may not have reached it yet
                 worker.mark = hello.mark
             self._forget_what_is_not_in(hello, worker)
-            if hello.generation >= history.group(worker).generation:  # a hub before us has answered it once more
+            if hello.generation >= history.group(worker).generation:  # a previous hub has answered it once more
                 history.group(worker).recall(hello.shard, hello.generation, hello.resolved)
         else:
             for squatter in self._of_other_roles(hello, role):
@@ -440,19 +440,19 @@ class Hub:
         return None
 
     def _of_other_roles(self, hello: m.Hello, role: Role) -> list[Worker]:
-        """Who has this name with another key."""
+        """Return the workers that have this name with another key."""
         history = self.registry.histories.get((hello.run, hello.model))
         namesakes = history.replicas.get(hello.replica, {}) if history is not None else {}
         return [each for each in namesakes.values() if each.hello.shard == hello.shard and each.role != role]
 
     def _take_over(self, worker: Worker, hello: m.Hello, now: float) -> tuple[tuple[ShardKey, str], ...]:
-        """What it holds, reads and has claimed, which a hub before this one may have known of; return what is not
-        believed, and why."""
+        """Take over what it holds, reads and has claimed, which a previous hub may have known of; return what is
+        refused, and why."""
         worker.last_request_id = hello.request_id
         still_asked, problems = set(hello.pending), list[tuple[ShardKey, str]]()
         for announced in hello.holdings:
             if worker.withdrawn.get(announced.key) in still_asked:
-                continue  # withdrawn, and the answer that says so is on its way or will be sent again
+                continue  # unpublished, and the answer is on its way or will be sent again
             problem = self._publishing.hold(worker, announced, now, as_of=hello.request_id)
             if problem:
                 problems.append((announced.key, problem))
@@ -479,7 +479,7 @@ class Hub:
         return tuple(problems)
 
     def _may_claim(self, worker: Worker, key: ShardKey, now: float) -> bool:
-        """Whether a hub before us can have given it this to convert; we know what we have given."""
+        """Return whether a previous hub can have assigned it this conversion; our own assignments are known."""
         if not self.registry.recovering(now) or key.layout == CHECKPOINT:
             return False
         version, hello = worker.history.versions.get(key.version), worker.hello
@@ -488,7 +488,7 @@ class Hub:
         return key not in version.claims and (key.shard, key.shard_count) == (hello.shard, hello.shard_count)
 
     def _may_read_so(self, worker: Worker, held: m.HeldLease) -> bool:
-        """Whether a hub can have granted this beside the others."""
+        """Return whether a hub can have granted this in addition to its other leases."""
         before = worker.leases.get(held.request_id)
         if before is not None:
             self.registry.end_lease(before)
@@ -517,16 +517,16 @@ class Hub:
         for key in [key for key in worker.aside if key not in announced]:
             self.registry.take_from_aside(worker, key)
         for pending in [p for request_id, p in worker.pending.items() if request_id not in pending_ids]:
-            self.registry.waiters.remove(pending)  # it has had its answer, from a hub before us
+            self.registry.waiters.remove(pending)  # a previous hub has answered it
 
     def _heartbeat(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> None:
         """Make up for what was lost on the way, in either direction."""
-        if heartbeat.hub != self.session:  # it has not heard of us: all we have is a Hello that came late
+        if heartbeat.hub != self.session:  # it does not know us: all we have is a late Hello
             self._outbox.send(worker.session, m.Unknown(self.session, now))
             return
         last_request_id = heartbeat.last_request_id
         if last_request_id >= worker.last_request_id and not self._agrees(worker, heartbeat, now):
-            self._outbox.send(worker.session, m.Unknown(self.session, now))  # its Hello will say
+            self._outbox.send(worker.session, m.Unknown(self.session, now))  # so that it sends a new Hello
         worker.last_request_id = max(worker.last_request_id, last_request_id)
         unseen, asked = [], set(heartbeat.pending)
         for request_id in heartbeat.pending:
@@ -539,11 +539,11 @@ class Hub:
         for pending in list(worker.pending.values()):
             request_id = pending.message.request_id
             if isinstance(pending.message, m.Acquire) and request_id <= last_request_id and request_id not in asked:
-                self.registry.waiters.remove(pending)  # given up, and nothing has said so
+                self.registry.waiters.remove(pending)  # abandoned, and the message that says so was lost
         self.registry.renew(worker, heartbeat.progress, now)
         self._hear_used(worker, heartbeat.served, now)
         history = worker.history
-        self.registry.waiters.mark_all_ready(history.beginning.values())  # the trainer before may be the one that lives
+        self.registry.waiters.mark_all_ready(history.beginning.values())  # the previous trainer may be the live one
         knows = heartbeat.directive_checksum in (0, history.directive_checksum)
         directive = None if knows else history.directive
         proof = self._namesakes.prove(worker, now)
@@ -558,7 +558,7 @@ class Hub:
         self._domains.look(history, now)
 
     def _hear_used(self, source: Worker, served: tuple[str, ...] | None, now: float) -> None:
-        """Places that readers' keys keep and do not use are taken, and no unpublish waits for them."""
+        """End the leases of readers' keys that are not used, so that no unpublish waits for them."""
         if served is None or not source.readers:
             return
         for lease in self.registry.hear_used(source, served, now):
@@ -567,7 +567,7 @@ class Hub:
         self.registry.waiters.mark_all_ready(p for p in source.pending.values() if isinstance(p.message, m.Unpublish))
 
     def _agrees(self, worker: Worker, heartbeat: m.Heartbeat, now: float) -> bool:
-        """Whether we know what it holds and how it reads; an answer of ours or of a former hub may have crossed."""
+        """Return whether we know what it holds and reads; our answer or a former hub's may still be on its way."""
         leases = {r: len(worker.leases[r].sources) for r in heartbeat.leases if r in worker.leases}
         bounds = worker.lease_bounds
         over = {r for r in heartbeat.leases if r in bounds and bounds[r].until <= now and r not in leases}
@@ -579,11 +579,11 @@ class Hub:
     def _release(self, worker: Worker, release: m.Release, now: float) -> None:
         request_id, shard = release.request_id, release.shard
         pending = worker.pending.get(request_id)
-        if pending is not None:  # the reader gave up before it was answered
+        if pending is not None:  # the reader abandoned it before it was answered
             self.registry.waiters.remove(pending)
         lease = worker.leases.get(request_id)
         if lease is None or shard is None or set(lease.sources) <= {shard}:
-            # its Acquire, if doubled or late on the way, must not begin again
+            # its Acquire, if duplicated or late on the way, must not begin again
             self._outbox.remember(worker, m.Done(request_id))
         if lease is None:
             return

@@ -1,4 +1,4 @@
-"""What operators and tests may change of a hub. PURE."""
+"""The limits of a hub that operators and tests may change. PURE."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ HEARTBEAT_S_MIN = 0.01  # more often, and the hub does nothing else
 DAY_S = 86_400.0
 READERS_MAX = 65_536  # as many as a version has shards
 
-# What one session may add to the hub's records, whatever it says; what a Hello leaves out is over. What a version has
-# is bounded by that, as it is a session's (its holdings, leases, claims), and goes with it.
+# What one session may add to the hub's records, whatever it sends; what a Hello leaves out is removed. The records of a
+# version are bounded by that, too: each (holding, lease, claim) belongs to a session and is removed with it.
 SESSIONS_MAX = 65_536  # workers of one hub; 8,192 were measured
-SESSIONS_OF_PUBLISHERS = 8_192  # of them, kept for the run's secret: readers' keys take the others at most
+SESSIONS_OF_PUBLISHERS = 8_192  # of them, reserved for the run's secret: readers' keys take the others at most
 PENDING_PER_SESSION_MAX = 256
-PENDING_ITEMS_MAX = 4 * HOLDINGS_MAX  # shards and sessions that these name: all that a worker can hold, four times
+PENDING_ITEMS_MAX = 4 * HOLDINGS_MAX  # shards and sessions named in them: four times what a worker can hold
 LEASES_PER_SESSION_MAX = 1024
-ANNOUNCED_SHARDS_MAX = 2 * GRANTS_MAX  # that a Hello says it reads: one read of the most shards, and the next
-CLAIMS_PER_SESSION_MAX = 8  # versions that one worker converts at a time: one, and what it has not given up yet
+ANNOUNCED_SHARDS_MAX = 2 * GRANTS_MAX  # that a Hello reports as being read: one read of the most shards, and the next
+CLAIMS_PER_SESSION_MAX = 8  # versions that one worker converts at a time: one, and those not abandoned yet
 LAYOUTS_PER_READER_MAX = 16  # the checkpoint, its engine's own, and those of the versions before an upgrade
-# What all readers' keys have together: 8,192 workers with two versions in 128 shards, 1 GB. Publishers go on beyond it.
+# Of all readers' keys together: 8,192 workers with two versions in 128 shards, 1 GB. Publishers go on beyond it.
 RECORDS_OF_READERS_MAX = 2_000_000
-DOUBTS_MAX = 16  # of readers, that one source hears of in DOUBT_AGAIN_S: for each it digests what is doubted
+DOUBTS_MAX = 16  # from readers, passed on to one source in DOUBT_AGAIN_S: for each it digests the doubted segments
 DOUBT_AGAIN_S = 60.0
-# Versions and status are cut at half of what a client takes, and say by how much.
+# Versions and status are truncated at half of what a client takes, and say how much was left out.
 ANSWER_SIZE_BYTES_MAX = FROM_HUB_SIZE_BYTES_MAX // 2
 
-# Each limit: from, to, and what it does, also for the flags of `tensorhub server`.
+# For each limit: least, most, and the help text, which the flags of `tensorhub server` show.
 LIMITS: dict[str, tuple[float, float, str]] = {
     "session_timeout_s": (HEARTBEAT_S_MIN, DAY_S, "seconds of silence after which a worker is given up"),
     "heartbeat_s": (HEARTBEAT_S_MIN, DAY_S, "seconds between two heartbeats of a worker"),
@@ -49,7 +49,7 @@ LIMITS: dict[str, tuple[float, float, str]] = {
 
 
 class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What each does stands in `LIMITS`. Raise UsageError for a value that is out of bounds, and name it."""
+    """The limits of a hub, described in `LIMITS`. Raise UsageError for a value that is out of bounds, and name it."""
 
     # A worker whose interpreter is held by one long kernel launch or compile must not be given up.
     session_timeout_s: float = 15.0
@@ -58,20 +58,20 @@ class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 3.0
     # Reading and converting the largest models takes less; a dead converter is noticed much sooner.
     claim_s: float = 120.0
-    # It has the memory for it, and another one of its host would take as much again. All hear of a version at once.
+    # It has the memory for it; a second one on its host would need as much again. All learn of it at once.
     converter_first_s: float = 0.5
     # Beyond that one source's link is shared so thinly that waiting for a peer is faster.
     readers_per_source_max: int = 16
     # As many as a large model has shards.
     uplink_readers_max: int = 32
-    # A terabyte at 300 MB/s; who reads longer loses what is in flight, once an hour.
+    # A terabyte at 300 MB/s; a longer read loses what is in flight, once an hour.
     lease_s: float = 3600.0
     # A reader drops a source that is silent for 5 s (`TransferLimits.stall_s`), and may take a minute to get memory for
-    # the largest shards; who was only slow loses a source, and asks for the next.
+    # the largest shards; a reader that was only slow loses a source, and asks for the next.
     lease_idle_s: float = 60.0
-    # Only who runs the hosts knows what they have; a client's own budget is half of its memory.
+    # Only the operator knows how much memory the hosts have; a client's own budget is half of its memory.
     published_bytes_max: int = 0
-    # A worker says a few a second; a thousand in each of its sessions is no use to anybody.
+    # A worker sends a few a second; no worker needs a thousand in each of its sessions.
     messages_per_s_max: int = 1000
 
     def __post_init__(self) -> None:

@@ -1,9 +1,9 @@
-"""A session's two names: one to speak with, one to be known by. PURE.
+"""A session's two names: its secret identity, and its public name. PURE.
 
-Who knows the identity of a client's connection can speak as that client: ROUTER believes what a connection says of
-itself, and all processes of one secret come in with the same key. So the identity is 16 random bytes that only the
-client and the server know (CURVE encrypts them on the way), and everybody else, the hub's machine, grants, reports and
-logs among them, has a digest of it, from which nothing leads back.
+A process that knows the identity of a client's connection can speak as that client: ROUTER believes the identity that a
+connection gives, and all processes of one secret connect with the same key. So the identity is 16 random bytes that
+only the client and the server know (CURVE encrypts them on the way), and all else, among it the hub's state machine,
+grants, reports and logs, has a digest of it, which cannot be inverted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ SPARE_MAX = 1024  # names of sessions that are not known as workers, before they
 
 
 def public_name(identity: bytes) -> bytes:
-    """By which others know this session: 16 bytes, from which nobody finds its identity."""
+    """Return the name by which others know this session: 16 bytes, from which its identity cannot be derived."""
     return hashlib.blake2b(identity, digest_size=16, person=b"tensorhub").digest()
 
 
 class Names:
-    """The public name of each identity, and the other way round."""
+    """The public name of each identity, and the identity of each public name."""
 
     def __init__(self) -> None:
         self._public: dict[bytes, bytes] = {}
@@ -30,7 +30,7 @@ class Names:
         return len(self._public)
 
     def public(self, identity: bytes, known: Mapping[bytes, object]) -> bytes:
-        """The public name of who sends this. known: by the public names that are needed still."""
+        """Return the public name of this sender. known: a mapping by the public names that are still needed."""
         name = self._public.get(identity)
         if name is None:
             if len(self._public) >= 2 * len(known) + SPARE_MAX:
@@ -41,5 +41,5 @@ class Names:
         return name
 
     def identity(self, public: bytes) -> bytes | None:
-        """Where to send what is for this session; None: it is not known any more."""
+        """Return the identity to send to for this session; None: it is not known any more."""
         return self._identities.get(public)

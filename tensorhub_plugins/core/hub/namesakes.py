@@ -1,16 +1,16 @@
-"""Who may say Hello under the name of a worker that is here. PURE.
+"""Which session may send Hello under the name of a worker that is known already. PURE.
 
-With a secret, a worker that starts again takes its former life's name, and nobody else does. `Hello.job` tells them
-apart: what all processes of one job have in common, and those of another one do not.
+With a secret, only the next incarnation of a worker takes its name. `Hello.job` distinguishes it from other processes:
+all processes of one job have it in common, and those of another job have not.
 
-- Of the same job, with the secret: let in at once. Its former life is given up, and is refused when it comes back.
-- Without such a word, of another job (a plain loop that was killed, and started again on this host or another), or with
-  a reader's key, whose owners need not trust each other's word: let in once the name has been silent for
+- Of the same job, with the secret: admitted at once. Its former incarnation is removed, and refused when it comes back.
+- Without a job, of another job (a plain loop that was killed, and started again on this host or another), or with
+  a reader's key, whose owners need not trust each other: admitted once the name has been silent for
   SILENT_HEARTBEATS; refused when its owner is heard meanwhile.
-- With a reader's key, but known by that name to a hub before this one, which has proved it (`prove`): let in at once.
-  After a restart of the hub a stranger could take the name of a worker that is about to say Hello.
-- A reader has no name that a worker with the secret has, and leaves it when one says Hello under it (hub.py).
-- Trainers are not given up here, as others may need what they hold: which one counts is decided when they begin
+- With a reader's key, but known by that name to a previous hub, which has signed it (`prove`): admitted at once.
+  After a restart of the hub a stranger could take the name of a worker that is about to send Hello.
+- A reader cannot have the name of a worker with the secret, and loses it when one sends Hello under it (hub.py).
+- Trainers are not removed here, as others may need what they hold: which one counts is decided when they begin
   (beginning.py). One whose name another process has taken, and that goes on, changes nothing any more; without a secret
   the hub only warns of it.
 """
@@ -29,22 +29,22 @@ from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import Role
 
-SILENT_HEARTBEATS = 5  # as many as a client waits for before it says that the hub is away
-WAITING_MAX = 1024  # sessions that wait for a name; the oldest begins to wait anew
+SILENT_HEARTBEATS = 5  # as many as a client waits for before it reports that the hub is away
+WAITING_MAX = 1024  # sessions that wait for a name; beyond that the oldest begins to wait anew
 
 
 class Namesakes:
-    """lease_key: what all hubs of a run have of its secret. Without one, b"", anybody may be anybody."""
+    """lease_key: derived from the run's secret, the same in all its hubs. b"": any process may take any name."""
 
     def __init__(self, registry: Registry, outbox: Outbox, lease_key: bytes) -> None:
         self._lease_key, self._is_on = lease_key, lease_key != b""
         self._registry = registry
         self._outbox = outbox
         self._warned: set[bytes] = set()  # sessions
-        self._waiting: dict[bytes, float] = {}  # session -> when it said Hello first
+        self._waiting: dict[bytes, float] = {}  # session -> when its first Hello came
 
     def problem(self, session: bytes, hello: m.Hello, role: Role, now: float) -> str | None:
-        """Why this new session is not let in; "": it has to wait; None: it is let in."""
+        """Return why this new session is not admitted; "": it has to wait; None: it is admitted."""
         others = [other for other in self._others(session, hello) if other.role == role and self._is_on]
         if not others or (hello.mark and all(map(is_trainer, others))):
             self._waiting.pop(session, None)
@@ -69,17 +69,17 @@ class Namesakes:
         return "" if any(now <= self._registry.heard_until(other.last_heard, silent_s) for other in others) else None
 
     def former_lives(self, worker: Worker) -> list[Worker]:
-        """Whose name this worker, which was let in, has taken."""
+        """Return the earlier incarnations whose name this worker, which was admitted, has taken."""
         self._waiting.pop(worker.session, None)
         others = self._others(worker.session, worker.hello) if self._is_on else []
         return [other for other in others if not is_trainer(other)]
 
     def has_proved(self, session: bytes, hello: m.Hello) -> bool:
-        """Return whether a hub has let this session have this name."""
+        """Return whether a hub has admitted this session under this name."""
         return self._is_on and hmac.compare_digest(self._proof(session, hello), hello.name_proof)
 
     def prove(self, worker: Worker, now: float) -> bytes:
-        """Return what this worker is to show the next hub; b"": others may still say that its name is theirs."""
+        """Return the proof to show to the next hub; b"": others may still claim this name."""
         worker.has_proved_name |= self._is_on and not self._registry.recovering(now)
         return self._proof(worker.session, worker.hello) if worker.has_proved_name else b""
 
@@ -88,7 +88,7 @@ class Namesakes:
         return hmac.digest(self._lease_key, said, hashlib.sha256)[:16]
 
     def taken(self, worker: Worker) -> str | None:
-        """Why this worker is not heard as the one that it was; None: it is still that one."""
+        """Return why this worker has lost its name to another one; None: it still has it."""
         others = self._others(worker.session, worker.hello) if worker.is_replaced else []
         if all(other.is_replaced for other in others):
             return None
@@ -101,7 +101,7 @@ class Namesakes:
         return _taken(worker.name) if self._is_on else None
 
     def _others(self, session: bytes, hello: m.Hello) -> list[Worker]:
-        """Other processes of this name."""
+        """Return the other processes of this name."""
         history = self._registry.histories.get((hello.run, hello.model))
         if history is None:
             return []
@@ -119,11 +119,11 @@ def _taken(name: str) -> str:
 
 
 def without_records(hello: m.Hello) -> m.Hello:
-    """Return the part of a Hello that is kept as it was said: the rest is in the registry, or over."""
+    """Return the part of a Hello that is kept as it was sent: the rest is in the registry, or over."""
     return msgspec.structs.replace(hello, holdings=(), leases=(), claims=(), directive=m.NO_DIRECTIVE)
 
 
 def is_same(hello: m.Hello, other: m.Hello) -> bool:
-    """Return whether both come from one worker at one place, which the indexes and signed leases rely on."""
+    """Return whether both come from one worker at one location, which the indexes and signed leases rely on."""
     names = ("run", "model", "replica", "shard", "shard_count", "location", "endpoints", "job")
     return all(getattr(hello, name) == getattr(other, name) for name in names)

@@ -1,4 +1,4 @@
-"""What the hub says in answer to one event. PURE: effects, which the server carries out."""
+"""The effects of the hub's answer to one event. PURE: the server carries them out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorhub_plugins.core.hub.state import Worker
 from tensorhub_plugins.core.protocol import messages as m
 
 REPLIES_KEPT_MAX = 256  # per session, for requests that are sent again
-REPLIES_KEPT_BYTES_MAX = 1 << 20  # of them together, about; but always the last one
+REPLIES_KEPT_BYTES_MAX = 1 << 20  # of them together, about; but the last one is always kept
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
@@ -21,10 +21,10 @@ class Send(msgspec.Struct, frozen=True, gc=False):
 
 
 class Log(msgspec.Struct, frozen=True, gc=False):
-    """A line for people."""
+    """A line for the log."""
 
     text: str
-    is_warning: bool = False  # something is wrong that they have to mend
+    is_warning: bool = False  # an operator has to repair something
 
 
 Effect: TypeAlias = Send | Log
@@ -37,7 +37,7 @@ class Outbox:
         self._effects: list[Effect] = []
 
     def take(self) -> list[Effect]:
-        """The effects so far, which are then the caller's."""
+        """Return the effects so far, and forget them."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -46,11 +46,11 @@ class Outbox:
         self._effects.append(Send(session, message))
 
     def log(self, text: str) -> None:
-        """A line for people."""
+        """Add a line for the log."""
         self._effects.append(Log(text))
 
     def warn(self, text: str) -> None:
-        """The same, of what they have to mend."""
+        """Add a warning about something that an operator has to repair."""
         self._effects.append(Log(text, is_warning=True))
 
     def reply(self, worker: Worker, message: m.Reply) -> None:
@@ -59,7 +59,7 @@ class Outbox:
         self.send(worker.session, message)
 
     def remember(self, worker: Worker, message: m.Reply) -> None:
-        """Keep this answer for a request that is sent again: the last ones of a session."""
+        """Keep this answer in case the request is sent again: the last ones of a session are kept."""
         replies = worker.replies
         before = replies.pop(message.request_id, None)
         worker.replies_size_bytes += _size_bytes(message) - (_size_bytes(before) if before is not None else 0)
@@ -70,7 +70,7 @@ class Outbox:
             worker.replies_size_bytes -= _size_bytes(replies.pop(next(iter(replies))))
 
     def answer_again(self, worker: Worker, request_id: int) -> bool:
-        """Whether this request was answered before; the same reply is sent once more."""
+        """Return whether this request was answered before, and send the same reply once more if so."""
         reply = worker.replies.get(request_id)
         if reply is None:
             return False
@@ -89,7 +89,7 @@ class Outbox:
 
 
 def _size_bytes(reply: m.Reply) -> int:
-    """About what it takes to remember it; what it has in common with the records does not count."""
+    """Return about what it takes to keep this reply; what it shares with the records does not count."""
     match reply:
         case m.Granted():
             return 256 + 384 * len(reply.grants)

@@ -1,11 +1,11 @@
-"""What each role may say to the hub, and what follows from it: one table. PURE.
+"""What each role may send to the hub, and how far it counts: one table. PURE.
 
-A publisher decides for all. A reader speaks of itself: it reads, and passes on what publishers have published, or what
-it has made of that. It makes no version, takes none away from others, is no trainer, has a say in its own replica only
-(`state.Worker.group`), and does not speak for operators. An observer looks (`tensorhub status`).
+A publisher decides for all. A reader reports on itself: it reads, and passes on what publishers have published, or what
+it has made of that. It makes no version, takes none away from others, is no trainer, has influence on its own replica
+only (`state.Worker.group`), and does not act for operators. An observer asks for the status (`tensorhub status`).
 
-`believed` is the door: what passes it is what the rest of the hub hears. `standing` says what a reader's word for a
-shard is worth, in every state of the hub.
+Everything that reaches the rest of the hub has passed `believed`. `standing` says how far a reader's report of a shard
+counts, in every state of the hub.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tensorhub_plugins.core.hub.state import Version, Worker
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Role, ShardKey
 
-# all: it counts as it is said. own: only what it says of its own worker counts, see `_own`. never: it is refused.
+# all: it counts as it was sent. own: only what it says of its own worker counts, see `_own`. never: it is refused.
 Right: TypeAlias = Literal["all", "own", "never"]
 
 OF_READERS: Mapping[type[m.ClientMessage], Right] = {
@@ -45,7 +45,7 @@ OF_READERS: Mapping[type[m.ClientMessage], Right] = {
 
 
 def right(role: Role, kind: type[m.ClientMessage]) -> Right:
-    """The table: what the messages of this kind are worth that this role sends."""
+    """Return how far messages of this kind count when this role sends them."""
     match role:
         case "publisher":
             return "all"
@@ -57,7 +57,7 @@ def right(role: Role, kind: type[m.ClientMessage]) -> Right:
             assert_never(role)
 
 
-# What only publishers and operators decide, and what stands in its place when a reader says it.
+# What only publishers and operators decide, and the value that replaces it when a reader sends it.
 DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
     "retain_newest": None,
     "retain_domains": 1,
@@ -69,7 +69,7 @@ DECIDED_BY_PUBLISHERS: Mapping[str, object] = {
 
 
 def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str | None:
-    """Why this message is not carried out; None: it is. worker: whose session it names."""
+    """Return why this message is not carried out; None: it is. worker: the one whose session it names."""
     what = type(message).__name__
     if right(role, type(message)) == "never":
         if role == "reader":
@@ -101,7 +101,7 @@ def senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
 
 
 def believed(role: Role, message: m.ClientMessage) -> m.ClientMessage:
-    """What of this message, which is not refused, counts."""
+    """Return the part that counts of this message, which is not refused."""
     return _own(message) if right(role, type(message)) == "own" else message
 
 
@@ -114,25 +114,25 @@ def _own(message: m.ClientMessage) -> m.ClientMessage:
             return msgspec.structs.replace(message, holding=_passed_on(message.holding))
         case m.Release():
             return msgspec.structs.replace(message, refused=False)  # it ends nobody sooner
-        case _:  # says nothing but what its own worker has, reads and wants
+        case _:  # it contains only what its own worker has, reads and wants
             return message
 
 
 def _passed_on(holding: m.Holding) -> m.Holding:
-    """A reader has no checkpoint but one that it has read; what it converts it has made itself."""
+    """Return the holding with its true origin: a reader has read its checkpoint, and made what it converted."""
     is_read = holding.key.layout == CHECKPOINT and holding.origin != "replicated"
     return msgspec.structs.replace(holding, origin="replicated") if is_read else holding
 
 
 # counts: it holds the shard, and is read from. aside: kept, and without any effect, until a publisher has named the
-# version and its bytes. refused: nobody has published that.
+# version and its bytes. refused: no publisher has published that.
 Standing: TypeAlias = Literal["counts", "aside", "refused"]
 
 
 def standing(role: Role, key: ShardKey, version: Version | None, *, recovering: bool, is_new: bool) -> Standing:
-    """What a worker's word that it holds this shard is worth. version: as publishers have made it known, if they have.
-    recovering: the hub was started a moment ago, and who published may still have to say so. is_new: it has just got
-    the shard (a Publish), and does not only remind of it (a Hello)."""
+    """Return how far a worker's report that it holds this shard counts. version: as publishers have named it, if they
+    have. recovering: the hub was started a moment ago, and publishers may still have to report. is_new: it has just
+    received the shard (a Publish), and does not only repeat it (a Hello)."""
     if role != "reader":
         return "counts"
     at = key.layout, key.shard_count, key.shard
@@ -142,7 +142,7 @@ def standing(role: Role, key: ShardKey, version: Version | None, *, recovering: 
 
 
 def nobody_has_published(key: ShardKey) -> str:
-    """The refusal that goes with `standing`."""
+    """Return the refusal that goes with `standing`."""
     return (
         f"a reader's key passes on what a publisher has published, and {key} is not that: publish with the run's secret"
     )

@@ -1,4 +1,4 @@
-"""What workers hold: when a version becomes visible, which copies must stay, and when one is given up. PURE.
+"""What workers hold: when a version becomes visible, which copies must stay, and when one may go. PURE.
 
 Rules 1 (unpublish), 2 (atomic visibility) and 4 (retention) of `hub.py`.
 """
@@ -30,25 +30,25 @@ from tensorhub_plugins.core.types import (
 )
 
 SPENDERS_NAMED_MAX = 3
-WITHDRAWN_KEPT_MAX = 256  # per session: shards whose late Publish must not bring them back
+WITHDRAWN_KEPT_MAX = 256  # per session: unpublished shards, which a late Publish must not bring back
 
 
 class Publishing:
-    """What is published, retained and given up."""
+    """The handler of what is published, retained and unpublished."""
 
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry = registry
         self._outbox = outbox
 
-    # --- a shard is there ---
+    # --- a shard is published ---
 
     def publish(self, worker: Worker, request_id: int, announced: m.Holding, now: float) -> None:
-        """Answer a Publish: what the worker holds is recorded, or the request refused."""
+        """Answer a Publish: record what the worker holds, or refuse the request."""
         if request_id < worker.withdrawn.get(announced.key, 0):  # overtaken on the way by its own Unpublish
             self._outbox.reply(worker, m.Done(request_id))
             return
         if self._may_be_taken(worker, announced, now):
-            return  # it is asked again at its next heartbeat
+            return  # it is sent again with the next heartbeat
         if problem := self.is_of_the_past(worker, announced):
             self._outbox.refuse(worker, request_id, "Superseded", problem)
             return
@@ -63,8 +63,8 @@ class Publishing:
             self._outbox.reply(worker, m.Done(request_id))
 
     def _may_be_taken(self, worker: Worker, announced: m.Holding, now: float) -> bool:
-        """Return whether a version of this number was seen whose holder may still say Hello with other bytes. A
-        reader's key bars no trainer."""
+        """Return whether a version of this number was seen whose holder may still send a Hello with other bytes. What a
+        reader's key has seen does not block a trainer."""
         key, history = announced.key, worker.history
         if not self._registry.recovering(now) or announced.origin == "replicated" or key.layout != CHECKPOINT:
             return False
@@ -74,7 +74,7 @@ class Publishing:
         return any(w.seen_version >= key.version for w in history.workers.values() if w.role != "reader")
 
     def _look_at_budget(self, history: History) -> None:
-        """Who exceeds it is said once, until it was kept again. Nothing is refused: a trainer must go on."""
+        """Log once who exceeds the budget, until it is kept again. Refuse nothing: a trainer must go on."""
         most = self._registry.limits.published_bytes_max
         was_over, history.is_over_budget = history.is_over_budget, 0 < most < history.published_size_bytes
         if was_over or not history.is_over_budget:
@@ -86,8 +86,8 @@ class Publishing:
         )
 
     def is_of_the_past(self, worker: Worker, announced: m.Holding) -> str | None:
-        """What former attempts have made may be passed on as far as it counts; nothing is added to it. Nor does anybody
-        add to what the newest one makes who has not begun it."""
+        """Return why this may not be added to a former attempt, of which only what counts may be passed on, or to the
+        newest one by a worker that has not begun it; None: it may be added."""
         number, history = announced.key.version, worker.history
         newest = history.directive.attempts[-1] if history.directive.attempts else None
         if announced.origin == "replicated" or announced.key in worker.holdings or newest is None:
@@ -107,7 +107,7 @@ class Publishing:
         )
 
     def cannot_be_new(self, worker: Worker, announced: m.Holding) -> str | None:
-        """A worker that has just read a withdrawn version holds it, and says so; but it cannot be published again."""
+        """Return why a withdrawn version cannot be published again; a worker that has just read it may report it."""
         number = announced.key.version
         if number not in worker.history.withdrawn or announced.origin == "replicated":
             return None
@@ -155,7 +155,7 @@ class Publishing:
         return None
 
     def _shows(self, version: Version, mine: Holding) -> bool:
-        """Whether the version is visible from now on. What a reader has converted is no evidence of it."""
+        """Return whether this holding makes the version visible. What a reader has converted does not."""
         worker, key = mine.worker, mine.key
         if not mine.complete or worker.history.is_over(key.version):
             return False
@@ -164,7 +164,7 @@ class Publishing:
         return mine.origin == "replicated" or self.replica_is_whole(version, worker, key)
 
     def _waits(self, worker: Worker, announced: m.Holding, as_of: int, offered: int, now: float) -> bool:
-        """Whether a publisher has to name this first, or has named other bytes; it is kept aside for so long."""
+        """Return whether this is kept aside until a publisher names it: none has, or one named other bytes."""
         key = announced.key
         if worker.role != "reader" or key in worker.holdings:
             return False
@@ -182,7 +182,7 @@ class Publishing:
         return standing(worker.role, key, known, recovering=recovering, is_new=bool(offered))
 
     def _take_in(self, history: History, version: Version, now: float) -> None:
-        """A publisher has named this version: what readers have said of it before counts where it is the same."""
+        """Record what readers have reported of a version before a publisher named it, where it is the same."""
         for worker in list(history.aside.get(version.number, {}).values()):
             for said in [said for key, said in worker.aside.items() if key.version == version.number]:
                 self.hold(worker, said.holding, now, as_of=said.as_of, offered=said.offered)
@@ -207,7 +207,7 @@ class Publishing:
         return None
 
     def _is_too_much(self, worker: Worker, key: ShardKey) -> str | None:
-        """Why this reader may hold no more."""
+        """Return why this reader may hold no more; None: it may."""
         if self._registry.readers_records >= self._registry.readers_records_max:
             return f"workers with a reader's key have {self._registry.readers_records} shards, and may have no more"
         if key.layout in worker.layouts or len(worker.layouts) < LAYOUTS_PER_READER_MAX:
@@ -215,7 +215,7 @@ class Publishing:
         return f"more than {LAYOUTS_PER_READER_MAX} layouts of one worker with a reader's key"
 
     def replica_is_whole(self, version: Version, worker: Worker, key: ShardKey) -> bool:
-        """Rule 2: whether worker's replica by itself holds every shard."""
+        """Return whether worker's replica by itself holds every shard (rule 2)."""
         return version.copies.replica_has_all(key.layout, key.shard_count, worker.group)
 
     def _show(self, history: History, version: Version) -> None:
@@ -225,7 +225,7 @@ class Publishing:
         self._outbox.log(f"{history.name}: version {version_text(version.number)} is visible")
 
     def lose_versions(self, history: History, numbers: Iterable[int], now: float) -> None:
-        """Those of them that are not visible any more, because no worker holds them."""
+        """Make those of these versions invisible that no worker holds any more."""
         if self._registry.recovering(now):
             return
         for number in numbers:
@@ -242,9 +242,9 @@ class Publishing:
     # --- a shard is doubted ---
 
     def doubt(self, lease: Lease, shard: int, segments: tuple[int, ...], now: float) -> None:
-        """A reader got other bytes than were published. Who sent them is told, and compares its own with their digests:
-        a reader alone, which may lie or sit behind a broken wire, withdraws nobody's copy. Its word is passed on once
-        in DOUBT_AGAIN_S."""
+        """Handle the report of a reader that got other bytes than were published. Its source is notified, and compares
+        its bytes with their digests: one reader, which may lie or be behind a broken link, withdraws no copy of others.
+        Pass its report on once in DOUBT_AGAIN_S."""
         source, key = self._registry.workers.get(lease.sources.get(shard, b"")), lease.key(shard)
         if source is None:
             return
@@ -262,22 +262,22 @@ class Publishing:
         source.doubts[doubt] = now
         self._outbox.send(source.session, m.Alive(doubted=(key, segments)))
 
-    # --- a shard is given up ---
+    # --- a shard is unpublished ---
 
     def begin_unpublish(self, worker: Worker, unpublish: m.Unpublish) -> None:
-        """From now on no new lease is given on these shards."""
+        """Grant no new lease on these shards from now on."""
         for held in self._given_up(worker, unpublish):
             held.unpublishing, held.must_retain = unpublish.request_id, False
             worker.history.versions[held.key.version].may_be_lost = True
             self._registry.refresh_candidate(worker, held.key)
 
     def try_unpublish(self, pending: Pending, unpublish: m.Unpublish, now: float) -> m.Reply | None:
-        """The answer once the last reader has left, or at the deadline; None: not yet."""
+        """Return the answer once the last reader has left, or at the deadline; None: not yet."""
         worker = pending.worker
         holdings = self._given_up(worker, unpublish)
         leases = _leases_on(worker, {h.key for h in holdings})
         if not unpublish.gone:
-            # Rule 6: others may still have to say that they read it or hold it, or how many are retained.
+            # Rule 6: others may still have to report that they read it or hold it, or how many are retained.
             recovering = self._registry.recovering(now)
             if recovering and now < pending.deadline:
                 return None
@@ -296,26 +296,26 @@ class Publishing:
         return m.Unpublished(unpublish.request_id, cut_off)
 
     def retain(self, worker: Worker, unpublish: m.Unpublish) -> m.Unpublished:
-        """The worker keeps what it wanted to give up."""
+        """Make the worker keep what it wanted to unpublish."""
         for h in self._given_up(worker, unpublish):
             h.unpublishing, h.must_retain = None, True
             self._registry.refresh_candidate(worker, h.key)
         return m.Unpublished(unpublish.request_id, must_retain=True)
 
     def _given_up(self, worker: Worker, unpublish: m.Unpublish) -> list[Holding]:
-        """Not what it has begun to offer since, under the same name."""
-        held = (worker.holdings.get(key) for key in dict.fromkeys(unpublish.keys))  # one that comes twice is one
+        """Return the holdings to unpublish, without those that were offered again since under the same name."""
+        held = (worker.holdings.get(key) for key in dict.fromkeys(unpublish.keys))  # a key that comes twice counts once
         return [h for h in held if h is not None and h.offered < unpublish.request_id]
 
     def _must_stay(self, history: History, leaving: list[Holding]) -> bool:
-        """Rule 4: whether giving these up would lose a retained version."""
+        """Return whether removing these would lose a retained version (rule 4)."""
         retained = history.retained()
         if any(h.key.version in retained and self.is_last_copy(history, h, each) for h, each in _alike(leaving)):
             return True
         return any(h.complete and h.key.version in retained and needs_its_domain(h) for h in leaving)
 
     def is_last_copy(self, history: History, holding: Holding, leaving: list[Holding]) -> bool:
-        """Rule 4: whether giving these up would lose their version, or its universal checkpoint layout."""
+        """Return whether removing these would lose their version, or its universal checkpoint layout (rule 4)."""
         copies = history.versions[holding.key.version].copies
         without = [h.key for h in leaving if h.counted.stays]
         if holding.key.layout == CHECKPOINT:
@@ -323,7 +323,7 @@ class Publishing:
         return not copies.is_held(without=without)
 
     def spare_copies(self, worker: Worker) -> tuple[ShardKey, ...]:
-        """Copies that had to be retained and are not the last ones any more."""
+        """Return the copies that had to be retained and are not the last ones any more."""
         kept = [h for h in worker.holdings.values() if h.must_retain]
         if not kept:
             return ()
@@ -336,7 +336,7 @@ class Publishing:
 
 
 def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
-    """Why this cannot be that version's shard; None: it is from now on, if nobody has said so before."""
+    """Return why this cannot be that version's shard; None: it can, and defines the shard if it is the first."""
     key, history = announced.key, worker.history
     version = history.version(key.version)
     shard, said = (key.layout, key.shard_count, key.shard), (announced.root, announced.size_bytes)
@@ -361,18 +361,18 @@ def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
 
 
 def _other_cut(history: History, version: Version, shard: tuple[str, int, int]) -> int:
-    """In how many shards this checkpoint was published that others may have had, if not in so many as this one is of:
-    whether the bytes are the same nobody can tell. 0: it is new."""
+    """Return in how many shards this checkpoint was published that others may have read, if in another number than this
+    one: nobody can tell whether the bytes are the same. 0: there is no conflict."""
     layout, count, _ = shard
     if layout != CHECKPOINT:
-        return 0  # what is made of it is each engine's own
+        return 0  # each engine converts into a layout of its own
     had = (each for each in version.contents if version.was_visible and each not in version.by_readers)
     cuts = (of for name, of, _ in chain(history.roots.get(version.number, ()), had) if name == CHECKPOINT)
     return next((of for of in cuts if of != count), 0)
 
 
 def spenders(history: History) -> list[tuple[str, int, int]]:
-    """Who holds the most of what it has published: name, bytes and number of versions, the first few."""
+    """Return the workers that hold most of what they published, a few: name, bytes and number of versions."""
     most = sorted(history.workers.values(), key=lambda worker: -worker.published_size_bytes)[:SPENDERS_NAMED_MAX]
     return [
         (w.name, w.published_size_bytes, len({k.version for k, h in w.holdings.items() if h.is_published}))
@@ -382,8 +382,8 @@ def spenders(history: History) -> list[tuple[str, int, int]]:
 
 
 def too_far_ahead(history: History, number: int) -> str | None:
-    """Why this version cannot follow the newest one; None: it can. One that is far too high (a time, a hash, a slip)
-    would be "latest" for good, and readers that have seen it would take no other."""
+    """Return why this version cannot follow the newest one; None: it can. One that is far too high (a time, a hash, a
+    slip) would be "latest" for good, and readers that have seen it would take no other."""
     newest = history.newest_visible
     known = step_of(newest) if attempt_of(newest) == attempt_of(number) else 0
     known = max([known, *(begun.step for begun in history.directive.attempts if begun.number == attempt_of(number))])
@@ -396,7 +396,7 @@ def too_far_ahead(history: History, number: int) -> str | None:
 
 
 def _alike(holdings: list[Holding]) -> Iterator[tuple[Holding, list[Holding]]]:
-    """Of the complete ones, each that `is_last_copy` has to be asked of, and what leaves with it of its version."""
+    """Yield each complete holding to check with `is_last_copy`, and what leaves with it of its version."""
     by_version: dict[int, list[Holding]] = {}
     for h in holdings:
         by_version.setdefault(h.key.version, []).append(h)
@@ -407,7 +407,7 @@ def _alike(holdings: list[Holding]) -> Iterator[tuple[Holding, list[Holding]]]:
 
 
 def _leases_on(worker: Worker, keys: set[ShardKey]) -> list[Lease]:
-    """Those that read any of these shards from this worker."""
+    """Return the leases that read any of these shards from this worker."""
     return [
         lease
         for lease in worker.readers.values()

@@ -1,7 +1,7 @@
 """Acquire: which version a reader gets, in which layout, from which sources. PURE.
 
-`try_acquire` is the way of one request: resolve "latest" for its replica (rule 2), find a source for each shard that it
-needs, and grant the lease; with it goes the promise to convert, when no worker has the layout that the reader wants.
+`try_acquire` handles one request: it resolves "latest" for its replica (rule 2), finds a source for each shard that it
+needs, and grants the lease; with it the reader claims the conversion, when no worker has the layout that it wants.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tensorhub_plugins.core.types import CHECKPOINT, FAR, HOST, ShardKey, distan
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A source for every shard that the reader needs of this layout."""
+    """The sources of every shard that the reader needs of this layout."""
 
     layout: str
     shard_count: int
     sources: dict[int, Worker]
-    converts: bool  # the reader is to make of it the layout that it asked for first
+    converts: bool  # the reader is to convert it to the layout that it asked for first
 
 
 class Reading:
-    """Which source a reader is given, and who converts what nobody has."""
+    """The handler of reads: which sources a reader gets, and which reader converts a layout that no worker has."""
 
     def __init__(self, registry: Registry, lease_key: bytes = b"") -> None:
         self._registry = registry
         self._lease_key = lease_key
 
     def try_acquire(self, pending: Pending, acquire: m.Acquire, now: float) -> m.Reply | None:
-        """Sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
+        """Return sources for this reader; None: not yet. Refused at the deadline, or when the version is gone."""
         history = pending.worker.history
         number = acquire.version or self.resolve_latest(pending, acquire, now)
         if isinstance(number, m.Refused):
@@ -56,7 +56,7 @@ class Reading:
     # --- which version ---
 
     def resolve_latest(self, pending: Pending, acquire: m.Acquire, now: float) -> int | m.Refused:
-        """Rule 2: one version for all shards of the reading replica; 0 when there is none yet."""
+        """Return one version for all shards of the reading replica (rule 2); 0 when there is none yet."""
         worker, history = pending.worker, pending.worker.history
         if history.is_visible(pending.version):
             return pending.version
@@ -64,11 +64,11 @@ class Reading:
         if worker.is_replaced and shard_count > 1:
             return self._was_replaced(worker, acquire)
         if len({w.hello.shard for w in history.members(worker)}) < shard_count:
-            return 0  # the one we do not know may have been answered already, by a hub that was restarted since
+            return 0  # an unknown one may have been answered already, before the hub was restarted
         at_least = max(history.floor(acquire.at_least), history.floor(worker.seen_version))
         group = history.group(worker)
         if group.has_refused(shard, worker.session, acquire.request_id):
-            return self._refusal(worker, acquire)  # what they have agreed on since stays
+            return self._refusal(worker, acquire)  # what the others have agreed on since stays
         if group.version and shard_count > 1 and (shard not in group.notified_shards or pending.version):
             too_old = group.version < at_least and group.version != history.directive.pin
             if too_old or not history.is_visible(group.version):
@@ -82,12 +82,12 @@ class Reading:
         return group.version
 
     def _was_replaced(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
-        """What a dead process has sent must not speak for its replica."""
+        """Refuse a request of a dead process, which must not speak for its replica."""
         text = f"another process has said Hello as {worker.name} since: only the newest one may read the latest"
         return m.Refused(acquire.request_id, "UsageError", text)
 
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
-        """What the other shards of its replica took as the latest is none for this one: let them agree anew."""
+        """Refuse the version that the other shards took as the latest, and make them all agree anew."""
         refusal = self._refusal(worker, acquire)
         worker.history.group(worker).refuse(worker.hello.shard, worker.session, acquire.request_id)
         return refusal
@@ -101,10 +101,10 @@ class Reading:
         )
         return m.Refused(acquire.request_id, "VersionGone", text)
 
-    # --- from whom ---
+    # --- from which sources ---
 
     def find_sources(self, pending: Pending, acquire: m.Acquire, version: Version, now: float) -> Found | None:
-        """In the first layout that can be had now; None: in none, or it is better to wait for a conversion."""
+        """Return sources in the first layout available now; None: none is, or a conversion is worth waiting for."""
         worker = pending.worker
         for layout in acquire.layouts:
             converts = acquire.claim and layout != acquire.layouts[0]
@@ -125,7 +125,7 @@ class Reading:
     def _choose_all(
         self, worker: Worker, acquire: m.Acquire, version: Version, keys: list[ShardKey]
     ) -> dict[int, Worker] | None:
-        """A source for each of these shards, or None."""
+        """Return a source for each of these shards, or None."""
         sources: dict[int, Worker] = {}
         for key in keys:
             choice = selection.choose(self._question(worker, acquire, key), version)
@@ -147,7 +147,7 @@ class Reading:
         )
 
     def _only_excluded_are_left(self, worker: Worker, acquire: m.Acquire, version: Version, now: float) -> bool:
-        """Whether this reader can wait as long as it likes: nobody else has a shard that it needs, or is to make it."""
+        """Return whether waiting is useless: no other worker has a shard that it needs, or is to make it."""
         if not acquire.exclude or acquire.beside or self._registry.recovering(now):
             return False
 
@@ -166,12 +166,12 @@ class Reading:
                     return False
         return True
 
-    # --- who converts ---
+    # --- which reader converts ---
 
     def is_converted_elsewhere(
         self, version: Version, worker: Worker, layout: str, exclude: tuple[bytes, ...] = ()
     ) -> bool:
-        """Whether another worker is expected to publish this layout of the version."""
+        """Return whether another worker is expected to publish this layout of the version."""
         # One replica converts all its shards. If the first shard were claimed by one replica and the second by another,
         # each would wait for the other: none can install, and so convert, before all its own workers are ready.
         mine = _claim_key(version, worker, layout)
@@ -180,7 +180,7 @@ class Reading:
             same = (key.layout, key.shard_count) == (mine.layout, mine.shard_count)
             if claim.is_waited_for and ((key == mine and claim.worker is not worker) or (others and same)):
                 return True
-        # all its holders may be busy, or on their way: that is still cheaper than to convert again
+        # all its holders may be busy, or still reading it: waiting is still cheaper than to convert again
         return layout != CHECKPOINT and any(
             h.unpublishing is None
             and h.worker is not worker
@@ -190,8 +190,8 @@ class Reading:
         )
 
     def _gives_way(self, pending: Pending, acquire: m.Acquire, now: float) -> bool:
-        """Whether another engine of this host, which converted the last version, is still waited for to do so again: it
-        has the memory for it."""
+        """Return whether to wait for another engine of this host, which converted the last version and has the memory
+        for it, to do so again."""
         worker, mine = pending.worker, pending.worker.hello
         last = worker.history.converters.get((acquire.layouts[0], mine.shard_count), mine.replica)
         others = {} if last == mine.replica else worker.history.replicas.get(last, {})
@@ -267,7 +267,7 @@ class Reading:
         )
 
     def _refuse(self, pending: Pending, acquire: m.Acquire, number: int, now: float) -> m.Refused | None:
-        """Why there is nothing to grant, once that is sure: for good, or because the deadline has passed."""
+        """Return why there is nothing to grant, once that is certain: for good, or because the deadline has passed."""
         worker, history = pending.worker, pending.worker.history
         visible = number != 0 and history.is_visible(number)
         if visible and self._only_excluded_are_left(worker, acquire, history.versions[number], now):
@@ -288,7 +288,7 @@ class Reading:
 
 
 def _endpoints_for(reader: Worker, source: Worker) -> dict[str, str]:
-    """Where this reader may come in: what asks for TLS between data centres is not read by one that has none."""
+    """Return where this reader may connect: without TLS it gets nothing from a source that requires it."""
     endpoints = source.hello.endpoints
     if source.hello.tls_only and distance(reader.hello.location, source.hello.location) == FAR:
         return {name: endpoint for name, endpoint in endpoints.items() if name == "tls"}
@@ -301,7 +301,7 @@ def _too_many(acquire: m.Acquire, found: Found) -> m.Refused:
 
 
 def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: int) -> tuple[int, ...]:
-    """Of this layout in so many shards; none: the reader cannot use it."""
+    """Return the shards of this layout, in so many, that the reader needs; none: it cannot use the layout."""
     if layout != CHECKPOINT and shard_count != worker.hello.shard_count:
         return ()
     if acquire.shards and (layout, shard_count) == (acquire.shards_layout, acquire.shard_count):
@@ -310,7 +310,7 @@ def shards_needed(worker: Worker, acquire: m.Acquire, layout: str, shard_count: 
 
 
 def _ends_at(pending: Pending, acquire: m.Acquire) -> float:
-    """When the reader will have read: where that follows from the size, no later than any lease."""
+    """Return when the read has ended; infinity, where that follows from the size: only the lease's bound counts."""
     return float("inf") if acquire.grows else pending.deadline
 
 

@@ -1,9 +1,8 @@
 """All records of the hub, in every index in which they are looked up. PURE, and it sends nothing.
 
-A holding, lease, claim or request is in several places: with its worker, with its version, among the candidates a
-reader may be given (`Sources`), in a queue of requests that wait. Each method here changes all of them together, and
-marks what may have become possible (`waiters`) for the hub to act on afterwards. `report.validate` states what is then
-true.
+A holding, lease, claim or request is in several indexes: of its worker, of its version, of the candidates a reader may
+be given (`Sources`), of the requests that wait. Each method here changes all of them together, and marks what may have
+become possible (`waiters`) for the hub to act on afterwards. `report.validate` states the invariants that hold then.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ from tensorhub_plugins.core.security.leases import name_of
 from tensorhub_plugins.core.types import FAR, HOST, ShardKey, distance
 
 Key = TypeVar("Key")
-Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  # of what has a timer; None: recovery
-CONVERTERS_MAX = 64  # layouts of one model of which it is known who converts
-LEASE_BOUNDS_KEPT_MAX = 2048  # of a session, twice the leases that it may have
-TIMERS_KEPT_MIN = 1024  # beyond that, as many as twice those that are true
-REFUSED_HEARTBEATS = 3  # of a worker, where nobody listens at its address any more
-OWED_MAX = 2  # claims of readers' keys on a layout that may bring nothing, one after the other
-OWED_TIMES = 10  # as long as such a claim was waited for no other one is
-UNUSED_HEARTBEATS = 10  # a segment takes less, and who wants memory first can read elsewhere
-TIMER_STEP_S = 0.005  # deadlines are kept as exactly as that
-DEAF_KEPT_MAX = 32  # times that the hub was stopped; who was silent before the first of them is given up sooner
-VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer questions about them
+Reference: TypeAlias = "weakref.ref[Worker | Lease | Pending | Claim] | None"  # to what has a timer; None: recovery
+CONVERTERS_MAX = 64  # layouts of one model whose last converter is remembered
+LEASE_BOUNDS_KEPT_MAX = 2048  # per session, twice the leases that it may have
+TIMERS_KEPT_MIN = 1024  # beyond that, at most twice those that are current
+REFUSED_HEARTBEATS = 3  # of silence, of a worker whose address refuses connections
+OWED_MAX = 2  # successive claims of readers' keys on a layout that may fail
+OWED_TIMES = 10  # for so many times the duration of such a claim, no other one is waited for
+UNUSED_HEARTBEATS = 10  # a segment takes less, and a reader that first needs memory can read elsewhere
+TIMER_STEP_S = 0.005  # the resolution of deadlines
+DEAF_KEPT_MAX = 32  # times that the hub stood still; silence before the first of them is counted in full
+VERSIONS_REMEMBERED_MAX = 1024  # invisible or lost versions that are kept only to answer requests about them
 
 
 def _count(lease: Lease, key: ShardKey, change: int) -> None:
-    """Its reader reads this shard under one lease more or less."""
+    """Count one lease more or less under which its reader reads this shard."""
     for counter in (lease.reader.reading, lease.reader.passing_on)[: 1 + lease.serves]:
         _add(counter, key, change)
 
 
 def _add(counter: Counter[Key], key: Key, change: int) -> None:
-    """Without what is zero."""
+    """Change a counter, and drop the key when it is zero."""
     counter[key] += change
     if not counter[key]:
         del counter[key]
@@ -76,19 +75,19 @@ def _beside(claim: Claim) -> Iterator[Claim]:
 
 
 def checksum_of(worker: Worker) -> int:
-    """`messages.holdings_checksum` of all that this worker says it holds."""
+    """Return `messages.holdings_checksum` of all that this worker reports to hold."""
     held = {key: h.complete for key, h in worker.holdings.items()}
     aside = {key: said.holding.complete for key, said in worker.aside.items()}
     return m.holdings_checksum((held | aside).items())
 
 
 def check_of(word: str) -> bytes:
-    """The end of the mark of an attempt that was begun with this word."""
+    """Return the end of the mark of an attempt that was begun with this launch id (`word`)."""
     return zlib.crc32(word.encode()).to_bytes(4, "big")
 
 
 class Registry:
-    """session: of the hub's life; now: its start."""
+    """All records of one hub. session: identifies the hub's incarnation; now: its start."""
 
     def __init__(self, session: bytes, now: float, limits: HubLimits) -> None:
         self.session = session
@@ -102,46 +101,46 @@ class Registry:
         self._timers: list[tuple[float, int, Reference]] = []
         self._timers_set, self._timers_max = 0, TIMERS_KEPT_MIN
         self.readers_records_max = RECORDS_OF_READERS_MAX
-        self.readers_records = 0  # what all workers with a reader's key hold, say that they hold, and read
-        self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # until when the hub heard nobody, seconds
+        self.readers_records = 0  # what workers with a reader's key hold, report and read
+        self._deaf: deque[tuple[float, float]] = deque(maxlen=DEAF_KEPT_MAX)  # end and seconds of each deaf time
 
     def was_deaf(self, seconds: float, now: float) -> None:
-        """For so long, until now, the hub could hear nobody: that is no silence of anybody's."""
+        """Record that the hub could receive nothing for so long, until now: no worker counts as silent for it."""
         self._deaf.append((now, seconds))
         for later in (self.recovered, self.all_silent_are_given_up):
             self.schedule(later, None)
 
     def heard_until(self, since: float, seconds: float) -> float:
-        """When the hub has listened for so many seconds from `since` on."""
+        """Return when the hub has listened for so many seconds from `since` on."""
         return since + seconds + sum(deaf for until, deaf in self._deaf if until > since)
 
     @property
     def recovered(self) -> float:
-        """When all workers that live have said Hello (rule 6)."""
+        """Return when all live workers have sent their Hello (rule 6)."""
         return self.heard_until(self.started, self.limits.grace_s)
 
     def recovering(self, now: float) -> bool:
-        """Within the time in which some workers may not have said Hello yet (rule 6)."""
+        """Return whether some workers may not have sent their Hello yet (rule 6)."""
         return now < self.recovered
 
     @property
     def all_silent_are_given_up(self) -> float:
-        """When a worker that lived before our start, and was not heard since, counts as dead."""
+        """Return when a worker of the time before our start, not heard since, counts as dead."""
         return self.heard_until(self.started, max(self.limits.session_timeout_s, self.limits.grace_s))
 
     def is_ours(self, mark: bytes) -> bool:
-        """Whether this hub, in this life, has begun the attempt of that mark."""
+        """Return whether this incarnation of the hub has begun the attempt of that mark."""
         return mark.startswith(self.session[:8])
 
     def new_mark(self, word: str) -> bytes:
-        """Of an attempt that is begun with this word: no other hub, and no other attempt here, has the same."""
+        """Return the mark of an attempt that is begun with this launch id; it is unique among all hubs."""
         self._marks += 1
         return self.session[:8] + self._marks.to_bytes(4, "big") + check_of(word)
 
     # --- time ---
 
     def schedule(self, when: float, record: Timed) -> None:
-        """`pop_due` returns this record when its time has come, if it is still there."""
+        """Have `pop_due` return this record when its time has come, if it still exists."""
         self._timers_set += 1
         reference = None if record is None else weakref.ref(record)
         heapq.heappush(self._timers, (when, self._timers_set, reference))
@@ -151,24 +150,24 @@ class Registry:
             self._timers_max = max(TIMERS_KEPT_MIN, 2 * len(self._timers))
 
     def schedule_silence(self, worker: Worker) -> None:
-        """When it will have been silent for too long."""
+        """Schedule the time at which it will have been silent for too long."""
         worker.silence_at = self.heard_until(worker.last_heard, self.silence_s(worker)) + TIMER_STEP_S
         self.schedule(worker.silence_at, worker)
 
     def refuses(self, worker: Worker) -> None:
-        """Note that another worker has found it ended: its silence counts as its end sooner."""
+        """Note that another worker has found it ended: it is declared dead after less silence."""
         if not worker.refuses:
             worker.refuses = True
             self.schedule_silence(worker)
 
     def silence_s(self, worker: Worker) -> float:
-        """The seconds of silence after which this worker is given up. The kernel answers for a process that is busy:
-        where nobody listens, or nobody has that number, it has ended, and only a word of its own is worth more."""
+        """Return the seconds of silence after which it is declared dead. The kernel answers for a busy process: where
+        nothing listens, or no process has that number, it has ended, unless it sends a message."""
         most = self.limits.session_timeout_s
         return min(most, REFUSED_HEARTBEATS * self.limits.heartbeat_s) if worker.refuses else most
 
     def pop_due(self, now: float) -> Iterable[Timed]:
-        """The records whose time has come, each once."""
+        """Yield the records whose time has come, each once."""
         while self._timers and self._timers[0][0] <= now:
             _, _, reference = heapq.heappop(self._timers)
             record = None if reference is None else reference()
@@ -176,7 +175,7 @@ class Registry:
                 yield record
 
     def next_timer(self, now: float) -> float:
-        """When `pop_due` has something to return, at the latest in a heartbeat."""
+        """Return when `pop_due` has something to return, at the latest in a heartbeat."""
         latest = now + self.limits.heartbeat_s
         due = self._timers[0][0] if self._timers else latest
         return min(max(due, now + TIMER_STEP_S), latest)
@@ -199,14 +198,14 @@ class Registry:
     # --- workers ---
 
     def history(self, hello: m.Hello) -> History:
-        """The history of this worker's run and model; it is made with its first worker."""
+        """Return the history of this worker's run and model; it is made with its first worker."""
         history = self.histories.get((hello.run, hello.model))
         if history is None:
             history = self.histories[hello.run, hello.model] = History(hello.run, hello.model)
         return history
 
     def add_worker(self, worker: Worker) -> None:
-        """A session said Hello."""
+        """Add the worker of a session that has sent its Hello."""
         session, hello, history = worker.session, worker.hello, worker.history
         for other in history.replicas.get(hello.replica, {}).values():
             if other.hello.shard == hello.shard and worker.is_zombie and not other.is_zombie:
@@ -214,8 +213,8 @@ class Registry:
             elif other.hello.shard == hello.shard:  # the replica starts again: so do its generations of "latest"
                 other.is_replaced = True
                 history.group(other).forget_version()
-                for pending in list(other.pending.values()):  # asked by its former life
-                    if not isinstance(pending.message, m.Unpublish):  # which is about what it holds still
+                for pending in list(other.pending.values()):  # requests of its former incarnation
+                    if not isinstance(pending.message, m.Unpublish):  # these concern what it still holds
                         self.waiters.remove(pending)
         for lease in history.leases_on_unknown_sources.pop(session, {}).values():
             self.attach_reader(worker, lease)
@@ -245,7 +244,7 @@ class Registry:
         replica.pop(worker.session)
         left = [other for other in replica.values() if other.hello.shard == worker.hello.shard]
         if left and all(other.is_replaced for other in left):
-            left[-1].is_replaced = False  # who took its place has gone before it
+            left[-1].is_replaced = False  # its replacement has gone before it
             history.group(left[-1]).forget_version()
         mates = [other for other in replica.values() if other.group == worker.group]
         if not mates:
@@ -256,18 +255,18 @@ class Registry:
             del history.replicas[worker.hello.replica]
         for key in list(worker.depth):
             self.refresh_candidate(worker, key)
-        self.waiters.mark_all_ready(history.beginning.values())  # it may have been the trainer before
+        self.waiters.mark_all_ready(history.beginning.values())  # it may have been the previous trainer
         self.waiters.mark_dirty(history)
 
     def has_replica(self, hello: m.Hello) -> bool:
-        """Whether a worker of this replica is known."""
+        """Return whether a worker of this replica is known."""
         history = self.histories.get((hello.run, hello.model))
         return history is not None and hello.replica in history.replicas
 
     # --- holdings ---
 
     def add_holding(self, holding: Holding, version: Version) -> None:
-        """A worker has a shard, or begins to read it."""
+        """Add a shard that a worker has, or begins to read."""
         worker, key = holding.worker, holding.key
         self._count_record(worker, 1, key.layout)
         worker.holdings[key] = holding
@@ -276,7 +275,7 @@ class Registry:
         self.count_copy(holding)
 
     def count_copy(self, holding: Holding | None, *, held: bool = True) -> None:
-        """After it has come, has changed or is to go (held=False)."""
+        """Update the counts after a holding has come, has changed or is to go (held=False)."""
         if holding is None:
             return
         worker, key = holding.worker, holding.key
@@ -305,7 +304,7 @@ class Registry:
         by_shard[key.shard].pop(worker.session, None)
         if not by_shard[key.shard]:
             del by_shard[key.shard]
-            if not version.was_visible:  # nobody has had it: its number is free
+            if not version.was_visible:  # no worker has read it: its number is free
                 version.contents.pop((key.layout, key.shard_count, key.shard), None)
         if not by_shard:
             del version.holdings[key.layout, key.shard_count]
@@ -314,7 +313,7 @@ class Registry:
         self.refresh_candidate(worker, key)
 
     def refresh_candidate(self, worker: Worker, key: ShardKey) -> None:
-        """Whether this worker may be read from for this shard, and how it compares, after something has changed."""
+        """Update whether this worker may be read from for this shard, and how it ranks, after a change."""
         history = worker.history
         version = history.versions.get(key.version)
         if version is None:
@@ -339,21 +338,21 @@ class Registry:
                 del version.sources[key]
         shard = key.layout, key.shard_count, key.shard
         if shard in version.by_readers and key not in version.sources and not version.holders(key):
-            version.by_readers.discard(shard)  # what is no publisher's word is not remembered
+            version.by_readers.discard(shard)  # only what a publisher has named is remembered
             version.contents.pop(shard, None)
         self.waiters.mark_changed(history, key.version, room=True)
 
     def _count_record(self, worker: Worker, change: int, layout: str = "") -> None:
-        """That this worker has so many more. layout: of what it holds or says that it holds."""
+        """Count so many records more for this worker. layout: the one of a shard that it holds or reports."""
         if worker.role == "reader":
             self.readers_records += change
             if layout:
                 _add(worker.layouts, layout, change)
 
-    # --- what readers say of versions that no publisher has named ---
+    # --- what readers report of versions that no publisher has named ---
 
     def put_aside(self, worker: Worker, key: ShardKey, said: Aside) -> None:
-        """Keep it until one does."""
+        """Keep a reader's report until a publisher names the version."""
         worker.holdings_checksum = 0
         self.take_from_aside(worker, key)
         self._count_record(worker, 1, key.layout)
@@ -361,7 +360,7 @@ class Registry:
         worker.history.aside.setdefault(key.version, {})[worker.session] = worker
 
     def take_from_aside(self, worker: Worker, key: ShardKey) -> Aside | None:
-        """Forget it; None: there is nothing of the kind."""
+        """Forget and return a report that was put aside; None: there is none."""
         said = worker.aside.pop(key, None)
         if said is not None:
             worker.holdings_checksum = 0
@@ -376,7 +375,7 @@ class Registry:
     # --- leases ---
 
     def leases_on(self, worker: Worker, key: ShardKey) -> list[Lease]:
-        """The leases that read this shard from this worker."""
+        """Return the leases that read this shard from this worker."""
         return [
             lease
             for lease in worker.readers.values()
@@ -386,7 +385,7 @@ class Registry:
         ]
 
     def lease_until(self, worker: Worker, request_id: int, wanted: float, now: float) -> float:
-        """When a lease of this request ends: no later than lease_s after it was first heard of, however often a Hello
+        """Return when a lease of this request ends: at most lease_s after it was first known, however often a Hello
         says that there is time left."""
         bounds = worker.lease_bounds
         bound = bounds.setdefault(request_id, Bound(now + self.limits.lease_s, now))
@@ -395,20 +394,20 @@ class Registry:
         return min(wanted, bound.until)
 
     def idle_at(self, lease: Lease) -> float:
-        """When this lease will have brought its reader nothing for too long."""
+        """Return when this lease will have been idle for too long."""
         bound = lease.reader.lease_bounds.get(lease.request_id)
         return lease.deadline if bound is None else self.heard_until(bound.progress_at, self.limits.lease_idle_s)
 
     def renew(self, worker: Worker, progress: Mapping[int, int], now: float) -> None:
-        """How far its reads have come, by request: one that has come further keeps its lease."""
+        """Take the progress of its reads, by request: a lease whose read has advanced is not idle."""
         for request_id in progress.keys() & worker.leases.keys():
             bound = worker.lease_bounds.get(request_id)
             if bound is not None and progress[request_id] > bound.progress:
                 bound.progress, bound.progress_at = progress[request_id], now
 
     def hear_used(self, source: Worker, served: Iterable[str], now: float) -> list[Lease]:
-        """A source says which leases on it were used; return those that have kept a place there for too long unused.
-        Whoever has a reader's key may say what it likes of its own progress: its sources' word counts."""
+        """Take a source's report of which leases on it were used; return those that kept a slot there unused for too
+        long. The holder of a reader's key may report any progress of its own: what its sources report counts."""
         used, unused = frozenset(served), []
         for lease in source.readers.values():
             if lease.reader.role != "reader":
@@ -423,7 +422,7 @@ class Registry:
 
     @property
     def unused_s(self) -> float:
-        """Seconds after which an unpublish waits no more for a reader's key that got nothing from that source."""
+        """Return the seconds after which an unpublish ignores a reader's key that got nothing from that source."""
         return UNUSED_HEARTBEATS * self.limits.heartbeat_s
 
     def is_unused(self, lease: Lease, source: Worker, now: float) -> bool:
@@ -432,7 +431,7 @@ class Registry:
         return at is not None and now > self.heard_until(at, self.unused_s)
 
     def add_lease(self, lease: Lease) -> None:
-        """A reader was granted sources."""
+        """Add the lease of a reader that was granted sources."""
         reader, history = lease.reader, lease.reader.history
         before = reader.leases.get(lease.request_id)
         if before is not None:  # a Hello that names a number twice
@@ -453,7 +452,7 @@ class Registry:
             self.refresh_candidate(reader, key)
 
     def _attach(self, lease: Lease, session: bytes) -> None:
-        """To a source, which may not have said Hello since the hub's restart."""
+        """Attach a lease to a source, which may not have sent its Hello since the hub's restart."""
         history = lease.reader.history
         source = history.workers.get(session)
         if source is not None:
@@ -463,7 +462,7 @@ class Registry:
             unknown[lease.reader.session, lease.request_id] = lease
 
     def attach_reader(self, source: Worker, lease: Lease) -> None:
-        """This source is read from under this lease."""
+        """Note that this source is read from under this lease."""
         reader = lease.reader
         source.readers[reader.session, lease.request_id] = lease
         far = distance(source.hello.location, reader.hello.location)
@@ -474,7 +473,7 @@ class Registry:
         self._refresh_candidates(source)
 
     def detach_reader(self, source: Worker, lease: Lease) -> None:
-        """Its bytes are not read any more under this lease; requests that waited for that are tried again."""
+        """Note that it is not read from any more under this lease; requests that waited for that are tried again."""
         reader = lease.reader
         del source.readers[reader.session, lease.request_id]
         far = distance(source.hello.location, reader.hello.location)
@@ -493,12 +492,12 @@ class Registry:
             self.refresh_candidate(source, key)
 
     def end_lease(self, lease: Lease) -> None:
-        """The reader is done with all of its sources."""
+        """End a lease on all of its sources."""
         for shard in list(lease.sources):
             self.end_lease_shard(lease, shard)
 
     def end_lease_shard(self, lease: Lease, shard: int) -> None:
-        """The reader is done with the source of one shard."""
+        """End a lease on the source of one shard."""
         reader, key = lease.reader, lease.key(shard)
         session = lease.sources.pop(shard, None)
         if session is not None:
@@ -514,7 +513,7 @@ class Registry:
         self.refresh_candidate(reader, key)
 
     def _let_go(self, lease: Lease, key: ShardKey, session: bytes) -> None:
-        """This source is not read from any more for one shard, and perhaps for none."""
+        """Release this source for one shard, and detach it if no other shard is read from it."""
         _count(lease, key, -1)
         _add(lease.shards_of, session, -1)
         if session not in lease.shards_of:
@@ -522,7 +521,7 @@ class Registry:
             self._detach(lease, session)
 
     def _detach(self, lease: Lease, session: bytes) -> None:
-        """From a source, which may not have said Hello since the hub's restart."""
+        """Detach a lease from a source, which may not have sent its Hello since the hub's restart."""
         history, reading = lease.reader.history, (lease.reader.session, lease.request_id)
         source = history.workers.get(session)
         if source is not None and reading in source.readers:
@@ -536,10 +535,10 @@ class Registry:
     # --- claims ---
 
     def add_claim(self, version: Version, worker: Worker, key: ShardKey, now: float, request_id: int = 0) -> None:
-        """A worker is to convert this shard. request_id: the Acquire with which it was given.
+        """Record that a worker is to convert this shard. request_id: the Acquire with which it was assigned.
 
-        Others wait for it. Whoever has a reader's key can claim again and again, under new names, and bring nothing: of
-        a layout, its claims that bring nothing are waited for OWED_MAX times claim_s at once, and a tenth of the time
+        Others wait for it. The holder of a reader's key could claim again and again, under new names, and never
+        publish: failed claims on a layout are waited for OWED_MAX times claim_s at once, and a tenth of the time
         in the long run. Beyond that each engine converts for itself.
         """
         claim = Claim(worker, version, key, now + self.limits.claim_s, request_id)
@@ -553,7 +552,7 @@ class Registry:
         self.schedule(claim.deadline, claim)
 
     def _charge(self, claim: Claim, now: float) -> None:
-        """Once for all shards of its replica, which are to be converted by the same instant."""
+        """Charge once for all shards of its replica, which are to be converted by the same deadline."""
         cut, history, claim_s = (claim.key.layout, claim.key.shard_count), claim.worker.history, self.limits.claim_s
         if (other := next(_beside(claim), None)) is not None:
             claim.is_waited_for, claim.deadline = other.is_waited_for, other.deadline
@@ -567,15 +566,15 @@ class Registry:
         claim.charged_s, owed[cut] = OWED_TIMES * claim_s, until + OWED_TIMES * claim_s
 
     def end_claim(self, worker: Worker, key: ShardKey, now: float, *, converted: bool = False) -> None:
-        """If it is this worker's: the next waiting reader may make it. converted: it has published it."""
+        """End this worker's claim: the next waiting reader may make it. converted: it has published the layout."""
         version = worker.history.versions.get(key.version)
         claim = version.claims.get(key) if version else None
         if claim is None or claim.worker is not worker:
             return
         cut, owed = (key.layout, key.shard_count), worker.history.owed_until
         if claim.charged_s and (other := next(_beside(claim), None)) is not None:
-            other.charged_s = claim.charged_s  # its replica is waited for still
-        elif claim.charged_s and cut in owed:  # it was waited for in vain only as long as it has taken
+            other.charged_s = claim.charged_s  # its replica is still waited for
+        elif claim.charged_s and cut in owed:  # charge only the time that was waited in vain
             owed[cut] -= claim.charged_s if converted else min(claim.charged_s, OWED_TIMES * (claim.deadline - now))
         self.remove_claim(claim)
         if converted:
@@ -586,14 +585,14 @@ class Registry:
                 del last[next(iter(last))]
 
     def remove_claim(self, claim: Claim) -> None:
-        """It has done so, or will not."""
+        """Remove a claim that was fulfilled, or will not be."""
         del claim.version.claims[claim.key], claim.worker.claims[claim.key]
         self.waiters.mark_changed(claim.worker.history, claim.version.number, room=True)
 
     # --- versions ---
 
     def forget_old_versions(self, history: History, numbers: Iterable[int]) -> None:
-        """Drop those of these versions that are over, and the oldest ones beyond VERSIONS_REMEMBERED_MAX."""
+        """Drop those of these versions that are over, and the oldest beyond VERSIONS_REMEMBERED_MAX."""
 
         def idle(number: int) -> bool:
             version = history.versions[number]
@@ -606,7 +605,7 @@ class Registry:
                 history.forget_version(number)
 
     def is_gone(self, history: History, number: int, now: float) -> bool:
-        """Whether this version, which is not visible, will not be (again)."""
+        """Return whether this version, which is not visible, will not be visible (again)."""
         return not self.recovering(now) and number <= history.newest_visible
 
     def forget_history(self, history: History) -> None:

@@ -1,4 +1,4 @@
-"""The hub's state for people, and what must be true of it. PURE."""
+"""The hub's state for operators, and its invariants. PURE."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.protocol.lineage import merged
 from tensorhub_plugins.core.types import ShardKey, VersionInfo, attempt_of, step_of
 
-MODEL_SIZE_BYTES = 16_384  # what is said of any, with the longest names and WITHDRAWN_MAX versions
+MODEL_SIZE_BYTES = 16_384  # of a model's own entry, with the longest names and WITHDRAWN_MAX versions
 Record = TypeVar("Record")
 
 
 def report(registry: Registry, now: float, size_bytes_max: int = ANSWER_SIZE_BYTES_MAX) -> dict[str, object]:
-    """All of the state as plain lists and dicts, for `tensorhub status`. What would be too long is cut: `left_out` says
-    how many entries are missing. Models with a worker that has the run's secret come first, each with its share."""
+    """Return the state as plain lists and dicts, for `tensorhub status`; where truncated, `left_out` says how many
+    entries are missing. Models with a worker that has the run's secret come first; each gets an equal share."""
     own = {h.id for h in registry.histories.values() if any(w.role != "reader" for w in h.workers.values())}
     histories = sorted(registry.histories.values(), key=lambda history: history.id not in own)
     left, models = size_bytes_max, []
@@ -44,7 +44,7 @@ def report(registry: Registry, now: float, size_bytes_max: int = ANSWER_SIZE_BYT
 
 
 def _model(registry: Registry, history: History, now: float, room: Room) -> dict[str, object] | None:
-    """None: there is no room even for its name."""
+    """Return what is reported of one model; None: there is no space even for its name."""
     if not room.takes(MODEL_SIZE_BYTES):
         return None
     room.left_out = 0
@@ -87,7 +87,7 @@ def _model(registry: Registry, history: History, now: float, room: Room) -> dict
 def _some(
     room: Room, records: Iterable[Record], shown: Callable[[Record], dict[str, object]]
 ) -> list[dict[str, object]]:
-    """The first of them, as many as there is room for."""
+    """Return the first of them, as many as there is space for."""
     found: list[dict[str, object]] = []
     for record in records:
         if room.is_full:
@@ -100,7 +100,7 @@ def _some(
 
 
 def _retained(history: History) -> list[Holding]:
-    """Copies that their holders wanted to give up."""
+    """Return the copies that their holders wanted to unpublish."""
     return [h for worker in history.workers.values() for h in worker.holdings.values() if h.must_retain]
 
 
@@ -110,7 +110,7 @@ def _version(info: VersionInfo) -> dict[str, object]:
 
 
 def _number(version: int) -> dict[str, object]:
-    """As workers have it, and as people do."""
+    """Return a version as workers have it, and as users do."""
     return {"version": version, "attempt": attempt_of(version), "step": step_of(version)}
 
 
@@ -147,13 +147,13 @@ def _published_size_bytes(worker: Worker) -> int:
 
 
 def must(holds: object) -> None:
-    """`assert`, under `python -O`, too: the server keeps no records that are not what they must be."""
+    """Assert this, under `python -O`, too: the server keeps no records that are inconsistent."""
     if not holds:
         raise AssertionError("the hub's records are not what they must be")
 
 
 def _validate_copies(version: Version) -> None:
-    """What is counted is what is there."""
+    """Assert that the counts match the holdings."""
     counted = Copies()
     for by_shard in version.holdings.values():
         for holders in by_shard.values():
@@ -164,7 +164,7 @@ def _validate_copies(version: Version) -> None:
 
 
 def _validate_leases(registry: Registry, worker: Worker) -> None:
-    """Those under which it reads, and those under which it is read."""
+    """Assert the invariants of the leases under which it reads, and of those under which it is read."""
     for request, lease in worker.leases.items():
         must(lease.request_id == request and lease.reader is worker and lease.sources)
         must(lease.shards_of == Counter(lease.sources.values()))
@@ -199,7 +199,7 @@ def _validate_worker(registry: Registry, session: bytes, worker: Worker) -> None
 
 
 def validate(registry: Registry) -> None:
-    """Assert what is true between any two calls of handle."""
+    """Assert the invariants that hold between any two calls of handle."""
     for session, worker in registry.workers.items():
         _validate_worker(registry, session, worker)
     readers = [worker for worker in registry.workers.values() if worker.role == "reader"]
@@ -238,6 +238,6 @@ def validate(registry: Registry) -> None:
                 must(all(pending.queue == (number, wait_key) for pending in queue.values()))
         for (session, request), pending in history.waiting.items():
             must(registry.workers[session].pending[request] is pending)
-            # A request that waits is found when what it waits for comes.
+            # A request that waits is in a queue, where it is found when what it waits for comes.
             must(pending.queue is not None or isinstance(pending.message, m.Unpublish))
     registry.uplink.validate()

@@ -18,12 +18,12 @@ from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import FAR, ShardKey, distance
 
 Model = tuple[str, str]  # run and model
-LEASES_PER_SOURCE_MAX = 4  # of one reader: it reads a version or two, and what is converted
-KEPT_FOR_THE_RUN = 4  # one in so many of a source's places, for workers that have the run's secret
+LEASES_PER_SOURCE_MAX = 4  # of one reader: for a version or two, and their converted layouts
+KEPT_FOR_THE_RUN = 4  # one in so many of a source's slots, for workers that have the run's secret
 
 
 class Question(msgspec.Struct, frozen=True):
-    """One shard for one reader, and where the rules look things up."""
+    """A request for the source of one shard for one reader, and what the rules look at."""
 
     reader: Worker
     acquire: m.Acquire
@@ -33,7 +33,7 @@ class Question(msgspec.Struct, frozen=True):
     readers_per_source_max: int
 
     def judge(self, session: bytes, far: int) -> Verdict:
-        """What the rules say of this source, from the reader's distance to it."""
+        """Return the verdict of the rules on this source, at this distance from the reader."""
         source = self.workers[session]
         for applies, verdict in RULES:
             if applies(self, source, far):
@@ -41,18 +41,18 @@ class Question(msgspec.Struct, frozen=True):
         return Verdict.GOOD
 
     def is_complete(self, source: Worker) -> bool:
-        """Whether this source has the whole shard."""
+        """Return whether this source has the whole shard."""
         held = source.holdings.get(self.key)
         return held is not None and held.complete
 
     @property
     def is_for_idle(self) -> bool:
-        """The reader has sources that are fast enough: a further one must have nothing else to do."""
+        """Return whether the reader has fast enough sources, so that a further one must be idle."""
         return bool(self.acquire.beside) and not self.acquire.urgent
 
 
 def choose(question: Question, version: Version) -> Choice:
-    """The best source of this shard for this reader."""
+    """Return the best source of this shard for this reader."""
     sources = version.sources.get(question.key)
     if sources is None:
         return Choice(None)
@@ -63,44 +63,44 @@ def choose(question: Question, version: Version) -> Choice:
 
 
 def is_excluded(question: Question, source: Worker, far: int) -> bool:
-    """The reader itself, what it never wants again, and what it reads from already."""
+    """Return whether it is the reader itself, one that it excludes for good, or one that it reads from already."""
     acquire = question.acquire
     return source is question.reader or source.session in acquire.exclude or source.session in acquire.beside
 
 
 def would_close_a_circle(question: Question, source: Worker, far: int) -> bool:
-    """Rule 3: what still arrives must not come from the reader, over any number of steps."""
+    """Return whether the source still reads and so depends on the reader, over any number of steps (rule 3)."""
     return not question.is_complete(source) and reads_from(source, question.reader, question.workers)
 
 
 def is_not_idle(question: Question, source: Worker, far: int) -> bool:
-    """An idle reader asks only for idle sources that have the whole shard."""
+    """Return whether only idle sources that have the whole shard will do, and this is none."""
     return question.is_for_idle and (bool(source.readers) or not question.is_complete(source))
 
 
 def is_far_without_need(question: Question, source: Worker, far: int) -> bool:
-    """The reader already has a nearby source, or no slow one: do not open a second transfer across the WAN."""
+    """Return whether it is across the WAN while the reader has a nearby source, or no slow one."""
     return far == FAR and (question.is_for_idle or _has_nearby_source(question))
 
 
 def uplink_is_full(question: Question, source: Worker, far: int) -> bool:
-    """Rule 7: no more than so many leases cross into one data centre."""
+    """Return whether as many leases cross into the reader's data centre as may (rule 7)."""
     reader = question.reader
     return far == FAR and not question.uplink.has_room(reader.hello.location.data_center, reader.history.id)
 
 
 def serves_as_many_as_it_may(question: Question, source: Worker, far: int) -> bool:
-    """So many readers at a time, or all of them are slow."""
+    """Return whether it has so many readers that one more would make all of them slow."""
     return len(source.readers) >= question.readers_per_source_max
 
 
 def serves_this_reader_often_enough(question: Question, source: Worker, far: int) -> bool:
-    """No reader takes all the places of a source."""
+    """Return whether this reader has its share of the source's slots."""
     return question.reader.sources[source.session] >= LEASES_PER_SOURCE_MAX
 
 
 def serves_readers_keys_often_enough(question: Question, source: Worker, far: int) -> bool:
-    """Whoever has a reader's key can say Hello as often as it likes: all of them leave places to the run's workers."""
+    """Return whether readers' keys, which can open any number of sessions, have all slots they may have."""
     if question.reader.role != "reader":
         return False
     taken = sum(lease.reader.role == "reader" for lease in source.readers.values())
@@ -108,7 +108,7 @@ def serves_readers_keys_often_enough(question: Question, source: Worker, far: in
 
 
 def has_failed(question: Question, source: Worker, far: int) -> bool:
-    """It failed this reader, or another one and has not been heard since."""
+    """Return whether it failed this reader, or failed another one and has not been heard since."""
     return source.session in question.acquire.avoid or source.suspect
 
 
@@ -132,7 +132,7 @@ def _has_nearby_source(question: Question) -> bool:
 
 
 def reads_from(worker: Worker, reader: Worker, workers: Mapping[bytes, Worker]) -> bool:
-    """Whether worker's own reading depends on reader, over any number of steps, as far as the hub can see.
+    """Return whether worker's own reading depends on reader, over any number of steps, as far as the hub can see.
 
     A source that has not said Hello since the hub's restart may depend on any reader.
     """
@@ -166,7 +166,7 @@ class UplinkBudget:
         self._waiting: dict[str, dict[Model, None]] = {}
 
     def has_room(self, data_center: str, model: Model) -> bool:
-        """Whether one more lease of this model may cross into the data centre."""
+        """Return whether one more lease of this model may cross into the data centre."""
         crossing = self._crossing.get(data_center)
         used, used_by_model = (crossing.total(), crossing[model]) if crossing else (0, 0)
         others = sum(waiting != model for waiting in self._waiting.get(data_center, ()))
@@ -174,29 +174,29 @@ class UplinkBudget:
         return used < self._readers_max and used_by_model < share
 
     def wait(self, data_center: str, model: Model) -> None:
-        """A reader of this model found no room: from now on the others leave it its share."""
+        """Note that a reader of this model found the uplink full: other models then leave it its share."""
         self._waiting.setdefault(data_center, {})[model] = None
 
     def reserve(self, data_center: str, model: Model) -> None:
-        """A lease of this model crosses into the data centre from now on."""
+        """Count a lease of this model that crosses into the data centre from now on."""
         self._crossing.setdefault(data_center, Counter())[model] += 1
 
     def release(self, data_center: str, model: Model) -> list[Model]:
-        """A lease has ended: the models that are to try again."""
+        """Count a lease that has ended; return the models that are to try again."""
         crossing = self._crossing.get(data_center, Counter())
         crossing[model] -= 1
-        if crossing[model] <= 0:  # below: a worker said Hello again from another place
+        if crossing[model] <= 0:  # below: a worker has sent a Hello from another location
             del crossing[model]
         if not crossing:
             self._crossing.pop(data_center, None)
         return list(self._waiting.pop(data_center, {}))
 
     def total(self) -> int:
-        """Leases that cross, into any data centre."""
+        """Return the number of leases that cross, into any data centre."""
         return sum(crossing.total() for crossing in self._crossing.values())
 
     def validate(self) -> None:
-        """Assert what is always true of it. For tests."""
+        """Assert its invariants. For tests."""
         for data_center, crossing in self._crossing.items():
             if min(crossing.values(), default=1) <= 0:
                 raise AssertionError(data_center)

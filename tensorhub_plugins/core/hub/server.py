@@ -1,14 +1,14 @@
 """The hub on the network: a ZeroMQ ROUTER around the pure `Hub`. One thread, no state of its own.
 
-Who may talk: who has the run's secret, or a role's key made from it (../security); where the hub has no secret, anybody
-who can reach the port, which is on loopback then. Still every frame is decoded strictly, sizes are bounded before
+Access needs the run's secret, or a role's key made from it (../security); without a secret, every process that can
+reach the port has access, and the port is on loopback. Still every frame is decoded strictly, sizes are bounded before
 memory is taken, and what is not a message of this protocol gets a typed refusal and a (rate-limited) line in the log.
-What is larger than any message is not even received: ZeroMQ closes that connection. Who a message is from says the
-identity of its connection, which nobody else knows (names.py).
+What is larger than any message is not even received: ZeroMQ closes that connection. The sender of a message is known by
+the identity of its connection, which is secret (names.py).
 
-A fault of ours must not end a run: when the machine fails over a message, it goes on without the session that has sent
-it. Only when its records are not what they must be (report.validate) a new machine takes its place, as if the hub had
-been restarted, and the workers tell it all they know (rule 6).
+A bug of ours must not end a run: when the state machine fails on a message, it goes on without the session that sent
+it. Only when its records are inconsistent (report.validate) is it replaced by a new one, as if the hub had been
+restarted, and the workers report to it all they know (rule 6).
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ from tensorhub_plugins.core.types import Role, printable
 
 log = logging.getLogger("tensorhub.hub")
 
-RECEIVE_QUEUE_MESSAGES_MAX = 32  # per connection; beyond that it is not read from, and TCP makes it wait
-SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; who does not read loses what is beyond
-FAILURES_PER_SESSION_MAX = 3  # over what one session says, before it is not listened to any more
+RECEIVE_QUEUE_MESSAGES_MAX = 32  # per connection; beyond that it is not read, and TCP makes the sender wait
+SEND_QUEUE_MESSAGES_MAX = 512  # per worker, twice what it may ask at once; more is lost if it does not read
+FAILURES_PER_SESSION_MAX = 3  # on messages of one session, before it is barred
 BARRED_MAX = 4096  # such sessions
 LOOKUP_S = 5.0  # of the name of the address to listen at
 BACKLOG = 4096  # thousands of workers connect at once when a job starts; Linux' own limit
-FILES_KEPT = 64  # for what is no worker: who is refused hears why, people ask for the status, logs
-FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, which is all that it would say
-DEAF_S_MIN = 1.0  # between two looks at the clock, which are a tenth of that apart: we were stopped, or starved
-RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is looked at again
+FILES_KEPT = 64  # for what is no worker: refused connections, requests for the status, logs
+FILES_FREE_MIN = 2  # ZeroMQ needs one to accept a connection, and would only fail silently
+DEAF_S_MIN = 1.0  # between two readings of the clock, normally a tenth of that: we were stopped, or starved
+RECEIVE_BURST_MAX = 1_000  # messages handled before the clock is read again
 REFUSALS_LOGGED_PER_S = 10
 LOGGED_PER_S = 1000  # lines in all: thousands of workers may come, or be lost, at once
-NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine two enums costs as much as to send
+NOBLOCK, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # combining two enums costs as much as sending
 
 
 def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes], str]:
-    """And what it is to be bound to. A ROUTER whose ZeroMQ thread does not interrupt ours on the same core.
+    """Return a context, a ROUTER, and the address to bind it to. Its ZeroMQ thread does not preempt ours on one core.
 
     It would for every second message of a busy hub with one core, to send just that one: with SCHED_BATCH thousands of
-    workers are served in three quarters of the time (recipes/bench/hub). A wish, no more: who refuses it is slower.
+    workers are served in three quarters of the time (recipes/bench/hub). Where it is refused, the hub is only slower.
     """
     where = _where(address)
     resources.try_for_zmq(threads=1)
@@ -76,14 +76,14 @@ def _router(address: str) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[by
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)  # its threads set it themselves, as they start
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.IPV6, where.startswith("tcp://["))
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when there is no connection
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise when there is no connection
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a worker that reconnects keeps its identity at once
     return context, socket, where
 
 
 def _where(address: str) -> str:
-    """With an IP address in the place of a host's name, for which ZeroMQ would wait as long as the resolver likes. It
-    knows itself what "*" is, and an interface."""
+    """Return the address with an IP address in place of a host name, for which ZeroMQ would wait as long as the
+    resolver does. ZeroMQ itself resolves "*" and interfaces."""
     host, port = parse_address(address, "tcp")
     try:
         return format_address("tcp", resolve(host, Deadline.after(LOOKUP_S))[0], port)
@@ -94,7 +94,7 @@ def _where(address: str) -> str:
 
 
 def _may_run_in_batches() -> bool:
-    """Whether a thread of this process may set the policy. ZeroMQ aborts the process where it may not."""
+    """Return whether a thread of this process may set the policy. ZeroMQ aborts the process where it may not."""
 
     def ask() -> bool:
         with contextlib.suppress(OSError):
@@ -102,16 +102,16 @@ def _may_run_in_batches() -> bool:
             return True
         return False
 
-    with ThreadPoolExecutor(1) as thread:  # not this one, which would keep it
+    with ThreadPoolExecutor(1) as thread:  # not this thread, which would keep the policy
         return thread.submit(ask).result()
 
 
 class Server:
     """A running hub.
 
-    address: "tcp://host:port"; port 0 takes a free one. The address it got is in `.address`. limits: times and numbers,
-    see there. keys: the run's secret; None: the environment's, and if that has none, workers of this host only.
-    insecure: without a secret listen where others reach it, too. clock: seconds, steady. Raise UsageError when the
+    address: "tcp://host:port"; port 0 takes a free one; `.address` has the actual one. limits: see `HubLimits`.
+    keys: the run's secret; None: the environment's, and if that has none, workers of this host only.
+    insecure: without a secret listen where other hosts reach it, too. clock: seconds, steady. Raise UsageError when the
     address cannot be bound, or would be open to everybody.
     """
 
@@ -137,12 +137,12 @@ class Server:
         self._lease_key = b"" if keys is None else keys.lease_key
         self._clock = clock
         self._limits = HubLimits() if limits is None else limits
-        self._files_max, self._is_full = raise_files_max(), False  # full, and said so
+        self._files_max, self._is_full = raise_files_max(), False  # full, and logged as such
         self._sessions_max = min(SESSIONS_MAX, max(1, files_left(self._files_max) - FILES_KEPT))
         self._awake_at, self._hub = clock(), self._new_hub(clock())
         self._names, self._rates = Names(), Rates(self._limits.messages_per_s_max)
-        self._unreachable: list[hub.Received] = []  # the Byes of those that have ended without a word
-        self._failures: dict[bytes, int] = {}  # by the session that they cost
+        self._unreachable: list[hub.Received] = []  # Byes for workers that have ended without sending one
+        self._failures: dict[bytes, int] = {}  # by session
         self._context, self._socket, where = _router(address)
         self._doorman: curve.Doorman | None = None
         if keys is not None:
@@ -160,7 +160,7 @@ class Server:
             self._free()
             raise UsageError(f"the hub cannot listen on {address}: {error}; choose another address or port") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would let workers connect to nobody
+        self._port = ForeignPort(parse_address(self.address, "tcp")[1])  # a child would accept and never serve
         self._stop = threading.Event()
         self._refused_at = [0.0] * REFUSALS_LOGGED_PER_S
         self._logged_at, self._left_out = deque([float("-inf")] * LOGGED_PER_S, LOGGED_PER_S), 0  # lines
@@ -168,12 +168,12 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; closing twice is fine."""
+        """Stop the hub; closing twice is fine."""
         self._stop.set()
         self._thread.join()
 
     def is_alive(self) -> bool:
-        """Whether it still serves."""
+        """Return whether it still serves."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Server:
@@ -208,7 +208,7 @@ class Server:
                 if poller.poll(int(1000 * min(0.1, max(0.0, next_tick - now)))):
                     self._let_in()
                     self._receive_burst()
-                    next_tick = min(next_tick, self._hub.next_deadline(now))  # what has come may be due sooner
+                    next_tick = min(next_tick, self._hub.next_deadline(now))  # a new deadline may be sooner
         except Exception:
             log.exception("the hub has failed")
             raise
@@ -216,7 +216,7 @@ class Server:
             self._free()
 
     def _now(self) -> float:
-        """What the clock says; when we have stood still until now, the hub hears that first."""
+        """Return the clock's time; when this process has stood still until now, notify the hub of that first."""
         now = self._clock()
         deaf_s, self._awake_at = now - self._awake_at, now
         if deaf_s > DEAF_S_MIN:
@@ -224,7 +224,7 @@ class Server:
         return now
 
     def _look_at_files(self) -> None:
-        """Say once that nobody else can connect, until some can again."""
+        """Warn once that no more connections can be accepted, until some can be again."""
         free = files_left(self._files_max)
         if free <= FILES_FREE_MIN and not self._is_full:
             log.warning(
@@ -265,7 +265,7 @@ class Server:
             self._handle(hub.Received(self._names.public(identity, self._hub.workers), message, role), self._now())
 
     def _receive_one(self) -> tuple[bytes, bytes, Role]:
-        """The connection's identity, a frame, and its role: a publisher's, where the hub has no secret."""
+        """Return the connection's identity, a frame, and its role: publisher, where the hub has no secret."""
         identity = self._socket.recv(NOBLOCK)
         if self._doorman is None:
             return identity, self._socket.recv(NOBLOCK), "publisher"
@@ -273,7 +273,7 @@ class Server:
         return identity, frame.bytes, cast(Role, frame.get(curve.USER))
 
     def _drain(self) -> int:
-        """The rest of a message of several frames, which none of ours is."""
+        """Discard the rest of a message of several frames, which is none of ours; return how many there were."""
         frames = 0
         while self._socket.getsockopt(zmq.RCVMORE):
             self._socket.recv(NOBLOCK)
@@ -299,7 +299,7 @@ class Server:
         except Exception:
             log.exception("the hub starts afresh: its records were damaged")
             self._hub, effects = self._new_hub(now), []
-        if isinstance(event, hub.Received):  # or it would ask again, and again
+        if isinstance(event, hub.Received):  # or it would ask again and again
             self._failures[event.session] = self._failures.pop(event.session, 0) + 1
             while len(self._failures) > BARRED_MAX:
                 del self._failures[next(iter(self._failures))]
@@ -310,7 +310,7 @@ class Server:
         return effects
 
     def _listens_to(self, identity: bytes, size_bytes: int) -> bool:
-        """Cheaply, and before anything is decoded: whether this session has said too much, or what we failed over."""
+        """Return whether this session is neither over its rate nor barred for failures, before anything is decoded."""
         now = self._clock()
         barred = self._failures and self._failures.get(public_name(identity), 0) >= FAILURES_PER_SESSION_MAX
         if self._rates.admits(identity, size_bytes, now) and not barred:
@@ -336,7 +336,7 @@ class Server:
             return
         if isinstance(message, messages.Status):
             message.report["connections_left"] = files_left(self._files_max)
-        if isinstance(message, messages.Status | messages.Versions):  # they took as long as there is to tell
+        if isinstance(message, messages.Status | messages.Versions):  # their cost grows with the records
             self._rates.charge(identity, len(self._hub.workers))
         self._send(identity, message)
 
@@ -345,19 +345,19 @@ class Server:
         try:
             self._socket.send(identity, MORE)
             self._socket.send(frame, NOBLOCK)
-        except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or is given up
+        except zmq.ZMQError as error:  # a full queue or a peer that is gone: it asks again, or expires
             self._dropped(public_name(identity), error)
 
     def _dropped(self, session: bytes, error: zmq.ZMQError) -> None:
-        """What was sent to this session. The kernel closes the connection of a process that ends: of one that has, as
-        others say, and without a word of its own, that is the word."""
+        """Handle a message that could not be sent. The kernel closes the connection of a process that ends: if others
+        have reported that it has, this confirms it, and stands for the Bye that it did not send."""
         log.debug("message to %s dropped: %s", session.hex()[:8], error)
         worker = self._hub.workers.get(session)
         if error.errno == zmq.EHOSTUNREACH and worker is not None and worker.said_gone:
             self._unreachable.append(hub.Received(session, messages.Bye(), worker.role))
 
     def _log(self, level: int, text: str) -> None:
-        """A line, whatever is in it; what peers bring about fills no disk."""
+        """Log a line of any content; its rate is limited, so that peers cannot fill the disk."""
         now = self._clock()
         if now - self._logged_at[0] <= 1.0:
             self._left_out += 1
@@ -376,7 +376,7 @@ class Server:
 
 
 def _frame(message: messages.HubMessage) -> bytes:
-    """As it is sent; a refusal in the place of an answer that is too large for a client to take."""
+    """Return the encoded message, or a refusal in place of an answer that is too large for a client to take."""
     frame = messages.encode(message)
     if len(frame) <= messages.FROM_HUB_SIZE_BYTES_MAX:
         return frame
@@ -391,5 +391,5 @@ def start_server(
     keys: Keys | None = None,
     insecure: bool = False,
 ) -> Server:
-    """A hub in a thread of this process, for adapters that bring their own and for tests."""
+    """Start a hub in a thread of this process, for adapters that bring their own and for tests."""
     return Server(address, limits=limits, keys=keys, insecure=insecure)

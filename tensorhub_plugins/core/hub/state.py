@@ -24,10 +24,10 @@ from tensorhub_plugins.core.types import (
     VersionInfo,
 )
 
-GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: who says otherwise is no member
-ROOTS_KEPT_MAX = 65_536  # shards of versions that nobody holds any more: 250 versions of 256 shards, some 16 MB
-VERSION_SIZE_BYTES = 64  # of one in an answer, about, without the names
-SHOWN_MAX = m.WITHDRAWN_MAX + 1  # so one is left if all that a directive can name are withdrawn
+GroupId: TypeAlias = tuple[str, int, Role, str]  # replica, shard count, role, job: equal for all members
+ROOTS_KEPT_MAX = 65_536  # shards of versions that no worker holds any more: 250 versions of 256 shards, 16 MB
+VERSION_SIZE_BYTES = 64  # of one version in an answer, about, without the names
+SHOWN_MAX = m.WITHDRAWN_MAX + 1  # one is left if all that a directive can name are withdrawn
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Room:
     is_full: bool = False  # something did not fit: what comes after it is left out, too
 
     def takes(self, size_bytes: int) -> bool:
-        """Whether an entry of this size is still put in."""
+        """Return whether an entry of this size still fits, and count it in or out."""
         fits = size_bytes <= self.size_bytes and not self.is_full
         self.is_full |= not fits
         self.size_bytes -= size_bytes if fits else 0
@@ -53,7 +53,7 @@ def _size_bytes(name: str) -> int:
 
 @dataclass(slots=True)
 class Holding:
-    """One worker has one shard, or is reading it (complete: False)."""
+    """A shard that one worker has, or is reading (complete: False)."""
 
     worker: Worker
     key: ShardKey
@@ -62,31 +62,31 @@ class Holding:
     complete: bool
     origin: m.Origin
     as_of: int  # the worker's latest request that named it
-    offered: int = 0  # the Publish with which it began; 0: not known, because a Hello said so
+    offered: int = 0  # the Publish that brought it; 0: not known, because a Hello did
     unpublishing: int | None = None  # the request that withdraws it
-    must_retain: bool = False  # the worker wanted to give it up, and it is the last copy
+    must_retain: bool = False  # the worker wanted to unpublish it, and it is the last copy
     counted: Counted = Counted()  # noqa: RUF009  (a tuple) kept by `Registry.count_copy`
 
     @property
     def is_published(self) -> bool:
-        """Whether it is a trainer's word, by which versions are made."""
+        """Return whether a trainer has published it, which is what makes versions."""
         return self.origin == "published" and self.worker.role != "reader"
 
     @property
     def stays(self) -> bool:
-        """Whether it may be read, and counts as a copy: it is not about to go."""
+        """Return whether it may be read and counts as a copy: it is not about to go."""
         return self.unpublishing is None or self.must_retain
 
 
 class _Referred:
-    """What timers refer to, without keeping it."""
+    """Base class of what timers refer to weakly."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(eq=False, slots=True)
 class Lease(_Referred):
-    """A reader may read these sources until the deadline."""
+    """The right of a reader to read these sources until the deadline."""
 
     reader: Worker
     request_id: int
@@ -95,27 +95,27 @@ class Lease(_Referred):
     shard_count: int
     sources: dict[int, bytes]  # shard -> session of its source
     deadline: float
-    serves: bool = False  # what is read is passed on while it arrives
-    beside: bool = False  # other sources are read from, too
-    is_announced: bool = False  # a Hello has said so, and we have not granted it
-    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: when it was used, see `Registry.hear_used`
+    serves: bool = False  # what is read is served to others while it arrives
+    beside: bool = False  # it is additional: other sources are read, too
+    is_announced: bool = False  # a Hello has reported it; we have not granted it
+    served_at: dict[bytes, float] = field(default_factory=dict)  # by source: its last use, see `Registry.hear_used`
     shards_of: Counter[bytes] = field(init=False)  # source -> how many of the shards
 
     def __post_init__(self) -> None:
         self.shards_of = Counter(self.sources.values())
 
     def shard_keys(self) -> list[ShardKey]:
-        """The shards that are read."""
+        """Return the keys of the shards that are read."""
         return [self.key(shard) for shard in self.sources]
 
     def key(self, shard: int) -> ShardKey:
-        """The key of one of its shards."""
+        """Return the key of one of its shards."""
         return ShardKey(self.version, self.layout, shard, self.shard_count)
 
 
 @dataclass(slots=True)
 class Bound:
-    """How long the leases of one request may last, whatever is said: until then, and while the read goes on."""
+    """How long the leases of one request may last, whatever is reported: until then, and while the read goes on."""
 
     until: float
     progress_at: float
@@ -124,22 +124,22 @@ class Bound:
 
 @dataclass(eq=False, slots=True)
 class Claim(_Referred):
-    """This worker is to convert a shard into a layout that nobody holds, until the deadline."""
+    """The duty of this worker to convert a shard into a layout that no worker holds, until the deadline."""
 
     worker: Worker
     version: Version
     key: ShardKey
     deadline: float
-    request_id: int = 0  # the Acquire with which it was given; 0: a Hello has said so
-    is_waited_for: bool = True  # others wait for what it brings, see `Registry.add_claim`
-    charged_s: float = 0.0  # to be given back if it is kept
+    request_id: int = 0  # the Acquire with which it was assigned; 0: a Hello has reported it
+    is_waited_for: bool = True  # others wait for its layout, see `Registry.add_claim`
+    charged_s: float = 0.0  # to be refunded if it is fulfilled
 
 
 Waiting: TypeAlias = m.Acquire | m.Unpublish | m.Wait | m.Target | m.Pin | m.Withdraw | m.Begin  # may take a while
 
 
 def items_of(message: m.Request) -> int:
-    """How many shards and sessions a request names, that wait with it."""
+    """Return how many shards and sessions are named by a request, which are kept while it waits."""
     match message:
         case m.Unpublish():
             return len(message.keys)
@@ -158,8 +158,8 @@ class Pending(_Referred):
     deadline: float
     since: float = 0.0  # when it arrived
     order: int = 0  # of arrival
-    version: int = 0  # the one "latest" was resolved to
-    gives_way_until: float = 0.0  # to another engine, which is to convert; 0.0: not so far
+    version: int = 0  # the one that "latest" was resolved to
+    gives_way_until: float = 0.0  # waits until then for another engine to convert; 0.0: not so far
     queue: tuple[int, object] | None = None  # where it is parked: version and `waiters.wait_key`
     id: tuple[bytes, int] = field(init=False)  # session and request
 
@@ -167,13 +167,13 @@ class Pending(_Referred):
         self.id = self.worker.session, self.message.request_id
 
     def is_overdue(self, now: float) -> bool:
-        """Whether whoever asked has given it up."""
+        """Return whether its caller has abandoned it."""
         until = getattr(self.message, "until", None)
         return until is not None and now > until.clock
 
 
 class Aside(NamedTuple):
-    """What a reader says that it holds, of which no publisher has spoken yet."""
+    """A reader's report that it holds a shard which no publisher has named yet."""
 
     holding: m.Holding
     as_of: int
@@ -182,7 +182,7 @@ class Aside(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Worker(_Referred):
-    """One session: who it is, and what it holds and reads."""
+    """One session: its identity, and what it holds and reads."""
 
     session: bytes
     hello: m.Hello
@@ -192,10 +192,10 @@ class Worker(_Referred):
     mark: bytes = b""  # of the attempt that it has begun as a trainer
     suspect: bool = False  # a reader lost it and it has not been heard since
     refuses: bool = False  # another worker found that it has ended, and it has not been heard since
-    said_gone: bool = False  # of these, one on its machine, or on a copy of that
-    silence_at: float = 0.0  # when it is looked at next, whether it is silent
-    has_proved_name: bool = False  # it showed a hub's word for it, or has it from this one
-    is_replaced: bool = False  # another process has said Hello as this shard of this replica since
+    said_gone: bool = False  # the same, found by a process on its machine, or on a copy of that
+    silence_at: float = 0.0  # when its silence is checked next
+    has_proved_name: bool = False  # it showed a hub's proof of its name, or has one from this hub
+    is_replaced: bool = False  # another process has sent Hello as this shard of this replica since
     last_request_id: int = 0  # the highest that is known
     seen_version: int = 0
     holdings: dict[ShardKey, Holding] = field(default_factory=dict)
@@ -205,8 +205,8 @@ class Worker(_Referred):
     lease_bounds: dict[int, Bound] = field(default_factory=dict)  # by request
     sources: Counter[bytes] = field(default_factory=Counter)  # as a reader: under how many leases from each
     reading: Counter[ShardKey] = field(default_factory=Counter)  # under how many leases
-    passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same for leases that serve
-    depth: dict[ShardKey, int] = field(default_factory=dict)  # of what arrives: hops to a worker that has all of it
+    passing_on: Counter[ShardKey] = field(default_factory=Counter)  # the same, for leases that serve
+    depth: dict[ShardKey, int] = field(default_factory=dict)  # of arriving shards: hops to a worker that has all of it
     pending: dict[int, Pending] = field(default_factory=dict)
     pending_items: int = 0  # `items_of` them
     replies: dict[int, m.Reply] = field(default_factory=dict)
@@ -214,18 +214,18 @@ class Worker(_Referred):
     withdrawn: dict[ShardKey, int] = field(default_factory=dict)  # -> its Unpublish
     aside: dict[ShardKey, Aside] = field(default_factory=dict)  # see permissions.py
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
-    holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be counted again
+    holdings_checksum: int = 0  # `messages.holdings_checksum`; 0: to be computed again
     corrupt_segments: int = 0  # that readers got from it
-    doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # by readers, that it heard of lately
-    announced_shards: int = 0  # that it reads, as its Hello has said
+    doubts: dict[tuple[ShardKey, bytes], float] = field(default_factory=dict)  # (key, reader) of recent reports to it
+    announced_shards: int = 0  # that it reads, as its Hello has reported
     layouts: Counter[str] = field(default_factory=Counter)  # of a reader: how many shards it has of each
-    room_bytes: int = 0  # for copies that others need, as it said last
+    room_bytes: int = 0  # free for copies that others need, as last reported
     is_leaving: bool = False  # it hands over what only it has
     published_size_bytes: int = 0  # what it holds of what it has published
-    group: GroupId = field(init=False)  # it agrees on "latest" with these, and is a replica with them
+    group: GroupId = field(init=False)  # the replica whose members agree on "latest"
 
     def hear(self, now: float) -> None:
-        """It has said something: it lives, whatever others think."""
+        """Note that a message came: it is alive, whatever others have reported."""
         self.last_heard, self.suspect, self.refuses, self.said_gone = now, False, False, False
 
     def __post_init__(self) -> None:
@@ -234,12 +234,12 @@ class Worker(_Referred):
 
     @property
     def name(self) -> str:
-        """As reports and errors name it: "replica/shard"."""
+        """Return its name in reports and errors: "replica/shard"."""
         return f"{self.hello.replica}/{self.hello.shard}"
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it is a trainer of an attempt that is over."""
+        """Return whether it is a fenced trainer: one of an attempt that is over."""
         return b"" not in (self.mark, self.history.directive.mark) and self.mark != self.history.directive.mark
 
 
@@ -248,7 +248,7 @@ Contents: TypeAlias = dict[tuple[str, int, int], tuple[bytes, int]]  # layout, s
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """One version of a history: who holds which shard of it in which layout."""
+    """One version of a history: which workers hold which shards of it in which layouts."""
 
     number: int
     visible: bool = False
@@ -256,32 +256,32 @@ class Version:
     holdings: dict[tuple[str, int], dict[int, dict[bytes, Holding]]] = field(default_factory=dict)
     # (layout, shard_count) -> shard -> session -> holding
     contents: Contents = field(default_factory=dict)
-    by_readers: set[tuple[str, int, int]] = field(default_factory=set)  # of the contents, what only they have said
+    by_readers: set[tuple[str, int, int]] = field(default_factory=set)  # the contents that only readers have reported
     claims: dict[ShardKey, Claim] = field(default_factory=dict)
     sources: dict[ShardKey, Sources] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
-    may_be_lost: bool = True  # a complete copy has gone, or is about to, since one was seen
+    may_be_lost: bool = True  # a complete copy has gone, or is about to go, since the last check
 
     def key(self, layout: str, shard: int, shard_count: int) -> ShardKey:
-        """The key of one of its shards."""
+        """Return the key of one of its shards."""
         return ShardKey(self.number, layout, shard, shard_count)
 
     def holders(self, key: ShardKey) -> dict[bytes, Holding]:
-        """Who has this shard, whole or in part, by session."""
+        """Return the holdings of this shard, whole or in part, by session."""
         return self.holdings.get((key.layout, key.shard_count), {}).get(key.shard, {})
 
     def layouts(self) -> Iterator[tuple[str, int]]:
-        """(layout, shard count) of all that anybody holds."""
+        """Return (layout, shard count) of all that any worker holds."""
         return iter(self.holdings)
 
     def complete_holders(self, layout: str) -> list[Worker]:
-        """Who has any shard of this layout, whole."""
+        """Return the workers that have any shard of this layout, whole."""
         cuts = (by_shard for (name, _), by_shard in self.holdings.items() if name == layout)
         held = (h for by_shard in cuts for holders in by_shard.values() for h in holders.values() if h.complete)
         return list({h.worker.session: h.worker for h in held}.values())
 
     def held_text(self) -> str:
-        """The layouts that are held, for people."""
+        """Return the layouts that are held, as text for users."""
         return ", ".join(sorted({layout for layout, _ in self.holdings})) or "nothing"
 
 
@@ -295,49 +295,49 @@ class GroupResolution:
     generation: int = 0
     version: int = 0  # 0: none is agreed on
     notified_shards: set[int] = field(default_factory=set)
-    refused: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> session and request that could not
+    refused: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # shard -> session and request that was refused
 
     def begin(self, version: int) -> None:
-        """The next generation."""
+        """Begin the next generation."""
         self.generation, self.version, self.notified_shards = self.generation + 1, version, set()
 
     def forget_version(self) -> None:
-        """The group has to agree on "latest" anew."""
+        """Make the group agree on "latest" anew."""
         self.version = 0
 
     def forget_shard(self, shard: int) -> None:
-        """Its worker is gone. What was refused stays refused: it may come back, and ask again."""
+        """Forget the worker of this shard, which is gone. Refusals stay: it may come back, and ask again."""
         self.notified_shards.discard(shard)
 
     def refuse(self, shard: int, session: bytes, request_id: int) -> None:
-        """This request cannot have what the others took, also when its refusal is lost and it comes again."""
+        """Refuse this request what the others took, also when the refusal is lost and it is sent again."""
         refused_session, last = self.refused.get(shard, (b"", 0))
         self.refused[shard] = session, max(request_id, last) if session == refused_session else request_id
         self.forget_version()
 
     def has_refused(self, shard: int, session: bytes, request_id: int) -> bool:
-        """Whether this request of the shard, or a later one, was refused."""
+        """Return whether this request of the shard, or a later one, was refused."""
         refused_session, last = self.refused.get(shard, (b"", 0))
         return session == refused_session and request_id <= last
 
     def recall(self, shard: int, generation: int, version: int) -> None:
-        """A shard says in which generation it was answered last: what was agreed on before a hub's restart."""
+        """Take the generation in which a shard was answered last: what was agreed on before a hub's restart."""
         if generation > self.generation:
             self.generation, self.version, self.notified_shards = generation, version, {shard}
         elif generation == self.generation:
             self.notified_shards.add(shard)
         else:
-            self.notified_shards.discard(shard)  # it never heard the answer, and asks again
+            self.notified_shards.discard(shard)  # the answer never reached it, and it asks again
 
 
 @dataclass
 class Missing:
-    """A retained version is in fewer failure domains than are wanted."""
+    """A retained version that is in fewer failure domains than are wanted."""
 
     since: float
     asked: dict[bytes, float] = field(default_factory=dict)  # session -> when it was asked to hold a copy
-    tried_at: float = float("-inf")  # all workers were looked at for one
-    why: str = ""  # nobody can
+    tried_at: float = float("-inf")  # when all workers were last considered for a copy
+    why: str = ""  # why no worker can hold one
 
 
 @dataclass
@@ -347,38 +347,38 @@ class History:
     run: str
     model: str
     retain_newest: int = 1
-    retain_domains: int = 1  # in which copies of them are kept
+    retain_domains: int = 1  # the number of failure domains in which copies of them are kept
     retain_across: Across = "host"
-    retain_serial: int = 0  # of the Retain that said so
+    retain_serial: int = 0  # of the last Retain
     missing: dict[int, Missing] = field(default_factory=dict)  # by version, see domains.py
-    looked_at: float = float("-inf")  # for what is missing
-    is_short: bool = False  # which was said
+    looked_at: float = float("-inf")  # when missing copies were last looked for
+    is_short: bool = False  # a missing copy was logged
     published_size_bytes: int = 0  # by its trainers, and held by them
-    is_over_budget: bool = False  # which was said
-    newest_visible: int = 0  # ever, but for those that are over
+    is_over_budget: bool = False  # the excess was logged
+    newest_visible: int = 0  # ever, except those that are over
     shown: list[int] = field(default_factory=list)  # the newest that ever were visible, sorted
     corrupt_segments: int = 0  # that readers got, from workers that may have left since
     directive: m.Directive = m.NO_DIRECTIVE
     withdrawn: frozenset[int] = frozenset()  # its versions
     begun_by: frozenset[tuple[bytes, int]] = frozenset()  # requests that have begun the newest attempt here
-    marks_refused: dict[bytes, None] = field(default_factory=dict)  # of trainers that people were warned of
+    marks_refused: dict[bytes, None] = field(default_factory=dict)  # of trainers that were warned of
     directive_checksum: int = field(default_factory=lambda: m.directive_checksum(m.NO_DIRECTIVE))
     versions: dict[int, Version] = field(default_factory=dict)
-    roots: dict[int, Contents] = field(default_factory=dict)  # of the last that were visible, and are forgotten
+    roots: dict[int, Contents] = field(default_factory=dict)  # of versions that were visible and are forgotten
     roots_count: int = 0
     workers: dict[bytes, Worker] = field(default_factory=dict)
-    converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last's replica
-    owed_until: dict[tuple[str, int], float] = field(default_factory=dict)  # as converters: see `Registry.add_claim`
+    converters: dict[tuple[str, int], str] = field(default_factory=dict)  # (layout, shard_count) -> the last replica
+    owed_until: dict[tuple[str, int], float] = field(default_factory=dict)  # by failed claims: see `Registry.add_claim`
     groups: dict[GroupId, GroupResolution] = field(default_factory=dict)
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
     # source -> leases that readers have announced, after a hub's restart, before the source has said Hello
-    aside: dict[int, dict[bytes, Worker]] = field(default_factory=dict)  # version -> who has something of it aside
+    aside: dict[int, dict[bytes, Worker]] = field(default_factory=dict)  # version -> workers that have some of it aside
     # Kept by `waiters.Waiters`:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival
     beginning: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # of them, those that begin an attempt
     ready: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # to be tried again
-    changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues are; True: there may be room
+    changed: dict[int, bool] = field(default_factory=dict)  # versions whose queues have; True: there may be a source
     wait_queues: dict[int, dict[object, dict[tuple[bytes, int], Pending]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -386,14 +386,14 @@ class History:
         self.name = f"{self.run}/{self.model}"
 
     def version(self, number: int) -> Version:
-        """What is known of this version, from now on."""
+        """Return what is known of this version, and create its record if there is none."""
         version = self.versions.get(number)
         if version is None:
             version = self.versions[number] = Version(number)
         return version
 
     def forget_version(self, number: int) -> None:
-        """Nobody holds it. If anybody may have had it, its number still means the same bytes."""
+        """Forget a version that no worker holds. If one may have read it, its number still means the same bytes."""
         version = self.versions.pop(number)
         if version.was_visible:
             before = self.roots.pop(number, {})
@@ -403,35 +403,35 @@ class History:
             self.roots_count -= len(self.roots.pop(next(iter(self.roots))))
 
     def group(self, worker: Worker) -> GroupResolution:
-        """What the replica of this worker has agreed on."""
+        """Return what the replica of this worker has agreed on."""
         return self.groups[worker.group]
 
     def members(self, worker: Worker) -> list[Worker]:
-        """The replica of this worker: also itself, and former lives."""
+        """Return the workers of this worker's replica, with itself and former incarnations."""
         return [other for other in self.replicas[worker.hello.replica].values() if other.group == worker.group]
 
     def is_visible(self, number: int) -> bool:
-        """Whether readers may have this version."""
+        """Return whether readers may have this version."""
         version = self.versions.get(number)
         return version is not None and version.visible
 
     def visible(self) -> list[int]:
-        """The newest first."""
+        """Return the visible versions, the newest first."""
         return sorted((n for n, v in self.versions.items() if v.visible), reverse=True)
 
     def show(self, number: int) -> None:
-        """This version is visible."""
+        """Note that this version is visible."""
         if number not in self.shown:
             insort(self.shown, number)
             del self.shown[:-SHOWN_MAX]
         self._refresh_newest()
 
     def _refresh_newest(self) -> None:
-        """A newest version that is over is forgotten: what is older is not gone, and what comes is not too low."""
+        """Forget a newest version that is over: older ones are not gone, and the next is not too low."""
         self.newest_visible = next((n for n in reversed(self.shown) if not self.is_over(n)), 0)
 
     def retained(self) -> set[int]:
-        """The versions whose last copy is not given up: the newest ones, and the pinned one."""
+        """Return the versions whose last copy is not evicted: the newest ones, and the pinned one."""
         visible = self.visible()
         return {*visible[: self.retain_newest], *(n for n in visible if n == self.directive.pin)}
 
@@ -441,14 +441,14 @@ class History:
         self.retain_serial = serial
 
     def recall_retain(self, newest: int, domains: int, across: Across, serial: int) -> None:
-        """What a worker has said before, perhaps to a hub before us: nothing new if others have said something since.
-        Of two with one serial, which two hubs have given, the one that keeps more counts."""
+        """Take what a worker has requested before, perhaps from a previous hub; it is ignored if a later request came
+        since. Of two with one serial, which two hubs have assigned, the one that keeps more counts."""
         known = self.retain_serial, self.retain_newest, self.retain_domains, self.retain_across
         if not self.retain_serial or (serial, newest, domains, across) > known:
             self.retain(newest, domains, across, serial)
 
     def direct(self, directive: m.Directive) -> None:
-        """Take over what operators want of this history."""
+        """Apply an operators' directive to this history."""
         if directive.mark != self.directive.mark:
             self.begun_by = frozenset()
         self.directive, self.withdrawn = directive, frozenset(directive.withdrawn)
@@ -456,28 +456,28 @@ class History:
         self.directive_checksum = m.directive_checksum(directive)
 
     def is_over(self, number: int) -> bool:
-        """Whether nobody is to have this version any more: it was withdrawn, or a newer attempt has ended it."""
+        """Return whether this version is not to be used any more: it was withdrawn, or a newer attempt ended it."""
         return number in self.withdrawn or is_superseded(number, self.directive.attempts)
 
     def newest(self, at_least: int, without: Iterable[int] = ()) -> int | None:
-        """The newest visible version from this one on."""
+        """Return the newest visible version from this one on; None: there is none."""
         visible = (n for n, v in self.versions.items() if v.visible and n >= at_least and n not in without)
         return max(visible, default=None)
 
     def latest(self, at_least: int) -> int | None:
-        """What "latest" means: the pinned version if it is visible, else the newest one."""
+        """Return what "latest" means: the pinned version if it is visible, else the newest one."""
         pin = self.directive.pin
         if pin:
             return pin if self.is_visible(pin) else None
         return self.newest(at_least)
 
     def floor(self, seen: int) -> int:
-        """The version below which a worker that has seen this one does not go: none, if that is over."""
+        """Return the version below which a worker that has seen this one does not go: 0, if that is over."""
         return 0 if self.is_over(seen) else seen
 
     def version_infos(self, room: Room) -> tuple[VersionInfo, ...]:
-        """What `Client.versions` returns, oldest version first. room: for what does not fit the newest versions come
-        first, then the checkpoint, and who has the run's secret."""
+        """Return what `Client.versions` returns, oldest version first. room: where not all fits, the newest versions
+        take precedence, then the checkpoint, and workers that have the run's secret."""
         found: list[VersionInfo] = []
         for number in sorted(self.versions, reverse=True):
             version = self.versions[number]

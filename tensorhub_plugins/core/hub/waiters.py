@@ -1,11 +1,11 @@
 """Which requests wait for what, and which of them are to be tried again. PURE.
 
-A request that cannot be answered now is parked in a queue: of the version it waits for, and within it of those with an
-equal `wait_key`. Requests with equal keys are interchangeable: if one of them finds no source, neither will the others.
-So when a version changes, only the first few of each of its queues are tried, however many thousands wait.
+A request that cannot be answered now is parked in a queue: of the version it waits for, and within it of requests with
+an equal `wait_key`, which are interchangeable: if one of them finds no source, neither will the others. So when a
+version changes, only the first few of each of its queues are tried, however many thousands wait.
 
-What happens to records is noted here (`mark_ready`, `mark_changed`) and acted on by `hub.Hub` when the event has been
-taken in completely.
+Changes of records are noted here (`mark_ready`, `mark_changed`), and `hub.Hub` acts on them when the event has been
+handled completely.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from tensorhub_plugins.core.hub.state import History, Pending, items_of
 from tensorhub_plugins.core.protocol import messages as m
 
-ANY_VERSION = 0  # in the place of a version: that one becomes visible, or is lost
-LEASES_ALIKE_MAX = 4  # who has more may have too many on one source, see selection.py
+ANY_VERSION = 0  # in place of a version: requests that wait for one to become visible, or to be lost
+LEASES_ALIKE_MAX = 4  # a worker with more may have too many on one source, see selection.py
 Queue = dict[tuple[bytes, int], Pending]
 
 
@@ -27,10 +27,10 @@ class Waiters:
         self._dirty: dict[tuple[str, str], History] = {}  # there is something to do
         self._arrivals = 0
 
-    # --- who waits ---
+    # --- requests that wait ---
 
     def add(self, pending: Pending) -> None:
-        """A request has arrived."""
+        """Add a request that has arrived."""
         self._arrivals += 1
         pending.order = self._arrivals
         pending.worker.pending[pending.message.request_id] = pending
@@ -41,7 +41,7 @@ class Waiters:
         self.mark_ready(pending)
 
     def remove(self, pending: Pending) -> None:
-        """It was answered, or is not wanted any more."""
+        """Remove a request that was answered, or is not wanted any more."""
         history = pending.worker.history
         if pending.worker.pending.pop(pending.message.request_id, None) is not None:
             pending.worker.pending_items -= items_of(pending.message)
@@ -51,11 +51,11 @@ class Waiters:
         _leave_queue(pending)
 
     def is_waiting(self, pending: Pending) -> bool:
-        """Whether it has not been answered yet."""
+        """Return whether it has not been answered yet."""
         return pending.worker.history.waiting.get(pending.id) is pending
 
     def park(self, pending: Pending) -> None:
-        """It cannot be answered now; it is found in this queue when what it needs may have come."""
+        """Queue a request that cannot be answered now, to be found when what it needs may have come."""
         history, message = pending.worker.history, pending.message
         number, key = ANY_VERSION, None
         if isinstance(message, m.Acquire) and history.is_visible(message.version or pending.version):
@@ -66,34 +66,34 @@ class Waiters:
             pending.queue = number, key
             history.wait_queues.setdefault(number, {}).setdefault(key, {})[pending.id] = pending
 
-    # --- who is to be tried again ---
+    # --- requests to be tried again ---
 
     def mark_dirty(self, history: History) -> None:
-        """This history has something to do."""
+        """Note that this history has something to do."""
         self._dirty[history.id] = history
 
     def mark_ready(self, pending: Pending) -> None:
-        """It may be possible to answer this request now."""
+        """Note that it may be possible to answer this request now."""
         history = pending.worker.history
         history.ready[pending.id] = pending
         self.mark_dirty(history)
 
     def mark_all_ready(self, pending: Iterable[Pending]) -> None:
-        """`mark_ready` for several."""
+        """Call `mark_ready` for each of these."""
         for each in pending:
             self.mark_ready(each)
 
     def mark_changed(self, history: History, number: int, *, room: bool) -> None:
-        """Something about this version has changed. room: so that readers may find a source."""
+        """Note that something about this version has changed. room: so that readers may find a source."""
         history.changed[number] = history.changed.get(number, False) or room
         self.mark_dirty(history)
 
     def pop_dirty(self) -> History | None:
-        """A history with something to do."""
+        """Remove and return a history with something to do."""
         return self._dirty.popitem()[1] if self._dirty else None
 
     def pop_unpublishes(self, history: History) -> list[Pending]:
-        """The requests to unpublish that were marked: they come before all others."""
+        """Remove and return the marked requests to unpublish: they come before all others."""
         if not history.ready:
             return []
         found = {key: each for key, each in history.ready.items() if isinstance(each.message, m.Unpublish)}
@@ -102,12 +102,12 @@ class Waiters:
         return in_order(found)
 
     def pop_changed(self, history: History) -> dict[int, bool]:
-        """The versions that changed, and whether readers may find a source."""
+        """Remove and return the versions that changed, and whether readers may find a source."""
         changed, history.changed = history.changed, {}
         return changed
 
     def pop_ready(self, history: History, changed: Iterable[int]) -> list[Pending]:
-        """Those that were marked, and all that wait for versions that changed and are not visible (any more)."""
+        """Remove and return the marked requests, and all for changed versions that are not visible (any more)."""
         ready, history.ready = history.ready, {}
         for number in changed:
             if not history.is_visible(number):
@@ -116,14 +116,14 @@ class Waiters:
         return in_order(ready)
 
     def queues_with_room(self, history: History, changed: dict[int, bool]) -> Iterator[Queue]:
-        """The queues of visible versions for which there may be a source now."""
+        """Yield the queues of visible versions for which there may be a source now."""
         for number, room in changed.items():
             if room and history.is_visible(number):
                 yield from list(history.wait_queues.get(number, {}).values())
 
 
 def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
-    """Equal for requests that can be served by the same sources."""
+    """Return a key that is equal for requests that can be served by the same sources."""
     worker, hello = pending.worker, pending.worker.hello
     picky = acquire.avoid or acquire.exclude or acquire.shards or acquire.beside
     if picky or worker.readers or len(worker.leases) >= LEASES_ALIKE_MAX:
@@ -136,7 +136,7 @@ def wait_key(pending: Pending, acquire: m.Acquire, number: int) -> object:
 
 
 def in_order(pending: Queue) -> list[Pending]:
-    """As they arrived."""
+    """Return requests in the order in which they arrived."""
     return sorted(pending.values(), key=lambda each: each.order) if len(pending) > 1 else list(pending.values())
 
 
