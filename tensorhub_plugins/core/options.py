@@ -14,6 +14,7 @@ import msgspec
 
 from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
+from tensorhub_plugins.core.types import DOMAINS_MAX, Across
 
 # What a worker uses when it names none, best first, as far as its machine has them.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
@@ -59,6 +60,8 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     """What the frameworks that train have besides."""
 
     keep: int = 1  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
+    retain_copies: int = 1  # in so many hosts (racks, data centres) the newest version survives, see Client.retain
+    retain_across: Across = "host"
     timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
     # The training goes on while a version is copied from its GPU, and the next publish raises what fails (Publisher);
     # None: where a trainer rank has a GPU.
@@ -74,6 +77,11 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
     fleet_target: int | None = None  # None: as many as the framework has started
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
     fleet_policy: str | None = None
+
+    @property
+    def retain(self) -> tuple[int, Across] | None:
+        """Return what the trainer asks the hub to retain; None: nothing that it would not retain anyway."""
+        return (self.retain_copies, self.retain_across) if self.retain_copies > 1 else None
 
 
 class Need(NamedTuple):
@@ -171,7 +179,7 @@ def check_training(
     """`check_store`, and what must hold where one set of options is for all nodes. limits: of further options."""
     check_store(given, where=where)
     common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
-    common["engine_timeout_s"] = (1, 86_400)
+    common |= {"engine_timeout_s": (1, 86_400), "retain_copies": (1, DOMAINS_MAX)}
     common["fleet_max"] = (given.fleet_min, FLEET_MAX)
     if given.fleet_target is not None:
         common["fleet_target"] = (given.fleet_min, given.fleet_max)

@@ -23,6 +23,7 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
 Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key lets its owner do, see hub/permissions.py
 Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a whole
+DOMAINS_MAX = 16  # in which copies are kept
 HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
 
 

@@ -80,6 +80,7 @@ class PolicyModelActor(_Policy):
             model=[] if self._by_parts else [spec for step in self._steps for spec in _specs(step)],
             slices=max(1, int(strategy.args.vllm.tensor_parallel_size)),
             slices_experts=True,  # OpenRLHF's engines are not expert parallel
+            retain=options.retain,
             begins=True,
             in_background=options.in_background,
         )

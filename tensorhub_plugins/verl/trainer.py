@@ -198,6 +198,7 @@ class TensorHubCheckpointEngine(CheckpointEngine):
             keeps_dtype=parts.keeps_dtype,
             slices=self.options.slices or 1,
             slices_experts=bool(self.options.slices_experts),
+            retain=self.options.retain,
             begins=True,
             in_background=self.options.in_background,
         )

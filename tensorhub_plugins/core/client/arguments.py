@@ -13,7 +13,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.protocol.address import check_advertised
-from tensorhub_plugins.core.protocol.messages import DOMAINS_MAX, REFUSED_MAX, RETAIN_MAX
+from tensorhub_plugins.core.protocol.messages import REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import (
     DEFAULT_TRANSPORTS,
@@ -24,6 +24,7 @@ from tensorhub_plugins.core.transports import (
     unavailable,
 )
 from tensorhub_plugins.core.types import (
+    DOMAINS_MAX,
     NAME_LENGTH_MAX,
     SHARDS_MAX,
     Across,

@@ -46,6 +46,7 @@ from tensorhub_plugins.core.run_log import enabled, record, root_key
 from tensorhub_plugins.core.types import (
     CHECKPOINT,
     NAME_LENGTH_MAX,
+    Across,
     version_of,
 )
 
@@ -100,6 +101,8 @@ class Publisher:
     the weights are to be written on that stream alone. They take up to half of the device's free memory; beyond it they
     are waited for. None: where this process uses a device by the first version; on a CPU there is nothing to queue.
 
+    retain: how many copies of the newest version survive, and across what (`Client.retain`); None: as it was.
+
     begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
     makes an end of what its former life published from that step on. Versions are those of `version` then.
 
@@ -122,6 +125,7 @@ class Publisher:
         model: Sequence[TensorSpec] = (),
         slices: int = 1,
         slices_experts: bool = False,
+        retain: tuple[int, Across] | None = None,
         begins: bool = False,
         in_background: bool | None = False,
     ) -> None:
@@ -131,6 +135,7 @@ class Publisher:
         self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
+        self._retain = retain if rank == 0 else None
         self._slices_of = partial(slices_of, count=slices, experts=slices_experts)
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
@@ -174,6 +179,9 @@ class Publisher:
             self._coming = None
         timeout_s = max(self.timeout_s, BEGIN_S)
         self.attempt = self.client.begin(step, word=_start_of_ranks(), timeout_s=timeout_s)
+        if self._retain is not None:
+            copies, across = self._retain
+            self.client.retain(domains=copies, across=across, timeout_s=timeout_s)
 
     def version(self, step: int) -> int:
         """The version that this step has, in the attempt that was begun."""

@@ -23,6 +23,7 @@ from tensorhub_plugins.core.errors import ProtocolError
 from tensorhub_plugins.core.protocol.lineage import ATTEMPTS_KEPT_MAX, Attempt, Mark, Step, is_superseded, merged
 from tensorhub_plugins.core.types import (
     DECODE_ERRORS,
+    DOMAINS_MAX,
     PRINTABLE,
     SHARDS_MAX,
     Across,
@@ -34,7 +35,6 @@ from tensorhub_plugins.core.types import (
 MAGIC = b"TH"
 PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
-DOMAINS_MAX = 16  # in which copies are kept
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
 NOT_HELD_MAX = 8  # that a Welcome names: the next one names the next

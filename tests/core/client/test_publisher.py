@@ -5,18 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from client_stage import holders, until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorhub_plugins.core import (
     CHECKPOINT,
     Client,
+    Location,
     NotPublished,
     ShardKey,
     UsageError,
     spec_of,
     version_of,
 )
+from tensorhub_plugins.core.cli import fetch_status
 from tensorhub_plugins.core.client.parts import Ownership
 from tensorhub_plugins.core.client.publisher import Publisher
 
@@ -26,8 +29,9 @@ def weights(seed, dtype=torch.float32, shapes=((64, 32), (7,), (128, 64), (), (3
     return {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, shape in enumerate(shapes)}
 
 
-def publisher(address, rank=0, ranks=1, keep=2, **options):
-    client = Client(address, run="r", model="actor", replica="trainer", shard=rank, shard_count=ranks)
+def publisher(address, rank=0, ranks=1, keep=2, location=None, **options):
+    shard = {"shard": rank, "shard_count": ranks}
+    client = Client(address, run="r", model="actor", replica="trainer", location=location, **shard)
     return Publisher(client, rank=rank, ranks=ranks, worker=f"trainer/{rank}", keep=keep, timeout_s=10, **options)
 
 
@@ -267,3 +271,26 @@ def test_ranks_that_resume_publish_a_step_again(address):
             for rank in ranks:
                 rank.close()
         assert [info.version for info in copy.versions() if info.visible] == [version_of(1, 4)]
+
+
+@pytest.mark.parametrize("retain", [(2, "rack"), None])
+def test_a_trainer_asks_for_copies_that_survive_its_rack(address, retain):
+    """The control: who asks for nothing has none made."""
+    first, second = (
+        publisher(address, rank, 2, begins=True, retain=retain, location=Location("dc", "a", f"host{rank}"))
+        for rank in range(2)
+    )
+    idle = Client(address, run="r", model="actor", replica="idle", location=Location("dc", "b", "host"))
+    operator = Client(address, run="r", model="actor", replica="operator", location=Location("dc", "a", "host1"))
+    with ThreadPoolExecutor(2) as threads, first.client, second.client, idle, operator:
+        list(threads.map(lambda rank: rank.publish(1, iter(weights(1).items())), (first, second)))
+        model = fetch_status(address)["models"][0]
+        assert (model["retain_domains"], model["retain_across"]) == (retain or (1, "host"))
+        if retain:
+            until(lambda: "idle/0" in holders(operator, 1))
+        for rank in (first, second):
+            rank.close()
+        if retain:
+            assert_equal(operator.fetch(1).tensors(), weights(1))
+        else:
+            assert not idle.serving()
