@@ -138,7 +138,7 @@ rdma link add {device} type rxe netdev $card
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("cases", nargs="*", help="names of cases, or `smoke` for a few; default: all")
     parser.add_argument("--json", type=Path, help="write the cases' results here")
     options = parser.parse_args()
     began = time.monotonic()
@@ -174,7 +174,7 @@ def run(machine: Path, cases: list[str], folder: Path, results: Path | None) -> 
     for out in outs:
         out.mkdir()
     modules = "modprobe rdma_rxe || exit 1"
-    two = Guest("2", 2048, 1, card(2, "on"), modules + setup(2, "rxe0"), command("other"), outs[1])
+    two = Guest("2", 2048, 1, card(2, "on"), modules + setup(2, "rxe0"), command("other", *cases), outs[1])
     one = Guest(
         "1", 4096, 2, card(1, "off"), modules + LOCAL_CARD + setup(1, "rxe1"), command("cases", *cases), outs[0]
     )

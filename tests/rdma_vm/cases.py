@@ -66,6 +66,13 @@ PEERS = 6
 OTHER_HOST = "10.79.0.2"
 OTHER_HUB = f"tcp://{OTHER_HOST}:7070"
 RDMA = ("rdma", "tcp")
+SMOKE = (  # what `make test` runs: a read, a kill, a cut, closed memory, the other binding on a real link
+    "ctypes/two_readers_one_sided",
+    "ctypes/source_killed_in_mid_read",
+    "ctypes/unpublish_cuts_off",
+    "ctypes/wrong_keys_and_closed_memory",
+    "pyverbs/two_hosts",
+)
 
 
 def all_cases() -> dict[str, Callable[[Crew], None]]:

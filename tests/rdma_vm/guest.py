@@ -1,8 +1,9 @@
-"""What the guests of recipes.rdma_vm run: `guest.py cases [NAME...]` in the first, `guest.py other` in the second.
+"""What the guests of recipes.rdma_vm run: `guest.py cases NAME...` in the first, `guest.py other NAME...` in the other.
 
 Every case is run with each binding to verbs, with processes of its own: `ctypes/two_rails`, `pyverbs/two_rails`; a NAME
-is one of these, or means both. A line for each; exits with the number of those that failed. pytest is not used:
-importing it takes a quarter of a minute in here, and processes must be forked before the first thread.
+is one of these, or means both. `smoke` means those of `cases.SMOKE`, and no name all. A line for each; exits with the
+number of those that failed. pytest is not used: importing it takes a quarter of a minute in here, and processes must be
+forked before the first thread.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ def main() -> None:
 
     print(f"imports took {time.monotonic() - began:.0f} s", flush=True)
     logging.basicConfig(level=logging.WARNING, format="      log: %(name)s: %(message)s")
-    if role == "other":
-        for binding in reversed(BINDINGS):  # the first host has them in order: each faces the other
-            os.environ[BINDING_VARIABLE] = binding
-            cases.be_the_other_host()
-        return
+    names = [*cases.SMOKE] if names == ["smoke"] else names
     known = {(binding, name): case for binding in BINDINGS for name, case in cases.all_cases().items()}
     wanted = {key: case for key, case in known.items() if not names or {key[1], "/".join(key)} & set(names)}
     unknown = set(names) - {name for key in known for name in (key[1], "/".join(key))}
     if unknown:
         sys.exit(f"there are no cases {sorted(unknown)}; there are {list(cases.all_cases())}")
+    if role == "other":
+        for there, here in zip(BINDINGS, reversed(BINDINGS), strict=True):  # each faces the other
+            if (there, "two_hosts") in wanted:
+                os.environ[BINDING_VARIABLE] = here
+                cases.be_the_other_host()
+        return
     crews = {}
-    for binding in BINDINGS:
+    for binding in dict.fromkeys(binding for binding, _ in wanted):
         os.environ[BINDING_VARIABLE] = binding
         crews[binding] = Crew(members=cases.MEMBERS, peers=cases.PEERS)
     results = {}
