@@ -19,7 +19,7 @@ FIGURES: list[dict[str, Any]] = []
 TRANSPORTS = ("cuda_ipc", "shm", "tcp")
 
 
-@pytest.fixture(params=["gpu", "stand-in"])
+@pytest.fixture(params=[pytest.param("gpu", marks=pytest.mark.gpu), "stand-in"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     if request.param == "gpu" and not torch.cuda.is_available():
         pytest.skip(NO_GPU)
@@ -55,6 +55,14 @@ def clients() -> Iterator[Any]:
         yield client
         for each in made:
             each.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where there is no GPU, only this folder's own run (`make test-gpu`) says of each test that it needs one."""
+    if not torch.cuda.is_available() and config.rootpath != Path(__file__).parent:
+        without = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=without)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -45,6 +45,7 @@ def test_without_a_gpu_it_measures_nothing_and_ends_well():
     assert ran.returncode == 0 and "nothing was measured" in ran.stdout
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_on_a_gpu_a_small_model_is_measured(tmp_path):
     if not torch.cuda.is_available():

@@ -164,6 +164,7 @@ def test_without_the_refusal_weights_are_cut_off(place):
 # --- vLLM's engines, where it is ---
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2-untied", "mixtral", "deepseek-mla"])
