@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-verl test-vllm test-vllm-next test-environments test-versions test-openrlhf test-fleet \
+.PHONY: help fuzz env demo demo-elastic demo-openrlhf check quick test test-all test-heavy test-long test-verl test-vllm test-vllm-next test-environments test-versions test-openrlhf test-fleet \
 	test-rdma test-gpu bench-gpu test-sim chaos mutants lint bench-vllm-start bench-verl-stall bench-workloads bench-openrlhf-stall clean distclean python
 
 # The first Python that really runs (a version manager's shim may exist and refuse) and that the pinned packages know.
@@ -49,11 +49,24 @@ quick:
 	@$(IN_ENV); export OMP_NUM_THREADS=1
 	python -m pytest -x -q -n 2 $(QUICK)
 
-test: lint ## lint, the quick tests, those that start vLLM and verl, RDMA in virtual machines; stops at the first failure
+test: lint ## lint, the quick tests, of those that start vLLM, verl, Ray and virtual machines one of each kind; stops at the first failure
 	@$(IN_ENV); export OMP_NUM_THREADS=1
-	python -m pytest -x -q -n 2 -m "not heavy"
-	python -m pytest -x -v -m "heavy and not long"
-	python -m recipes.rdma_vm || [ $$? = 77 ]
+	python -m pytest -x -q -n 4 --dist worksteal -m "not heavy"
+	python -m pytest -x -v -m smoke
+	python -m recipes.rdma_vm smoke || [ $$? = 77 ]
+
+# A run of CI has time for some of these: it gives WITHIN, the seconds after which no other file is begun, and TURN.
+test-heavy: ## what else starts vLLM, verl and Ray, but for the longest (half an hour on two quiet cores)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -x -v -m "heavy and not smoke and not long" $(if $(WITHIN),--begin-within $(WITHIN) --turn $(TURN))
+
+test-long: ## the longest: whole runs in every mode, vLLM as a server, every model (hours)
+	@$(IN_ENV); export OMP_NUM_THREADS=1
+	python -m pytest -v -m long
+
+# Of the simulator, the seeds of which `test` has those that show the most.
+test-all: SEEDS = 1000
+test-all: test test-sim test-heavy test-rdma test-long test-openrlhf test-versions test-gpu mutants ## everything, for a night and before a release
 
 test-verl: ## whole verl runs in every mode (about 10 minutes on two quiet cores)
 	@$(IN_ENV); export OMP_NUM_THREADS=1
@@ -99,8 +112,9 @@ test-gpu: ## on a GPU, with torch 2.11 or newer and without vLLM: every row of t
 bench-gpu: ## the store on a GPU beside what it can do: copies, digests, publishes, fetches, installs (about two minutes)
 	@$(IN_GPU_ENV); "$$python" -m recipes.bench.gpu --json "$${OUT:-out}/bench_gpu.json"
 
-test-sim: ## 10,000 simulated clusters under faults (about an hour; 1,000 of them are in make test)
-	@$(IN_ENV); TENSORHUB_SIM_SEEDS=10000 python -m pytest -v tests/sim -k rules
+SEEDS = 10000
+test-sim: ## 10,000 simulated clusters under faults (SEEDS=n for fewer; about an hour)
+	@$(IN_ENV); TENSORHUB_SIM_SEEDS=$(SEEDS) python -m pytest -v tests/sim -k rules
 
 chaos: ## five minutes of kills, cuts, flipped bits, liars and strangers (SEED=n for the same ones again); needs root
 	@$(IN_ENV); export OMP_NUM_THREADS=1

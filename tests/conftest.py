@@ -1,5 +1,7 @@
 """Settings for every test: the same inputs every time, and no verdict that depends on how busy the machine is."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import signal
@@ -8,6 +10,7 @@ import sys
 import hypothesis
 import inproc  # noqa: F401  (makes its transport known)
 import pytest
+from running import Budget, SlowTests
 
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
@@ -18,6 +21,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in a shell's b
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-s", type=float, default=60.0, help="seconds of faults in tests/chaos")
     parser.addoption("--chaos-seed", type=int, default=1, help="which faults")
+    parser.addoption("--begin-within", type=float, default=float("inf"), help="seconds after which no file is begun")
+    parser.addoption("--turn", type=int, default=0, help="which file comes first, when not all may be begun")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SlowTests())
+    config.pluginmanager.register(Budget(config.getoption("--begin-within"), config.getoption("--turn")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("smoke") and not item.get_closest_marker("heavy"):
+            raise pytest.UsageError(f"{item.nodeid}: `smoke` chooses among the `heavy` tests, mark it so")
 
 
 @atexit.register  # before Ray is imported, so that what it does at the end is done before

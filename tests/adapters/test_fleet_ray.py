@@ -26,6 +26,7 @@ def members_of(events: Path) -> list[tuple[str, str]]:
     return [(line["worker"], line["state"]) for line in lines if line["event"] == "member"]
 
 
+@pytest.mark.smoke
 def test_members_join_and_leave_and_the_fleet_is_killed(one_node: Any, events: Path, tmp_path: Path) -> None:
     run = Run(1, str(tmp_path / "failures"), fleet_max=4)
     run.until(rollout_0="ready")

@@ -21,6 +21,7 @@ from tensorhub_plugins.vllm.ray.config import connect  # noqa: E402
 RAY_TOKEN = "0123456789abcdef0123456789abcdef"
 
 
+@pytest.mark.smoke
 @pytest.mark.heavy
 def test_nothing_is_to_be_configured(events: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.delenv("TENSORHUB_SECRET", raising=False)

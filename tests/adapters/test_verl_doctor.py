@@ -221,6 +221,7 @@ def test_strategies_of_verl_are_not_refused_where_their_packages_are_not_install
 INNER = ("rollout.name", "rollout.tensor", "rollout.disagg", "rollout.mode", "model.", "actor.")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", [SEPARATE, ONE_STEP_OFF, FULLY_ASYNC])
 def test_these_modes_run_as_they_are(mode, job):
     assert not looked([*mode, *PULL, *job]).wrong

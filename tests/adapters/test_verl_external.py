@@ -122,6 +122,7 @@ def test_an_answer_is_verls_with_exact_steps(hub: Server) -> None:
         asyncio.run(asyncio.wait_for(story(), 30))
 
 
+@pytest.mark.smoke
 @pytest.mark.heavy  # Ray
 def test_as_an_actor_it_joins_or_says_in_one_sentence_why_not(hub: Server) -> None:
     fake, began, end = Fake(), threading.Event(), threading.Event()

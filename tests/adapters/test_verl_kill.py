@@ -21,7 +21,7 @@ from verl_run import START_S, STORE, Run  # noqa: E402
 REPLICAS = 3
 RANKS = 2  # of the trainer (FSDP2): each serves its half
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.heavy, pytest.mark.smoke, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")

@@ -164,6 +164,7 @@ def run_case(case, rank, address, folder):
     parts.held_by_rank = honest if case == "broken" and rank == 1 else parts.held_by_rank
 
 
+@pytest.mark.smoke
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_what_the_ranks_hold_is_what_verl_gathers(tmp_path):

@@ -29,16 +29,17 @@ def sync(findings: list[check_sync.Finding]) -> list[str]:
 
 
 KINDS = ("qwen2-tied", "qwen2-untied", "llama", "qwen3", "gemma", "mixtral", "qwen3-moe", "deepseek-mla")
-QUICK = ("qwen2-untied", "mixtral")  # the others are behind `make test-vllm`
+MARKS = {"qwen2-untied": pytest.mark.smoke, "mixtral": ()}  # the others are behind `make test-vllm`
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.long) for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=MARKS.get(k, pytest.mark.long)) for k in KINDS])
 def test_a_synced_model_equals_a_fresh_one(kind: str, tmp_path: Path) -> None:
     findings = examine(make_model(kind, tmp_path, 1))
     assert sync(findings) == [""] * 5, findings
     assert "tensors and floats and 4 answers are equal" in findings[1].what
 
 
+@pytest.mark.smoke
 def test_the_doctor_notices_a_sync_that_forgets_a_tensor(tmp_path: Path) -> None:
     """The negative control of the test above."""
     model = make_model("qwen2-untied", tmp_path, 1)

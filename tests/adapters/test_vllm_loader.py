@@ -43,7 +43,7 @@ def runtime_digests(engine: Engine) -> list[dict[str, str]]:
     return [digests["runtime"] for digests in engine.ask("rpc", "tensorhub_digests", ())]
 
 
-@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2-tied", pytest.param("qwen2-untied", marks=pytest.mark.smoke), "mixtral"])
 def test_engines_start_from_a_trainer_and_from_each_other(kind: str, models: Any, bare: Any, hub: Server) -> None:
     """The first converts the trainer's checkpoint, the second reads the first's live weights while it generates."""
     folder = bare(kind)
@@ -103,6 +103,7 @@ def test_what_cannot_start_says_why(models: Any, bare: Any, hub: Server) -> None
         assert sentence in str(refused.value)
 
 
+@pytest.mark.smoke
 def test_a_sleeping_engine_is_no_source_and_comes_back(models: Any, bare: Any, hub: Server) -> None:
     with client(hub, "trainer") as trainer:
         trainer.publish(1, checkpoint(models("qwen2-tied", 1)))

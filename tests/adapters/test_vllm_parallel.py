@@ -134,7 +134,7 @@ def union(boxes: list[Any]) -> int:
 
 @HEAVY
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.smoke if n == "PP 2, tied" else ()) for n in CASES])
 def test_the_ranks_of_an_engine_need_all_of_a_checkpoint(name: str) -> None:
     """And each fills its parameters to the last element, once, from what it needs."""
     family, settings, sizes, by_experts = CASES[name]

@@ -61,6 +61,7 @@ except Exception as refusal:
     )
 
 
+@pytest.mark.smoke
 @pytest.mark.heavy  # imports all of vLLM
 def test_vllm_knows_our_names() -> None:
     pytest.importorskip("vllm")

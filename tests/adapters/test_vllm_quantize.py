@@ -168,7 +168,7 @@ def verls_patches() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("within", ["vLLM", "verl"])
+@pytest.mark.parametrize("within", [pytest.param("vLLM", marks=pytest.mark.smoke), "verl"])
 def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
     within: str, config: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +203,7 @@ def test_floats_become_fp8_on_the_way_in_and_peers_copy_the_result(
             engine.updater.close()
 
 
+@pytest.mark.smoke
 def test_the_control_a_kernel_that_keeps_what_a_reload_gave_it_is_noticed(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def checkpoint_of(model: _Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.smoke
 def test_bfloat16_is_not_cast_into_fp8(fp8: _Model, config: Any) -> None:
     """1000.0 would become 448.0, with a scale that nobody has written."""
     before = {name: p.detach().clone() for name, p in fp8.named_parameters()}

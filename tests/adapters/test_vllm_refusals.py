@@ -138,7 +138,14 @@ def take(engine: Engine, version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen2-untied", "qwen2-tied", "llama", "mixtral", pytest.param("deepseek-mla", marks=LONG)]
+    "kind",
+    [
+        pytest.param("qwen2-untied", marks=pytest.mark.smoke),
+        "qwen2-tied",
+        "llama",
+        "mixtral",
+        pytest.param("deepseek-mla", marks=LONG),
+    ],
 )
 def test_another_models_tensors_are_refused_by_name(kind: str, models: Any, hub: Server) -> None:
     """As the first checkpoint of an engine that reads its weights from disk, and later as one of many."""

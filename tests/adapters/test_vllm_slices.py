@@ -13,7 +13,7 @@ from vllm_engines import checkpoint
 from vllm_ranks import alone, follow, of_all_ranks, read_at_tp_2, without_a_row
 
 pytestmark = pytest.mark.heavy
-LONG = pytest.mark.long
+LONG, SMOKE = pytest.mark.long, pytest.mark.smoke
 
 EXPERTS = "experts.routed_experts"
 RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; None: nothing needs it
@@ -26,7 +26,8 @@ RELOADED = {  # what must go through vLLM's reload, whatever this CPU packs; Non
     "deepseek-mla": EXPERTS,
     "mamba2": "mixer",
 }
-FAMILIES = [kind if kind in ("llama", "phi3", "mixtral") else pytest.param(kind, marks=LONG) for kind in RELOADED]
+MARKS = {"llama": SMOKE, "phi3": (), "mixtral": ()}
+FAMILIES = [pytest.param(kind, marks=MARKS.get(kind, LONG)) for kind in RELOADED]
 
 
 @pytest.mark.timeout(300)
@@ -49,7 +50,10 @@ def test_a_rank_updated_from_its_regions_alone_equals_vllms_own_load(kind: str, 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("kind", "tensor"), [("llama", "down_proj"), ("mixtral", "w2")], ids=["copied", "reloaded"])
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [pytest.param("llama", "down_proj", id="copied", marks=SMOKE), pytest.param("mixtral", "w2", id="reloaded")],
+)
 def test_the_control_a_plan_that_lacks_a_row_is_found_out(kind: str, tensor: str, models: Any) -> None:
     rank = alone(without_a_row, models(kind, 1), models(kind, 2), tensor)
     assert not rank["proved"] and rank["by"] == "reload"

@@ -94,7 +94,7 @@ def scene(hub: Server, models: Any, bare: Any) -> Iterator[Scene]:
         yield Scene(stack, hub, models, bare)
 
 
-@pytest.mark.parametrize("extension", [None, "vllm_faults.BlindExtension"])
+@pytest.mark.parametrize("extension", [pytest.param(None, marks=pytest.mark.smoke), "vllm_faults.BlindExtension"])
 def test_the_rest_comes_from_another_holder(extension: str | None, scene: Scene, truth: Any) -> None:
     """The negative control is an engine that takes the loss of its source for the end of its read."""
     with client(scene.hub, "holder", location=Location("far")) as holder:

@@ -39,6 +39,7 @@ def answers(models: Any) -> Callable[[int], tuple[list[list[int]], list[list[int
     return get
 
 
+@pytest.mark.smoke
 def test_a_version_is_a_whole_number() -> None:
     from tensorhub_plugins.vllm.weight_transfer import number_of
 
@@ -79,6 +80,7 @@ def update(engine: Engine, version: int, **info: Any) -> None:
     engine.ask("own", "finish_weight_update", (str(version),))
 
 
+@pytest.mark.smoke
 def test_vllms_own_round_drives_the_pull(engine: Engine, models: Any, answers: Any, hub: Server) -> None:
     old, new = answers(1), answers(2)
     assert engine.generate() == old[0] and engine.generate(CACHED) == old[1] != new[1]
@@ -145,7 +147,7 @@ def test_an_update_that_fails_half_way_is_not_resumed(models: Any, answers: Any,
             assert engine.generate() == answers(2)[0]
 
 
-@pytest.mark.parametrize("when", ["now", "idle"])
+@pytest.mark.parametrize("when", ["now", pytest.param("idle", marks=pytest.mark.smoke)])
 def test_an_engine_follows_by_itself(when: str, models: Any, answers: Any, bare: Any, hub: Server) -> None:
     with client(hub, "trainer") as trainer:
         trainer.publish(1, checkpoint(models(KIND, 1)))

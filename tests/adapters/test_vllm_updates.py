@@ -22,7 +22,7 @@ from vllm_engines import PROMPTS, Engine, EngineError, checkpoint, engines, wait
 from tensorhub_plugins.core import Client, Server
 
 pytestmark = pytest.mark.heavy
-LONG = pytest.mark.long
+LONG, SMOKE = pytest.mark.long, pytest.mark.smoke
 
 TIMEOUT_S = 30.0
 
@@ -73,7 +73,10 @@ def digest(tensor: Any) -> str:
 CONVERTED_BY = {"qwen2-tied": "copy", "qwen2-untied": "copy", "mixtral": "reload", "deepseek-mla": "reload"}
 
 
-@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "mixtral", pytest.param("deepseek-mla", marks=LONG)])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("qwen2-tied", marks=SMOKE), "qwen2-untied", "mixtral", pytest.param("deepseek-mla", marks=LONG)],
+)
 def test_an_update_equals_a_fresh_start(kind: str, models: Any, hub: Server, tmp_path: Path) -> None:
     old, new = models(kind, 1), models(kind, 2)
     env = {"TENSORHUB_EVENTS": str(tmp_path)}
@@ -163,7 +166,7 @@ def thaw(engine: Engine) -> None:
     os.kill(engine.process.pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("serve_from", ["host", "live"])
+@pytest.mark.parametrize("serve_from", [pytest.param("host", marks=SMOKE), "live"])
 def test_it_generates_while_a_version_arrives_and_keeps_its_requests(
     serve_from: str, pair: Any, models: Any, hub: Server
 ) -> None:
@@ -237,6 +240,7 @@ def test_a_direct_install_whose_source_has_died_converts_the_checkpoint(pair: An
         assert second.call("tensorhub_digests")["runtime"] == expected
 
 
+@pytest.mark.smoke
 def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     first, second = pair()
     before, answers = second.call("tensorhub_digests"), second.generate()
@@ -255,6 +259,7 @@ def test_a_source_that_dies_leaves_the_old_version_whole(pair: Any) -> None:
     assert second.generate() == answers
 
 
+@pytest.mark.smoke
 def test_an_install_that_fails_half_way_never_answers(pair: Any, models: Any, hub: Server) -> None:
     first, second = pair()
     expected = first.generate()
@@ -363,6 +368,7 @@ def test_others_that_change_the_weights_do_not_change_what_is_served(models: Any
                 assert {name: digest(tensor) for name, tensor in copy.tensors().items()} == served
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(240)  # vLLM starts processes that import it anew
 def test_two_workers_of_an_engine_update_both_or_none(models: Any, hub: Server) -> None:
     """Tensor parallel, with vLLM's own processes: one shard each, one version, one layout."""

@@ -44,6 +44,7 @@ with start_server() as server:
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.heavy
 def test_what_is_checked_is_checked_without_asserts() -> None:
     ran = subprocess.run([sys.executable, "-O", "-c", READ_ANEW], capture_output=True, text=True, timeout=100)

@@ -112,6 +112,7 @@ def test_a_restarted_hub_takes_all_and_nothing_is_raised(hubs):
         assert [key.version for key in trainer.serving()] == [1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("returns", [True, False], ids=["by turns", "control: once"])
 def test_two_hubs_that_answer_by_turns_are_found(hubs, caplog, returns):
     first, second, balancer = hubs
