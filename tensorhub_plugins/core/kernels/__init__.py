@@ -1,1 +1,1 @@
-"""Computations on a device's memory: by Triton where there is, else by torch, with equal results."""
+"""Computations on device memory: by Triton where available, else by torch, with equal results."""

@@ -10,39 +10,39 @@ import torch
 triton: Any = import_module("triton")
 tl: Any = import_module("triton.language")
 
-SEGMENTS_AT_ONCE = 4  # of one program: 32 lanes, a warp's threads
+SEGMENTS_AT_ONCE = 4  # for one program: 32 lanes, a warp's threads
 BLOCKS_AT_ONCE = 4  # of one program, or of one round of it: 4 KiB, 32 bytes for each of 128 threads
 BLOCK_ELEMENTS = 512  # of bfloat16
 
 
 def lanes(addresses: torch.Tensor, table: torch.Tensor, out: torch.Tensor, count: int, blocks: int) -> None:
-    """xxh3.lanes_of. addresses: int64[count] of segments. table: int64, first lanes, mixing words, keys of stripes.
-    out: int64[8 * count]."""
+    """Queue xxh3.lanes_of. addresses: int64[count], of the segments. table: int64, initial lanes, mixing words, keys of
+    stripes. out: int64[8 * count]."""
     grid = (-(-count // SEGMENTS_AT_ONCE),)
     _lanes[grid](addresses, table, out, count, blocks, SEGMENTS_AT_ONCE, num_warps=1)
 
 
 def copy(rows: torch.Tensor, count: int, word_size_bytes: int, piece_size_bytes: int) -> None:
-    """moving.move. rows: int64[count, 3], from, to, size in words of 8 bytes or 1."""
+    """Queue moving.move. rows: int64[count, 3]: source address, target address, size in words of 8 bytes or 1."""
     word = tl.int64 if word_size_bytes == 8 else tl.uint8
     _copy[(count,)](rows, word, piece_size_bytes // word_size_bytes, num_warps=4)
 
 
 def cast(source: torch.Tensor, table: torch.Tensor, target: torch.Tensor, sums: torch.Tensor, head: int) -> None:
-    """casting.cast_at. source: int32, target: int16, one for each element. sums: int64[8 * whole blocks]. head: of the
-    elements how many are before these. table: as of `lanes`."""
+    """Queue casting.cast_at. source: int32, target: int16, one for each element. sums: int64[8 * whole blocks]. head:
+    the number of elements before the first whole block. table: as of `lanes`."""
     first = -1 if head else 0  # that one is not whole
     grid = (triton.cdiv(triton.cdiv(len(source) - head, BLOCK_ELEMENTS) - first, BLOCKS_AT_ONCE),)
     _cast[grid](source, table, target, sums, head, len(source), first, len(sums) // 8, BLOCKS_AT_ONCE, num_warps=4)
 
 
 def sum_up(rows: torch.Tensor, count: int, table: torch.Tensor) -> None:
-    """casting.sum_up. rows: int64[count, 3], from, to, how many blocks."""
+    """Queue casting.sum_up. rows: int64[count, 3]: source address, target address, number of blocks."""
     _sum_up[(count,)](rows, table, BLOCKS_AT_ONCE, num_warps=4)
 
 
 def mix(sums: torch.Tensor, table: torch.Tensor, out: torch.Tensor, count: int) -> None:
-    """casting.mix. sums: int64, 8 a block, of `count` segments. out: int64[8 * count]."""
+    """Queue casting.mix. sums: int64, 8 a block, of `count` segments. out: int64[8 * count]."""
     _mix[(triton.cdiv(count, SEGMENTS_AT_ONCE),)](
         sums, table, out, count, len(sums) // len(out), SEGMENTS_AT_ONCE, num_warps=1
     )
@@ -83,7 +83,7 @@ def _copy(rows, WORD: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _sums_of(word, table):  # type: ignore[no-untyped-def]
-    """uint64[blocks, 8]: what blocks of 16 stripes of 8 words add to the lanes."""
+    """Return uint64[blocks, 8]: what blocks of 16 stripes of 8 words add to the lanes."""
     lane = tl.arange(0, 8)
     stripe = tl.arange(0, 16)
     key = tl.load(table + 16 + stripe[:, None] * 8 + lane[None, :]).to(tl.uint64)

@@ -1,11 +1,12 @@
 """A cast, and the sums for the digest of what it writes, in one pass: bfloat16 from fp32 masters, with XXH3-128.
 
-Within a block of 1,024 bytes the lanes of XXH3 are plain sums (xxh3.py), which depend on nothing before it. So whoever
-writes a block sums it up at once: tensor after tensor, in any order, as many blocks at a time as there are (`cast_at`).
-What was written by others is summed up later (`sum_up`), a block that two tensors share, for example. Only the mixing
-from block to block has an order. It reads the sums alone, a sixteenth of the bytes (`mix`).
+Within a block of 1,024 bytes the lanes of XXH3 are plain sums (xxh3.py), which depend on nothing before it. So the pass
+that writes a block sums it at once: tensor after tensor, in any order, all its blocks at a time (`cast_at`). Other
+blocks are summed later (`sum_up`), one that two tensors share, for example. Only the mixing from block to block has an
+order. It reads the sums alone, a sixteenth of the bytes (`mix`).
 
-The rounding is to nearest, ties to even, as torch's. A NaN stays one; which of its bits are set is up to who casts.
+The rounding is to nearest, ties to even, as torch's. A NaN stays one; which of its bits are set depends on the
+implementation.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from tensorhub_plugins.core.kernels.xxh3 import (
 )
 
 SOURCE, TARGET = torch.float32, torch.bfloat16
-BLOCKS_AT_ONCE = 64  # of one program that sums up
-BLOCKS_BY_TORCH = 4096  # at once: what is between them is several times as large
+BLOCKS_AT_ONCE = 64  # of one program that sums
+BLOCKS_BY_TORCH = 4096  # at once: intermediate results are several times as large
 
 
 def cast_at(start: int) -> Computation:
-    """The cast of a tensor that begins at this byte of a block.
+    """Return the cast of a tensor that begins at this byte of a block.
 
-    Reads its elements and `xxh3.constants()`; writes them, and the sums of the blocks that lie wholly in it, of which
-    there are some, LANES_SIZE_BYTES each, joined.
+    It reads the tensor's elements and `xxh3.constants()`; it writes the cast elements, and the sums of the blocks that
+    lie wholly in it (at least one), LANES_SIZE_BYTES each, joined.
     """
     head = -start % BLOCK_SIZE_BYTES // TARGET.itemsize  # elements before the first whole block
 
@@ -51,8 +52,8 @@ def cast_at(start: int) -> Computation:
 
 
 def sum_up(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], upload: Upload) -> None:
-    """Computation: the sums of runs of whole blocks, those of each into one of `writes`. Reads the runs, and behind
-    them `xxh3.constants()`."""
+    """Compute the sums of runs of whole blocks, those of each run into one of `writes`. A Computation. Reads the runs,
+    followed by `xxh3.constants()`."""
     *runs, last = reads
     table = last.view(torch.int64)
     rows = _pieces(runs, writes)
@@ -62,8 +63,8 @@ def sum_up(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], upload
 
 
 def mix(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], upload: Upload) -> None:
-    """Computation: the lanes of segments of equal size, as of `xxh3.lanes_of`, from the sums of all their blocks, of
-    which the last one of each does not count. Reads the sums and `xxh3.constants()`."""
+    """Compute the lanes of segments of equal size, as `xxh3.lanes_of`, from the sums of all their blocks, except the
+    last block of each. A Computation. Reads the sums and `xxh3.constants()`."""
     lanes, sums, table = writes[0].view(torch.int64), reads[0].view(torch.int64), reads[1].view(torch.int64)
     count = len(writes[0]) // LANES_SIZE_BYTES
     if not done_by_triton(lanes, lambda kernels: kernels.mix(sums, table, lanes, count)):
@@ -72,7 +73,7 @@ def mix(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], upload: U
 
 
 def _pieces(runs: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """int64[n, 3] of pieces of at most BLOCKS_AT_ONCE: from, to, how many blocks."""
+    """Return int64[n, 3] of pieces of at most BLOCKS_AT_ONCE: source address, target address, number of blocks."""
     blocks = np.fromiter((len(run) // BLOCK_SIZE_BYTES for run in runs), np.int64, len(runs))
     counts = -(-blocks // BLOCKS_AT_ONCE)
     first = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * BLOCKS_AT_ONCE

@@ -1,9 +1,9 @@
-"""What a computation is given, and who carries it out.
+"""The interface of a computation, and the choice of its implementation.
 
-A computation is a function of the memory it reads, the memory it writes, both uint8, contiguous and on one device, and
-of a way to bring a small table there. It only queues, on the current stream. Triton runs it where there is Triton and
-the memory is a CUDA device's, or where its interpreter (TRITON_INTERPRET=1) works on the host's; else torch does, and
-the bytes are the same.
+A computation is a function of the memory that it reads, the memory that it writes, both uint8, contiguous and on one
+device, and of a way to upload a small table. It only queues, on the current stream. Triton runs it where it is
+installed and the memory is a CUDA device's, or where its interpreter (TRITON_INTERPRET=1) works on the host's; else
+torch does, with the same bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Computation: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor
 
 
 def done_by_triton(memory: torch.Tensor, launch: Callable[[Any], None]) -> bool:
-    """Whether launch(by_triton) has been called, and computes on this memory. Where it fails once, for want of a C
-    compiler for example, it is not tried again."""
+    """Call launch(by_triton) if Triton can compute on this memory, and return whether it did. After one failure, for
+    want of a C compiler for example, it is not tried again."""
     if _failures or not (_has_triton() and (memory.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")):
         return False
     try:
@@ -43,7 +43,7 @@ def done_by_triton(memory: torch.Tensor, launch: Callable[[Any], None]) -> bool:
 
 
 def addresses_of(flats: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """int64[n]: where each begins."""
+    """Return int64[n]: the address of each."""
     return np.fromiter((flat.data_ptr() for flat in flats), np.int64, len(flats))
 
 

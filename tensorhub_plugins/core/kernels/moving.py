@@ -1,7 +1,7 @@
-"""Many small runs of a device's memory into one, and one into many.
+"""Copies of many small runs of device memory into one, and of one into many.
 
 A copy of a few bytes takes as long to launch as to copy 64 KiB. One kernel copies thousands of runs: each of its
-programs a piece of one, whose two addresses and size it finds in a table.
+programs copies a piece of one, whose two addresses and size it finds in a table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORD_SIZE_BYTES = 8
 
 
 def move(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], upload: Upload) -> None:
-    """Computation: the bytes of all sources, one after the other, into all targets. One of the two is a single one."""
+    """Copy the bytes of all sources, in order, into all targets; one side is a single tensor. A Computation."""
     if done_by_triton(targets[0], lambda kernels: _launch(kernels, sources, targets, upload)):
         return
     if len(targets) == 1:
@@ -37,8 +37,8 @@ def _launch(kernels: Any, sources: Sequence[torch.Tensor], targets: Sequence[tor
 def _tables(
     sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
 ) -> list[tuple[npt.NDArray[np.int64], int]]:
-    """int64[n, 3] of pieces: from, to, size in words; and the word's size. Those that words of 8 bytes can copy, and
-    those that single bytes must."""
+    """Return int64[n, 3] of pieces (source address, target address, size in words) and the word's size: one table for
+    those that words of 8 bytes can copy, one for those that need single bytes."""
     many = sources if len(targets) == 1 else targets
     size = np.fromiter((flat.numel() for flat in many), np.int64, len(many))
     starts = np.cumsum(size) - size
@@ -52,7 +52,7 @@ def _tables(
 
 
 def _cut(runs: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Into pieces of at most PIECE_SIZE_BYTES."""
+    """Cut runs into pieces of at most PIECE_SIZE_BYTES."""
     counts = -(-runs[:, 2] // PIECE_SIZE_BYTES)
     pieces = np.repeat(runs, counts, axis=0)
     at = (np.arange(len(pieces)) - np.repeat(np.cumsum(counts) - counts, counts)) * PIECE_SIZE_BYTES

@@ -1,10 +1,10 @@
-"""XXH3-128 of the segments of a device's memory, where they lie: bit for bit what xxhash says of the same bytes.
+"""XXH3-128 of the segments of a device's memory, in place: bit for bit what xxhash computes from the same bytes.
 
 XXH3 of more than 240 bytes keeps eight sums of 64 bits, its lanes. A stripe of 64 bytes gives each lane one word; after
-sixteen stripes, a block, the lanes are mixed. Only that mixing depends on what was before: within a block each lane is
-a plain sum, and segments do not know of each other. So a program of the kernel takes some segments and goes from block
-to block (`lanes_of`); torch sums up all blocks, and mixes one after the other. What follows the last whole block of a
-segment, at most 1,024 bytes, and the merging of the lanes into 128 bits are done on the host, for all at once
+sixteen stripes, a block, the lanes are mixed. Only that mixing depends on what came before: within a block each lane is
+a plain sum, and segments are independent of each other. So a program of the kernel takes some segments and goes from
+block to block (`lanes_of`); torch sums up all blocks, and mixes one after the other. What follows the last whole block
+of a segment, at most 1,024 bytes, and the merging of the lanes into 128 bits are done on the host, for all at once
 (`finish`).
 """
 
@@ -50,7 +50,7 @@ Words = npt.NDArray[np.uint64]
 
 
 def lanes_of(segments: Sequence[torch.Tensor], lanes: Sequence[torch.Tensor], upload: Upload) -> None:
-    """Computation: the lanes of segments of equal size after their last whole block, LANES_SIZE_BYTES each, joined."""
+    """Compute the lanes of segments of equal size after the last whole block, LANES_SIZE_BYTES each. A Computation."""
     out, count, (blocks, _) = lanes[0].view(torch.int64), len(segments), tail_start(segments[0].numel())
     table = upload(constants())
     addresses = addresses_of(segments)
@@ -59,22 +59,22 @@ def lanes_of(segments: Sequence[torch.Tensor], lanes: Sequence[torch.Tensor], up
 
 
 def constants() -> npt.NDArray[np.int64]:
-    """What kernels need to know: the lanes at first, the secret's words for mixing, and those for each stripe."""
+    """Return the constants of the kernels: the initial lanes, the secret's words for mixing, and for each stripe."""
     joined = np.concatenate([np.array(LANES, np.uint64), secret_words(SECRET_OF_MIXING, len(LANES)), *_KEYS])
     table: npt.NDArray[np.int64] = joined.view(np.int64)
     return table
 
 
 def tail_start(size_bytes: int) -> tuple[int, int]:
-    """Whole blocks of a segment of this size that `lanes_of` takes, and where the tail begins that `finish` needs: at
-    the last block's end, or the last stripe's begin, whichever comes first."""
+    """Return the number of whole blocks that `lanes_of` takes of a segment of this size, and the offset of the tail
+    that `finish` needs: the last block's end, or the last stripe's start, whichever comes first."""
     blocks = (size_bytes - 1) // BLOCK_SIZE_BYTES
     return blocks, min(blocks * BLOCK_SIZE_BYTES, size_bytes - STRIPE_SIZE_BYTES)
 
 
 def finish(lanes: Words, tails: npt.NDArray[np.uint8], size_bytes: int) -> bytes:
-    """The digests of segments of this size, joined. lanes: uint64[segments, 8] after the last whole block. tails:
-    uint8[segments, n], their last bytes, from `tail_start` on."""
+    """Return the digests of segments of this size, joined. lanes: uint64[segments, 8] after the last whole block.
+    tails: uint8[segments, n], their last bytes, from `tail_start` on."""
     done = (size_bytes - 1) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
     first = done - (size_bytes - tails.shape[1])
     for stripe in range((size_bytes - 1 - done) // STRIPE_SIZE_BYTES):
@@ -87,7 +87,7 @@ def finish(lanes: Words, tails: npt.NDArray[np.uint8], size_bytes: int) -> bytes
 
 
 def secret_words(start: int, count: int) -> Words:
-    """uint64[count] of the secret, from this byte on."""
+    """Return uint64[count] of the secret, from this byte on."""
     return np.frombuffer(SECRET, "<u8", count, start).astype(np.uint64)
 
 
@@ -95,7 +95,7 @@ _KEYS = [secret_words(WORD_SIZE_BYTES * stripe, len(LANES)) for stripe in range(
 
 
 def _by_torch(segments: Sequence[torch.Tensor], table: torch.Tensor, blocks: int) -> torch.Tensor:
-    """int64[segments, 8]. It takes a sixteenth of their size for the sums."""
+    """Return the lanes, int64[segments, 8]. It takes a sixteenth of the segments' size for the sums."""
     sums = torch.empty(len(segments), blocks, len(LANES), dtype=torch.int64, device=table.device)
     for segment, of_blocks in zip(segments, sums, strict=True):
         block_sums_by_torch(segment[: blocks * BLOCK_SIZE_BYTES].view(torch.int64), table, of_blocks)
@@ -103,7 +103,7 @@ def _by_torch(segments: Sequence[torch.Tensor], table: torch.Tensor, blocks: int
 
 
 def block_sums_by_torch(words: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """What whole blocks add to the lanes. out: int64, 8 a block. table: `constants`."""
+    """Compute what whole blocks add to the lanes. out: int64, 8 a block. table: `constants`."""
     keys = table[2 * len(LANES) :].view(STRIPES, len(LANES))
     words = words.view(-1, STRIPES, len(LANES))
     beside = words.view(-1, STRIPES, len(LANES) // 2, 2).flip(-1).view(words.shape)
@@ -112,7 +112,7 @@ def block_sums_by_torch(words: torch.Tensor, table: torch.Tensor, out: torch.Ten
 
 
 def mixed_by_torch(sums: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """int64[segments, 8]: the lanes after all blocks. sums: int64[segments, blocks, 8]. table: `constants`."""
+    """Return int64[segments, 8]: the lanes after all blocks. sums: int64[segments, blocks, 8]. table: `constants`."""
     start, mixing, _ = torch.split(table, [len(LANES), len(LANES), STRIPES * len(LANES)])
     lanes: torch.Tensor = start.repeat(len(sums), 1)
     for block in range(sums.shape[1]):
@@ -129,7 +129,7 @@ def _accumulated(lanes: Words, stripes: npt.NDArray[np.uint8], secret: int) -> W
 
 
 def _merged(lanes: Words, secret: int, start: int) -> Words:
-    """64 bits of all lanes."""
+    """Merge all lanes into 64 bits."""
     keyed = lanes ^ secret_words(secret, len(LANES))
     found = np.full(len(lanes), start % 2**64, np.uint64)
     for lane in range(0, len(LANES), 2):
@@ -141,7 +141,7 @@ def _merged(lanes: Words, secret: int, start: int) -> Words:
 
 
 def _folded_product(one: Words, other: Words) -> Words:
-    """Both halves of the product of 128 bits, XORed."""
+    """Return both halves of the product of 128 bits, XORed."""
     a, b, c, d = one & LOW_HALF, one >> HALF, other & LOW_HALF, other >> HALF
     middle = b * c + (a * c >> HALF)
     low_middle = a * d + (middle & LOW_HALF)

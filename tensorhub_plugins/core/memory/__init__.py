@@ -1,1 +1,1 @@
-"""The bytes of one shard: where they lie, and which of them go where."""
+"""The bytes of one shard: where they lie, and which bytes go where."""

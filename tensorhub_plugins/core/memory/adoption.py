@@ -1,11 +1,11 @@
-"""What is known of live tensors, by their identity, from one version to the next.
+"""Facts about live tensors, kept by the tensors' identity from one version to the next.
 
-A training loop publishes the same tensors in every step, and an engine reads into the same ones: to look at thousands
-of them takes longer than to read their bytes. What adopting them has found out is therefore kept while the very same
-tensors still lie where they lay, which is looked at. It keeps none of their memory.
+A training loop publishes the same tensors in every step, and an engine reads into the same ones; checking thousands of
+them takes longer than reading their bytes. So what was found when they were adopted is kept for as long as the same
+tensor objects still lie at the same addresses, which is checked each time. This keeps none of their memory alive.
 
-Others that learn something about the same memory (RDMA registers it) keep it by `Adoption.runs`, which is the same
-object for as long as this is.
+Others that learn something about the same memory (RDMA registers it) key it by `Adoption.runs`, which stays the same
+object for as long as this one is valid.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Adoption:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> Adoption:
-        """What is known of these, or is found out now. UsageError naming a tensor that cannot be adopted;
-        DeadlineExceeded when so many take longer."""
+        """Return what is known of these tensors, or find it out now. Raise UsageError that names a tensor that cannot
+        be adopted, DeadlineExceeded when so many take longer."""
         with cls._lock:
             candidates = list(cls._kept) if hasattr(tensors, "values") else []
         for kept in candidates:
@@ -57,7 +57,7 @@ class Adoption:
         found = cls(tensors, deadline)
         with cls._lock:
             for kept in candidates:
-                if kept._same_objects(found):  # they have other memory now: nothing about the old is of use
+                if kept._same_objects(found):  # they have other memory now: what is known of the old is stale
                     kept._forget(None)
             cls._kept.append(found)
             if len(cls._kept) > ADOPTIONS_MAX:
@@ -98,7 +98,7 @@ class Adoption:
         self._tensors = [weakref.ref(tensor, self._forget) for tensor in until(deadline, tensors.values())]
 
     def runs_with(self, scratch: Mapping[str, torch.Tensor]) -> Runs:
-        """The runs, those of these names in other memory of the host."""
+        """Return the runs, with those of these names replaced by other host memory."""
         with_bytes = (spec for spec in self.specs if spec.size_bytes)
         runs = []
         for spec, run in zip(with_bytes, self.runs.all, strict=True):
@@ -109,9 +109,9 @@ class Adoption:
         return Runs(runs)
 
     def _is_of(self, tensors: Mapping[str, torch.Tensor], deadline: float) -> bool:
-        """The very same tensors (none of ours has died: see `_forget`), and none was given other memory or shape."""
+        """Return whether these are the same tensor objects, all alive (see `_forget`), unmoved and unreshaped."""
         return self._names == list(tensors) and all(
-            list(map(trait, some)) == before  # who they are comes first: others may not have the rest of it
+            list(map(trait, some)) == before  # the identities come first: other objects may lack the rest
             for some, traits in zip(until(deadline, _some_at_a_time(tensors), 1), self._traits, strict=True)
             for trait, before in zip(_TRAITS, traits, strict=True)
         )
@@ -125,13 +125,13 @@ class Adoption:
             self._kept.remove(self)
         except ValueError:
             pass
-        self._tensors.clear()  # their callbacks hold this: without them it goes now, and not with a collection
+        self._tensors.clear()  # their callbacks refer to this object: without them it is freed at once
 
 
 def forget_live_memory() -> None:
-    """Live tensors are about to leave their memory, and may be at the same addresses again with other memory behind
-    them, as in an engine's sleep. Nothing that was learnt of it is kept from now on, but by slabs that are open: no
-    network card has it registered."""
+    """Forget what is known of live tensors that are about to leave their memory: other memory may be behind the same
+    addresses later, as in an engine's sleep. Only open slabs keep what they know; no network card has the memory
+    registered afterwards."""
     with Adoption._lock:
         kept = list(Adoption._kept)
     for each in kept:
@@ -139,8 +139,8 @@ def forget_live_memory() -> None:
 
 
 def _some_at_a_time(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """So many that there is no line of Python for each of them, and so few that they are still in the cache when the
-    next trait is asked for."""
+    """Yield the tensors in groups: large enough that no line of Python runs for each tensor, small enough that they are
+    still in the cache when the next trait is read."""
     rest = iter(tensors.values())
     while some := list(islice(rest, 256)):
         yield some

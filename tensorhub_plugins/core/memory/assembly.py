@@ -1,7 +1,7 @@
 """Tensors that arrive in parts, put together where they land: nothing is copied once it is there.
 
 A source shard that holds parts is read into a *view*: a slab with that shard's own table, whose stream lies in pieces
-within the whole tensors. So it is verified, and served on to others, as the very shard that it was at the source.
+within the whole tensors. So it is verified, and served to others, as the same shard that it was at the source.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tensorhub_plugins.core.memory.runs import Run, Runs
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import contiguous_spec, flat_bytes
 
-ROW_SIZE_BYTES_MAX = 64 << 10  # longer ones are read into, and from, where they lie
+ROW_SIZE_BYTES_MAX = 64 << 10  # longer rows are read, and written, in place
 
 
 def has_parts(table: TensorTable) -> bool:
-    """Whether a shard holds less than all of some tensor."""
+    """Return whether a shard holds less than all of some tensor."""
     return any(spec.part is not None for spec in table)
 
 
 def whole_of(spec: TensorSpec) -> TensorSpec:
-    """The tensor that this one is a part of, contiguous. UsageError for a dtype that torch here does not have."""
+    """Return the contiguous tensor that this one is a part of. Raise UsageError for a dtype that torch lacks here."""
     dtype = getattr(torch, spec.dtype, None)
     if spec.part is None or not isinstance(dtype, torch.dtype):
         raise UsageError(f"tensor {spec.name!r} is no part of a larger one, or of a dtype unknown here: {spec.dtype!r}")
@@ -39,11 +39,11 @@ def whole_of(spec: TensorSpec) -> TensorSpec:
 
 
 def view_of(table: TensorTable, blocks: Sequence[Slab], deadline: float = NEVER) -> Slab:
-    """A shard of this table in the memory of these allocated slabs, each of whose names it has in one of them.
+    """Make a slab with this table in the memory of allocated slabs, exactly one of which holds each name.
 
-    The slabs may have many more: only the table's own names are looked up, as hundreds of shards may share a slab.
-    UsageError for a tensor that they do not have, or have with another dtype or shape, DeadlineExceeded when
-    so many take longer."""
+    The slabs may hold many more names: only the table's own are looked up, as hundreds of shards may share a slab.
+    Raise UsageError for a tensor that they lack, or hold with another dtype or shape, DeadlineExceeded when so many
+    take longer."""
     paced = partial(until, deadline)
     check_cover_of(table, blocks)
     whole = {name: tensor for block in blocks for name, tensor in block.tensors(table.of_tensor).items()}
@@ -71,7 +71,7 @@ def view_of(table: TensorTable, blocks: Sequence[Slab], deadline: float = NEVER)
 
 
 def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
-    """UsageError unless each tensor of the table has a place in one of these slabs."""
+    """Raise UsageError unless each tensor of the table has a place in exactly one of these slabs."""
     placed = [block.specs.positions for block in blocks]
     for name in table.of_tensor:
         if sum(name in positions for positions in placed) != 1:
@@ -79,7 +79,7 @@ def check_cover_of(table: TensorTable, blocks: Sequence[Slab]) -> None:
 
 
 def check_whole(tables: Mapping[int, TensorTable], deadline: float = NEVER) -> None:
-    """UsageError that names a tensor of which these source shards together do not hold every part exactly once."""
+    """Raise UsageError that names a tensor whose parts these source shards do not hold exactly once each."""
     paced = partial(until, deadline)
     specs = paced(spec for table in tables.values() for spec in table)
     wanted = {spec.tensor: whole_of(spec) for spec in specs if spec.part is not None}
@@ -88,14 +88,14 @@ def check_whole(tables: Mapping[int, TensorTable], deadline: float = NEVER) -> N
 
 
 def check_size(specs: Iterable[TensorSpec]) -> None:
-    """UsageError for whole tensors that no shard could hold: what a peer says of their size is not to be believed."""
+    """Raise UsageError for whole tensors that no shard could hold: the sizes come from a peer, which is not trusted."""
     size_bytes = sum(spec.size_bytes for spec in specs)
     if size_bytes > SHARD_SIZE_BYTES_MAX:
         raise UsageError(f"parts of tensors that would have {size_bytes} bytes: the limit is {SHARD_SIZE_BYTES_MAX}")
 
 
 class _Column(NamedTuple):
-    """Where a part lies that is many short pieces of its whole tensor, equally far from each other, in bytes."""
+    """The location, in bytes, of a part that consists of many short rows at equal distances in its whole tensor."""
 
     start: int
     rows: int
@@ -103,12 +103,12 @@ class _Column(NamedTuple):
     distance: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """uint8[rows, bytes of a row]. whole: uint8[all of its bytes]."""
+        """Return uint8[rows, bytes of a row]. whole: uint8[all bytes of the whole tensor]."""
         return whole.as_strided(self[1:3], (self.distance, 1), whole.storage_offset() + self.start)
 
 
 def _columns_of(table: TensorTable) -> dict[str, _Column]:
-    """Those of a table, by name."""
+    """Return the scattered parts of a table, by name."""
     found = _columns.get(table)
     if found is None:
         found = _columns[table] = {spec.name: column for spec in table if (column := _column(spec)) is not None}
@@ -122,7 +122,7 @@ def _column(spec: TensorSpec) -> _Column | None:
     part = spec.part
     if part is None or part.is_run or not spec.size_bytes:
         return None
-    whole, depth = part.global_shape, len(spec.shape) - 1  # the dimensions after it are there in full
+    whole, depth = part.global_shape, len(spec.shape) - 1  # the dimensions after it are complete
     while depth > 0 and spec.shape[depth] == whole[depth]:
         depth -= 1
     rows: int = prod(spec.shape[:depth])
@@ -136,7 +136,7 @@ def _column(spec: TensorSpec) -> _Column | None:
 
 
 class _Cuts(Mapping[str, torch.Tensor]):
-    """The tensors of a view, each made when it is asked for: of a million of them hardly any is."""
+    """The tensors of a view, each made on access: of a million of them hardly any is used."""
 
     def __init__(self, table: TensorTable, whole: Mapping[str, torch.Tensor]) -> None:
         self._table, self._whole = table, whole

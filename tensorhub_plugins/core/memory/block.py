@@ -33,13 +33,13 @@ NOTHING = -1, (-1, -1)  # descriptors
 class Block:
     """Zeroed memory laid out by a table: `tensors` by name, and the `runs` of the stream.
 
-    fd: of the memfd, -1 where the system gives none and the memory is private to this process. liveness: a pipe that is
-    there with it, see `Slab.owner_liveness_fd`. Owned by who closes them (`close`).
+    fd: the memfd, or -1 where the system has none and the memory is private to this process. liveness: the pipe that
+    comes with it, see `Slab.owner_liveness_fd`. `close` closes them, unless another object has taken them over.
     """
 
     def __init__(self, table: TensorTable, *, deadline: float = NEVER, over: torch.Tensor | None = None) -> None:
-        """DeadlineExceeded when so many tensors take longer. UsageError for specs that do not hold together: they may
-        come from a peer, and memory is handed out by what they say. over: memory that there is already, uint8."""
+        """Allocate the memory. Raise DeadlineExceeded when so many tensors take longer, UsageError for specs that are
+        inconsistent: they may come from a peer, and decide how memory is handed out. over: existing memory, uint8."""
         _check_specs(until(deadline, table))
         size_bytes = table.block_size_bytes
         self.fd, self.liveness = _shareable(max(size_bytes, mmap.PAGESIZE)) if over is None else NOTHING
@@ -83,7 +83,7 @@ class Block:
             raise
 
     def close(self) -> None:
-        """Its descriptors, where nobody has taken them over."""
+        """Close the descriptors, unless another object has taken them over."""
         for each in (self.fd, *self.liveness):
             if each >= 0:
                 os.close(each)
@@ -108,7 +108,7 @@ def _check_specs(table: Iterable[TensorSpec]) -> None:
 
 @torch.inference_mode(False)
 def _bytes_over(memory: memoryview | None, size_bytes: int = 0) -> torch.Tensor:
-    """uint8 over this memory, or over new and private memory."""
+    """Return uint8 over this memory, or over new, private memory."""
     if memory is None:
         return torch.zeros(size_bytes, dtype=torch.uint8)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -116,7 +116,7 @@ def _bytes_over(memory: memoryview | None, size_bytes: int = 0) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def _tensor_at(base: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tensor:
-    """The tensor of `spec` whose bytes begin at `base[offset]`."""
+    """Return the tensor of `spec` whose bytes begin at `base[offset]`."""
     dtype = dtype_of(spec)
     stride = spec.stride or tuple(accumulate(spec.shape[:0:-1], lambda a, b: a * max(b, 1), initial=1))[::-1]
     view = torch.empty(0, dtype=dtype, device=base.device)
@@ -124,9 +124,9 @@ def _tensor_at(base: torch.Tensor, spec: TensorSpec, offset: int) -> torch.Tenso
 
 
 def _shareable(size_bytes: int) -> tuple[int, tuple[int, int]]:
-    """An anonymous file of this size, and a pipe; NOTHING where the system gives none: private memory does, too.
+    """Make an anonymous file of this size, and a pipe; return NOTHING where the system has none: private memory does.
 
-    The file is sealed, as one that shrinks kills who has it mapped."""
+    The file is sealed: shrinking it would kill every process that has it mapped."""
     if not hasattr(os, "memfd_create"):
         return NOTHING
     with ExitStack() as opened:

@@ -1,10 +1,9 @@
-"""What the memory of this process is used for: what is read into, and what others read meanwhile. One register for all
-clients of a process.
+"""A register of all memory that this process reads into, or that others read meanwhile; all clients share it.
 
-Two reads into one memory would each find that every digest was right when it was taken, and leave the bytes of both. So
-memory that is read into is claimed for that read alone, by whichever names, views or clients it comes; memory that is
-copied or offered is claimed too, by any number. Whoever asks for more is refused, with the names of both. A claim is
-weak: it ends with the object that has made it, at the latest.
+Two reads into the same memory would each find every digest right when it is taken, and leave a mix of both. So memory
+that is read into is claimed exclusively, under whatever names, views or clients it comes; memory that is copied or
+offered is claimed too, by any number at once. A conflicting claim is refused with the names of both. A claim is weak:
+it ends with the object that has made it, at the latest.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _claims: WeakSet[Claim] = WeakSet()
 
 
 class Claim:
-    """A use of so much memory, until `end`. what: for people, before the name of a tensor. version: that is offered.
-    is_pooled: it is a pool's, which offers none of it when it hands it out, and hands it out once."""
+    """A use of some memory, until `end`. what: for messages, before the name of a tensor. version: the version that is
+    offered. is_pooled: the memory is a pool's, which offers none of it when it hands it out, and hands it out once."""
 
     def __init__(
         self, memory: Memory, what: str, *, is_written: bool, version: int | None = None, is_pooled: bool = False
@@ -42,21 +41,21 @@ class Claim:
         self.leaves: Callable[[], bool] = lambda: False  # whether it is about to end
 
     def begin(self) -> Claim:
-        """Whoever asks from now on is refused. This does not ask."""
+        """Register the claim: conflicting ones are refused from now on. This does not look for conflicts itself."""
         with _changed:
             _claims.add(self)
         return self
 
     def end(self) -> None:
-        """The memory may be used for anything else. Idempotent."""
+        """End the claim: the memory may be used for anything else. Idempotent."""
         with _changed:
             _claims.discard(self)
             _changed.notify_all()
 
 
 def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = False, deadline: float = NEVER) -> Claim:
-    """Claim memory, or raise UsageError that names who uses it. deadline: for what is about to end,
-    and for looking at so many tensors (DeadlineExceeded)."""
+    """Claim memory, or raise UsageError that names its user. deadline: for waiting for a claim that is about to end,
+    and for checking so many tensors (DeadlineExceeded)."""
     mine = Claim(memory, what, is_written=is_written, is_pooled=is_pooled)
     extents = _sorted(memory, deadline)
     with _changed:
@@ -71,7 +70,7 @@ def claim(memory: Memory, what: str, *, is_written: bool, is_pooled: bool = Fals
 
 @contextmanager
 def claimed(memory: Memory, what: str, deadline: float = NEVER) -> Iterator[None]:
-    """Within it the memory is read, by us."""
+    """Claim the memory for reading by this process, within the `with` block."""
     mine = claim(memory, what, is_written=False, deadline=deadline)
     try:
         yield
@@ -80,19 +79,19 @@ def claimed(memory: Memory, what: str, deadline: float = NEVER) -> Iterator[None
 
 
 def is_used(slab: Slab) -> bool:
-    """Whether others use the memory of this slab, which a pool has not handed out: as tensors that were made of it."""
+    """Return whether tensors made of this slab are still used, although no pool has handed the slab out."""
     extents = _sorted(slab, NEVER)
     with _changed:
         return any(_overlap(extents, _sorted(each.memory, NEVER)) for each in _claims if not each.is_pooled)
 
 
 def _conflict(mine: Claim, extents: Extents, deadline: float) -> tuple[Claim, tuple[str, str]] | None:
-    """Another claim, and a tensor of each that lie in the same memory."""
+    """Return a conflicting claim, and the name of a tensor of each that lie in the same memory."""
     if mine.is_pooled:
         others = [each for each in _claims if each.is_written and not each.is_pooled]
     else:
         others = [each for each in _claims if mine.is_written or each.is_written]
-    for other in sorted(others, key=lambda each: not each.is_written):  # a read that is passed on is claimed twice
+    for other in sorted(others, key=lambda each: not each.is_written):  # a read that is served is claimed twice
         if _overlap(extents, _sorted(other.memory, deadline)):
             names = _names(mine.memory, other.memory, deadline)
             if names is not None:
@@ -114,7 +113,7 @@ def _refusal(mine: Claim, other: Claim, names: tuple[str, str]) -> UsageError:
 
 
 def _sorted(memory: Memory, deadline: float) -> Extents:
-    """Addresses [first, behind the last), by the first; the last ones never decrease."""
+    """Return the addresses [first, end), sorted by the first; the ends never decrease."""
     if isinstance(memory, Slab):
         extents = memory.extents(deadline)
     else:
@@ -135,7 +134,7 @@ def _overlap(some: Extents, others: Extents) -> bool:
 
 
 def _names(mine: Memory, others: Memory, deadline: float) -> tuple[str, str] | None:
-    """Of two tensors that overlap; None: the memory was taken away from one of them."""
+    """Return the names of two tensors that overlap; None if the memory was taken away from one of them."""
     ours, theirs = (sorted(_named(memory, deadline)) for memory in (mine, others))
     at = 0
     for start, stop, name in ours:

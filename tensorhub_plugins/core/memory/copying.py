@@ -1,4 +1,4 @@
-"""Bytes from views to views, and the digests of a whole stream."""
+"""Copies between lists of views, and the digests of a whole stream."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tensorhub_plugins.core.deadline import NEVER, until
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.machine import cores
 
-COPY_GIL_SIZE_BYTES = 32 << 10  # below it letting go of the GIL costs more than the copy (4 KiB: 13 us against 0.8)
+COPY_GIL_SIZE_BYTES = 32 << 10  # below it releasing the GIL costs more than the copy (4 KiB: 13 us against 0.8)
 DIGEST_THREADS_MAX = 4  # two cores already read at the memory's speed here; more help on hosts with many channels
 DIGEST_THREADS_FROM_BYTES = 64 << 20  # below it starting threads costs more than it saves
-DIGEST_PIECE_FROM_BYTES = 16 << 20  # of a device's memory: others of it are digested before and after
+DIGEST_PIECE_FROM_BYTES = 16 << 20  # of a device's memory: other pieces are digested before and after
 DIGEST_SIZE_AT_ONCE_BYTES = 16 << 20  # to hand a piece to a thread and back takes as long as to read 1 MB
 
 # --- views to views ---
 
 
 def copy_views(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
-    """Copy between two lists of views, equally long in bytes but cut differently; without the GIL where that pays."""
+    """Copy between two lists of views of equal total size but different boundaries; without the GIL where that pays."""
     if len(sources) == len(targets) == 1:
         copy_view(sources[0], targets[0])
         return
@@ -59,9 +59,9 @@ def digests_of_segments(
     size_at_once_bytes: int = DIGEST_SIZE_AT_ONCE_BYTES,
     deadline: float = NEVER,
 ) -> bytes:
-    """The digests of all segments of a stream, joined. digest(start, stop) is that of one range.
+    """Return the digests of all segments of a stream, joined. digest(start, stop) digests one range.
 
-    threads: None picks by size. size_at_once_bytes: so much at a time is handed to one of several threads.
+    threads: None picks by size. size_at_once_bytes: how much one of several threads is handed at a time.
     """
     starts = range(0, size_bytes, segment_size_bytes)
 
@@ -80,7 +80,7 @@ def digests_of_segments(
 
 
 def digests_of_view(view: memoryview, segment_size_bytes: int, algorithm: str, threads: int | None = None) -> bytes:
-    """Those of the segments of a piece of host memory, each by a thread where there are several."""
+    """Return the digests of the segments of host memory, joined; each segment by one of several threads."""
     if threads is None:
         threads = min(DIGEST_THREADS_MAX, cores()) if len(view) >= DIGEST_PIECE_FROM_BYTES else 1
 

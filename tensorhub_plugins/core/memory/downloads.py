@@ -1,9 +1,9 @@
-"""A device's tensors on their way into host memory: queued one after the other, and waited for at the end.
+"""Copies of a device's tensors into host memory: queued one after the other, and waited for at the end.
 
-A tensor is first copied on the device, on the calling thread's stream; cast too, where the target is of another dtype.
-So whatever that thread queues from then on, a next gather or an optimizer's step, comes after it in the device's own
-order: the tensor may change, or go, while its copy is on its way here. Nothing waits on the host as long as there is
-room for such copies. Where there is room for all of a slab, its digests are taken in the same pass (stream_copy.py).
+A tensor is first copied on the device, on the calling thread's stream, and cast if the target has another dtype.
+Whatever that thread queues afterwards (the next gather, an optimizer step) comes later in the device's own order, so
+the tensor may change, or be freed, while its copy is transferred. Nothing waits on the host as long as there is memory
+for such copies. Where the device has room for a whole slab, its digests are taken in the same pass (stream_copy.py).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tensorhub_plugins.core.memory.tensors import flat_bytes, shaped_as, stride_
 
 logger = logging.getLogger(__name__)
 
-ROOM_SIZE_BYTES = 1 << 30  # a large tensor and the next one: the bus is busy, and little of the device is taken
+ROOM_SIZE_BYTES = 1 << 30  # a large tensor and the next one: keeps the bus busy, takes little of the device
 
 
 class _Coming(NamedTuple):
     device: Device
     event: Event
-    copy: torch.Tensor  # must not be anybody else's before the event
-    size_bytes: int  # that it takes of the room
+    copy: torch.Tensor  # must not be reused before the event
+    size_bytes: int  # counted against the room
 
 
 class Downloads:
-    """Copies that are not waited for yet, but at the end of `with`. One thread adds, it or another one waits.
+    """A batch of copies that is waited for at the end of `with`. One thread adds; it or another one waits.
 
-    room_size_bytes: for copies on the device; None: half of its free memory. digested: of a slab that is given all its
-    tensors here, and whose digests are wanted."""
+    room_size_bytes: device memory for copies; None: half of what is free. digested: the table of a slab that receives
+    all its tensors through this object, and whose digests are wanted."""
 
     def __init__(self, room_size_bytes: int | None = ROOM_SIZE_BYTES, *, digested: TensorTable | None = None) -> None:
         self._room_size_bytes = room_size_bytes
@@ -53,8 +53,8 @@ class Downloads:
         self.wait()
 
     def add(self, source: torch.Tensor, target: torch.Tensor, *, name: str = "", stays: bool = False) -> None:
-        """Copy a device's tensor over a dense one of the host, of the same shape. name: in the table of what is
-        digested. stays: the source does not change before `wait`; it is not copied first, and must be done already."""
+        """Copy a device's tensor over a dense host tensor of the same shape. name: its name in the table of what is
+        digested. stays: the source is complete and does not change before `wait`; it is not copied first."""
         device = of(source)
         assert device is not None
         self._devices.add(device)
@@ -79,18 +79,18 @@ class Downloads:
             copy_all([(target, source)])
 
     def digests(self, segment_size_bytes: int) -> bytes | None:
-        """XXH3-128 of each segment of the slab, joined, if they were taken on the device; once: its memory is let go of
-        with it. After `wait`."""
+        """Return the XXH3-128 of each segment of the slab, joined, if they were taken on the device. Call once, after
+        `wait`: this releases their memory."""
         whole, self._whole = self._whole, None
         return None if whole is None else whole.digests(segment_size_bytes)
 
     def wait(self) -> None:
-        """Until all of it is there."""
+        """Wait until all copies have arrived."""
         while self._coming:
             self._wait_for_one()
 
     def finish(self) -> None:
-        """Wait until nothing writes there any more, wherever `add` was interrupted."""
+        """Wait until nothing writes to the targets any more, wherever `add` was interrupted."""
         for device in self._devices:
             device.synchronize()
 
@@ -107,7 +107,7 @@ class Downloads:
         self._coming.append(_Coming(device, event, flat, flat.numel() if size_bytes is None else size_bytes))
 
     def _room_of(self, device: Device) -> int:
-        """What is left of it for copies of single tensors. The first call takes room for all of the slab."""
+        """Return how much is left for copies of single tensors. The first call reserves memory for the slab."""
         if self._room_size_bytes is None:
             self._room_size_bytes = device.free_size_bytes() // 2
         table, self._digested = self._digested, None
@@ -122,7 +122,7 @@ class Downloads:
     def _copied(
         self, device: Device, source: torch.Tensor, target: torch.Tensor, room_size_bytes: int, *, is_alike: bool
     ) -> torch.Tensor | None:
-        """uint8, as the target will be; None: there is no room."""
+        """Return a copy on the device, as uint8 in the target's dtype and layout; None if there is no room."""
         size_bytes = target.numel() * target.element_size()
         if size_bytes > room_size_bytes:
             return None

@@ -1,8 +1,8 @@
-"""Memory that other processes of this host use where it lies, so that a host holds one copy of what its workers share.
+"""Memory that other processes of this host use in place, so that a host holds one copy of what its workers share.
 
-With the memory's file a borrower gets the end of a pipe, and keeps it for as long as it uses the memory. It closes when
-the borrower is done, or dies; until then its lender writes nothing there (`Loans.any`). The lender may die, too: the
-memory is the kernel's, and stays as it is until the last of them lets go of it.
+With the memory's file a borrower gets the end of a pipe, and keeps it open for as long as it uses the memory. It closes
+when the borrower is done, or dies; until then the lender does not write to the memory (`Loans.any`). The lender may
+die, too: the memory belongs to the kernel, and stays unchanged until the last process releases it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MAP_NORESERVE, MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # mman.h: the mmap module
 
 
 class Loans:
-    """The lender's side, of one block: one pipe, however many borrow. Any thread may call."""
+    """The lender's side of one block: one pipe, however many borrow. Any thread may call."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._end = -1  # ours, to which nothing is ever written
+        self._end = -1  # our end, to which nothing is ever written
 
     def lend(self) -> Loan:
-        """The other end, for a borrower: it counts until that, and every copy of it, is closed. The caller owns it."""
+        """Return the other end, for a borrower, which owns it: the loan lasts until every copy of it is closed."""
         with self._guard:
             if self._end < 0:
                 theirs, self._end = os.pipe()
@@ -40,12 +40,12 @@ class Loans:
 
     @property
     def any(self) -> bool:
-        """Whether somebody still uses the memory."""
+        """Return whether a process still uses the memory."""
         with self._guard:
             return self._end >= 0 and not is_over(self._end)
 
     def close(self) -> None:
-        """The memory is not ours any more, whoever uses it. Idempotent."""
+        """Release the lender's end: the memory is not ours any more, even if it is still in use. Idempotent."""
         with self._guard:
             end, self._end = self._end, -1
         if end >= 0:
@@ -54,23 +54,23 @@ class Loans:
 
 class Loan:
     """A borrower's end of the pipe, which it takes over. It closes with the last tensor over the memory, or before. A
-    forked child does not keep it: it would outlive the loan, and nobody might write to the memory any more."""
+    forked child does not keep it: it would outlive the loan, and block all writes to the memory."""
 
     def __init__(self, fd: int) -> None:
         self._end = Descriptor(fd)
         self._guard = threading.Lock()
 
     def fileno(self) -> int:
-        """To be passed on; -1 when it was given back."""
+        """Return the descriptor, to be passed on; -1 after it was closed."""
         return self._end.number
 
     def lend(self) -> Loan:
-        """For one more borrower of the same owner's memory; OSError when it was given back."""
+        """Return another end, for one more borrower of the same memory. Raise OSError after this one was closed."""
         with self._guard:
             return Loan(os.dup(self._end.number))
 
     def close(self) -> None:
-        """The owner may write to the memory again. Idempotent."""
+        """End the loan, so that the owner may write to the memory again. Idempotent."""
         with self._guard:
             self._end.close()
 
@@ -80,11 +80,11 @@ class Loan:
 
 
 class Borrowed:
-    """A block of another process, as long as it is used. Takes the descriptors over.
+    """A block of another process, for as long as it is used. Takes the descriptors over.
 
-    memory: uint8, all of it, mapped; `keeps` what must stay with it: the loan, whatever becomes of this. Nothing may be
-    written to it where others here have it mapped, too. fd: of its file. owner_liveness_fd: hangs up when the block is
-    closed, or its owner dies: a mapping that is kept for later is to be let go then. pinned: for which device it is.
+    memory: uint8, all of it, mapped; it keeps the loan alive, whatever becomes of this object. It must not be written
+    to while other processes have it mapped, too. fd: the block's file. owner_liveness_fd: hangs up when the block is
+    closed, or its owner dies: release a mapping kept for later then. pinned: its registration with a device.
     """
 
     def __init__(
@@ -96,20 +96,20 @@ class Borrowed:
         self._loan = loan
 
     def lend(self) -> Loan:
-        """See `Loan.lend`."""
+        """Return another end of the loan's pipe. See `Loan.lend`."""
         return self._loan.lend()
 
     def drop(self) -> None:
-        """Nobody is handed the memory from here any more; tensors over it stay what they are."""
+        """Stop handing out the memory; existing tensors over it stay valid."""
         fds = (self.fd, self.owner_liveness_fd)
         self.fd = self.owner_liveness_fd = -1
-        self.memory = torch.empty(0, dtype=torch.uint8)  # whoever still knows the slab must not keep it mapped
+        self.memory = torch.empty(0, dtype=torch.uint8)  # a reference to the slab must not keep it mapped
         for fd in fds:
             if fd >= 0:
                 os.close(fd)
 
     def close(self) -> None:
-        """Its owner may write there again, whoever has tensors over it. Idempotent."""
+        """End the loan, so that the owner may write again, even if tensors over the memory are left. Idempotent."""
         self.drop()
         self._loan.close()
 
@@ -119,11 +119,11 @@ class Borrowed:
 
 
 class KeptFromChildren:
-    """A mapping of another process' memory, as long as this object lives: a forked child does not have it.
+    """A mapping of another process's memory, for as long as this object lives, that forked children do not have.
 
-    The child has no loan, either, so the memory's owner writes the next version there. The child would read that under
-    tensors of this one, without a word. So whoever touches them there dies of SIGSEGV; and nothing else comes to lie at
-    their addresses, which they could be taken for, or which they would unmap in the end."""
+    A child has no loan, so the memory's owner writes the next version there, and the child would silently read that
+    through its copies of these tensors. So a child that touches them dies of SIGSEGV; and its address range stays
+    reserved, so that nothing else is mapped there, which could be mistaken for these tensors or unmapped with them."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -134,14 +134,14 @@ class KeptFromChildren:
         close_in_children(self)
 
     def close(self) -> None:
-        """In a child, before it does anything else."""
+        """Reserve the address range in a child, before the child does anything else."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE
         size_bytes = ctypes.c_size_t(self._size_bytes)
         self._map(ctypes.c_void_p(self._address), size_bytes, 0, flags, -1, ctypes.c_long(0))
 
 
 def is_over(fd: int) -> bool:
-    """Whether nobody has the other end of this pipe any more."""
+    """Return whether every process has closed the other end of this pipe."""
     poll = select.poll()
     poll.register(fd, 0)
     return bool(poll.poll(0))
@@ -149,8 +149,8 @@ def is_over(fd: int) -> bool:
 
 @torch.inference_mode(False)
 def bytes_over(memory: memoryview, *keeps: object) -> torch.Tensor:
-    """uint8 over mapped memory, also over some that must not be written, of which torch would warn. keeps: stays as
-    long as the last tensor over it."""
+    """Return uint8 over mapped memory, also read-only memory, of which torch would warn. keeps: objects that stay alive
+    as long as the last tensor over it."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     buffer = (ctypes.c_char * len(memory)).from_address(address)
     buffer.keeps = (memory, *keeps)  # type: ignore[attr-defined]

@@ -1,13 +1,13 @@
-"""Read planning. PURE: source table x target table -> moves, which say which bytes go where.
+"""Plans of reads. PURE: source table x target table -> moves, which say which bytes go where.
 
-A tensor may be a part of a larger one, at the source, at the target, or at both: what two boxes have in common is a
-box, and a box is a number of runs that lie in one piece in both. Rows of a row-major tensor are one run; columns are
-one for each row. A part may also be a run by itself, of any elements that follow each other in the larger tensor. Runs
-that follow each other in both streams are one move: equal shards are read in a single move.
+A tensor may be a part of a larger one, at the source, at the target, or at both. The intersection of two boxes is a
+box, and a box is a number of runs that are contiguous in both. Rows of a row-major tensor are one run; columns are one
+for each row. A part may also be a run by itself, of consecutive elements of the larger tensor. Runs that follow each
+other in both streams are one move: equal shards are read in a single move.
 
-A worker of a large engine may read from hundreds of shards that have a million entries together, of which most are
-slices of others: what has nothing in common is told first, and what was found of two tables is there for the next
-version, which almost always has the same.
+A worker of a large engine may read from hundreds of shards that have a million entries together, most of which are
+slices for other workers. So disjoint parts are rejected first, and the plan of two tables is cached for the next
+version, which almost always has the same ones.
 
 What cannot be placed is an error that names it, never a tensor left as it was.
 """
@@ -27,7 +27,7 @@ import msgspec
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import Manifest, Part, TensorSpec, TensorTable, holds_run
 
-BESIDE_MAX = 256  # parts of a tensor of three axes and more that share a row: each is compared with the others
+BESIDE_MAX = 256  # parts of a tensor of three or more axes that share a row: each is compared with the others
 NAMES_SHOWN_MAX = 5  # the first ones, in an error's message
 
 
@@ -40,13 +40,13 @@ class Move(NamedTuple):
 
 
 Box: TypeAlias = tuple[tuple[int, int], ...]  # [start, stop) in elements, by axis
-Paced: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]  # what a loop over many goes through: it may end it
+Paced: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]  # wraps a long loop's iterable, and may end the loop
 
 
 def plan(
     source: TensorTable, target: TensorTable, *, without: Collection[str] = (), paced: Paced = iter
 ) -> Sequence[Move]:
-    """What of the source the target wants, in the source's order; what is in no move, or `without`, is not wanted.
+    """Return the moves from source to target, in the source's order; those of tensors `without` are left out.
 
     Raise UsageError when a target tensor cannot be a part of the same whole as the source's, or two of them overlap.
     """
@@ -59,7 +59,7 @@ def plan(
     return found[1]
 
 
-_Planned: TypeAlias = "tuple[Collection[str], list[Move]]"  # without what, and what of the rest
+_Planned: TypeAlias = "tuple[Collection[str], list[Move]]"  # the names left out, and the moves of the rest
 _plans: WeakKeyDictionary[TensorTable, WeakKeyDictionary[TensorTable, _Planned]] = WeakKeyDictionary()
 
 
@@ -85,7 +85,7 @@ def _plan_by_tensor(source: TensorTable, target: TensorTable, without: Collectio
 
 
 def _within(spec: TensorSpec, target: TensorTable, position: int) -> Sequence[Move]:
-    """What a source's tensor and this one of the target have in common, from its own beginning into the stream."""
+    """Return the moves between a source's tensor and this one of the target, from its own beginning into the stream."""
     mine = target.specs[position]
     if _are_apart(spec, mine):
         return ()
@@ -98,8 +98,8 @@ def _within(spec: TensorSpec, target: TensorTable, position: int) -> Sequence[Mo
 
 
 def _are_apart(one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether these are two boxes of the same whole that have nothing in common; False may mean that it is not known:
-    it is the quick answer for nearly all of what a source has and a worker does not want."""
+    """Return whether these are two disjoint boxes of the same whole; False may mean unknown. This quickly rejects
+    nearly all of what a source has and a worker does not want."""
     mine, theirs = one.part, other.part
     if mine is None or theirs is None or mine.global_shape != theirs.global_shape or one.dtype != other.dtype:
         return False
@@ -112,7 +112,7 @@ def _are_apart(one: TensorSpec, other: TensorSpec) -> bool:
 
 
 def needed(manifest: Manifest, moves: Sequence[Move]) -> tuple[int, ...]:
-    """The segments that hold a wanted byte, in order: a digest is of a whole segment."""
+    """Return the segments that hold a wanted byte, in order: a digest covers a whole segment."""
     wanted: list[int] = []
     size, after = manifest.segment_size_bytes, 0
     for start, _, size_bytes in moves:
@@ -148,7 +148,7 @@ def check_cover(sources: Mapping[int, TensorTable], target: TensorTable, paced: 
 
 
 def _is_covered(target: TensorSpec, sources: Sequence[tuple[int, TensorSpec]]) -> bool:
-    """Whether these parts of the same whole have all of this one. UsageError for what two of them have."""
+    """Return whether these parts of the same whole cover all of this one. Raise UsageError if two of them overlap."""
     sources = [(shard, spec) for shard, spec in sources if spec.size_bytes]
     if not target.size_bytes or (len(sources) == 1 and sources[0][1].part in (None, target.part)):
         return True
@@ -162,10 +162,10 @@ def _is_covered(target: TensorSpec, sources: Sequence[tuple[int, TensorSpec]]) -
 
 
 def _check_disjoint(name: str, boxes: Sequence[tuple[int, Box]]) -> None:
-    """UsageError for two of these boxes of one tensor that have an element in common.
+    """Raise UsageError if two of these boxes of one tensor have an element in common.
 
-    By a sweep along the first axis. Those that are open where a box begins have nothing in common there. So of a matrix
-    only two of them can be in its way, those beside its columns: there may be a million parts.
+    This sweeps along the first axis. The boxes that are open where another begins are disjoint there. So in a matrix
+    only two of them can overlap it, the neighbours of its columns: there may be a million parts.
     """
     open_: list[tuple[Box, int]] = []  # without their rows, in order
     ends: list[tuple[int, Box]] = []  # a heap: where they close
@@ -184,8 +184,9 @@ def _check_disjoint(name: str, boxes: Sequence[tuple[int, Box]]) -> None:
 
 
 def _boxes(spec: TensorSpec) -> list[Box]:
-    """The elements of the whole tensor that this one has, [start, stop) on each axis. A run that begins and ends within
-    rows is several: the end of one, those between, the beginning of one; and so on within a row of several axes."""
+    """Return the elements of the whole tensor that this one has, [start, stop) on each axis. A run that starts and ends
+    within rows is several boxes: a row's end, whole rows, a row's start; and so on for further axes.
+    """
     whole = _whole(spec)
     if spec.part is None or not spec.part.is_run:
         return [_box(spec) or ((0, 1),)]
@@ -214,7 +215,7 @@ def _boxes_of_run(start: int, stop: int, whole: tuple[int, ...]) -> Iterator[lis
 
 
 def common_box(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor have in common; None: nothing."""
+    """Return the intersection of two boxes of one tensor; None if it is empty."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(low < high for low, high in common) else None
 
@@ -224,9 +225,9 @@ def _volume(box: Box) -> int:
 
 
 def difference(before: TensorTable, after: TensorTable, *, may_move: bool = False) -> str:
-    """What is not the same in two versions of a table, for people; empty: nothing.
+    """Describe what differs between two versions of a table, for messages; empty if nothing does.
 
-    may_move: it is one shard of several, and tensors or parts of them may have gone to another: then all that can be
+    may_move: it is one shard of several, and tensors or parts of them may have moved to another: then all that can be
     judged is whether a tensor that is still here has kept its dtype and its whole shape.
     """
     if before == after:
@@ -243,7 +244,7 @@ def difference(before: TensorTable, after: TensorTable, *, may_move: bool = Fals
 
 
 def with_parts(specs: Iterable[TensorSpec], parts: Mapping[str, Part] | None, paced: Paced = iter) -> TensorTable:
-    """The table of these tensors, with what is said of some of them. Raise UsageError for a part that cannot be."""
+    """Return the table of these tensors, with the given parts. Raise UsageError for a part that is impossible."""
     if parts is not None and not isinstance(parts, Mapping):
         raise UsageError(f"the parts are a {type(parts).__name__}: pass a mapping of tensor name to Part")
     if not parts:
@@ -279,7 +280,7 @@ def _check_part(spec: TensorSpec, part: object) -> None:
 
 
 def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
-    """What two parts of one whole have in common, within their own bytes."""
+    """Return the moves between two parts of one whole, within their own bytes."""
     if source == target:
         return [Move(0, 0, source.size_bytes)]
     _check_same_whole(source, target)
@@ -290,7 +291,7 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
     if common is None:
         return []
     low, high = zip(*common, strict=True) if common else ((), ())
-    # The last dimensions that both have in full are one run together with the one before them.
+    # The last dimensions that are complete in both form one run together with the one before them.
     depth = len(low) - 1
     while depth > 0 and high[depth] - low[depth] == source.shape[depth] == target.shape[depth]:
         depth -= 1
@@ -309,13 +310,13 @@ def _runs(source: TensorSpec, target: TensorSpec) -> Iterable[Move]:
 
 
 def _corner_of(spec: TensorSpec, low: Sequence[int], element: int) -> tuple[int, list[int]]:
-    """Where an element of the whole lies in a box of it, and how far its neighbours are on each axis, in bytes."""
+    """Return the byte offset of an element of the whole within a box, and the distance of neighbours on each axis."""
     steps = [element * step for step in _steps(spec.shape)]
     return sum(step * (at - start) for step, at, start in zip(steps, low, _start(spec), strict=True)), steps
 
 
 def _runs_of(spec: TensorSpec) -> Iterator[tuple[int, int, int]]:
-    """(element of the whole, of this part, how many) of what lies in one piece in both, in the whole's order."""
+    """Yield (start in the whole, start in this part, count) of each run contiguous in both, in the whole's order."""
     part = spec.part
     if part is None or part.is_run:
         yield (part.start[0] if part else 0), 0, prod(spec.shape)
@@ -331,7 +332,7 @@ def _runs_of(spec: TensorSpec) -> Iterator[tuple[int, int, int]]:
 
 
 def _common(source: Iterator[tuple[int, int, int]], target: Iterator[tuple[int, int, int]], element: int) -> list[Move]:
-    """What two rows of runs, each in the whole's order, have in common. element: size in bytes."""
+    """Return the moves common to two sequences of runs, each in the whole's order. element: size in bytes."""
     found: list[Move] = []
     mine, theirs = next(source, None), next(target, None)
     while mine is not None and theirs is not None:
@@ -381,7 +382,7 @@ def _start(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _steps(shape: Sequence[int]) -> list[int]:
-    """Of a row-major tensor, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     return [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
 
 

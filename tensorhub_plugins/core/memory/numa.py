@@ -1,4 +1,4 @@
-"""On which node of the host pages are made: a device copies at full speed only to those beside it."""
+"""The NUMA node on which pages are allocated: a device copies at full speed only to memory near it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
 def prefer(address: int, size_bytes: int, node: int) -> str:
-    """Pages of this memory (from a page's begin on) that are not made yet are made on this node. Why not, else ""."""
+    """Have pages that do not exist yet, from this page on, allocated on this node. Return why that failed, else ""."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < NODES_MAX:
         return f"not known how, for node {node} of {platform.machine()}"

@@ -1,10 +1,10 @@
 """Host memory that is pinned in the background, so that no transfer waits for it.
 
 Until it is registered it is ordinary memory, and usable. A block is registered by one call: CUDA refuses a copy that
-touches two registrations, or one and memory beside it ("invalid argument"), and others copy from our tensors. What
-takes its time is that pages are made; that is done before, on the device's node, in pieces, between which a block can
-be let go. (Huge pages are asked for where a block is mapped. Those of a pool, MFD_HUGETLB, are not taken: whoever maps
-such a file, or a part of it, must know the size of its pages.)
+spans two registrations, or one and memory next to it ("invalid argument"), and others copy from our tensors. The slow
+part is the allocation of pages; that is done before, on the device's node, in pieces, between which a block can be
+released. (Huge pages are requested where a block is mapped. Those of a pool, MFD_HUGETLB, are not used: any process
+that maps such a file, or a part of it, must know the size of its pages.)
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from tensorhub_plugins.core.memory.numa import prefer
 
 logger = logging.getLogger(__name__)
 
-POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: so soon a block that is closed is let go
+POPULATE_SIZE_BYTES = 256 << 20  # a tenth of a second: how soon a closed block is released
 POPULATE_THREADS_MAX = 4  # one writes zeros at a few GB/s
 MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 
 
 class Pinned:
     """Host memory that is registered with a device in the background; `release` it before it is unmapped. done: it is
-    registered, or it will not be; then `reason` says why not."""
+    registered, or never will be; then `reason` says why."""
 
     piece_size_bytes = POPULATE_SIZE_BYTES
 
     def __init__(self, memory: torch.Tensor, device: Device, *, is_lent: bool = False) -> None:
-        """is_lent: another process made it, and only that one writes to it."""
+        """Prepare the registration. is_lent: another process owns the memory, and only that one writes to it."""
         self._is_lent = is_lent
         self.done = threading.Event()
         self.reason = ""
@@ -50,7 +50,7 @@ class Pinned:
         self._is_registered = self._is_released = False
 
     def run(self) -> None:
-        """Make the pages, beside the device, and register them. In the background, or at once."""
+        """Allocate the pages near the device, and register them. Called in the background, or at once."""
         if not self._is_lent:
             self._make_all_pages()
         with self.device.calling() as driver, self._lock:
@@ -76,7 +76,7 @@ class Pinned:
             thread.join()
 
     def _make_pages(self, pieces: list[torch.Tensor]) -> None:
-        """Of these, while there are any that no other thread has taken."""
+        """Allocate the pages of these pieces, while there are any that no other thread has taken."""
         while not self._is_released:
             try:
                 piece = pieces.pop()
@@ -85,7 +85,7 @@ class Pinned:
             _populate(piece)
 
     def release(self) -> None:
-        """Let go of it, in the background: it stays mapped until then. Twice is fine, and in a forked child nothing."""
+        """Unregister it in the background: it stays mapped until then. Idempotent; a forked child does nothing."""
         if self._pid == os.getpid() and not self._is_released:
             self._is_released = True
             _in_background(self._unregister)
@@ -99,9 +99,9 @@ class Pinned:
 
 
 def pin_block(block: Block, device: Device | None = None, *, required: bool = False) -> Pinned | None:
-    """Register a block with this device (None: the calling thread's), in the background; None: there is none.
+    """Register a block with this device (None: the calling thread's), in the background. Return None without a device.
 
-    required: at once, or UsageError; the block is closed then."""
+    required: register at once, or close the block and raise UsageError."""
     device = here(begins=required) if device is None else device
     if device is None and not required:
         return None
@@ -113,7 +113,7 @@ def pin_block(block: Block, device: Device | None = None, *, required: bool = Fa
 
 
 def pin_lent(memory: torch.Tensor, device: Device) -> Pinned:
-    """Register memory that another process of this host has made, and that is only read here, in the background."""
+    """Register memory that belongs to another process of this host, and that is only read here, in the background."""
     pinned = Pinned(memory, device, is_lent=True)
     _in_background(lambda: _pin_quietly(pinned))
     return pinned
@@ -148,18 +148,18 @@ def _warn_once(text: str) -> None:
 
 
 def _populate(memory: torch.Tensor) -> None:
-    """Make its pages now, without the GIL. What is written to them meanwhile stays. Nothing on older kernels."""
+    """Allocate its pages now, without the GIL. Concurrent writes to them are kept. Does nothing on older kernels."""
     start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size_bytes = memory.data_ptr() + memory.numel() - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), MADV_POPULATE_WRITE)
 
 
-_background: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None  # of which process
+_background: tuple[int, queue.SimpleQueue[Callable[[], None]]] | None = None  # with the process's id
 _starting = threading.Lock()
 
 
 def _in_background(call: Callable[[], None]) -> None:
-    """One thread does it all, in order. It is a daemon: an interpreter that exits does not wait for pages."""
+    """Run the call in one background thread, in order. It is a daemon: a process that exits does not wait for pages."""
     global _background
     with _starting:
         if _background is None or _background[0] != os.getpid():
@@ -169,7 +169,7 @@ def _in_background(call: Callable[[], None]) -> None:
 
 
 def wait_for_background(timeout_s: float) -> bool:
-    """Until everything that was asked for so far is pinned, or released; False: it is not, after so long."""
+    """Wait until everything requested so far is pinned, or released. Return False after the timeout."""
     done = threading.Event()
     _in_background(done.set)
     return done.wait(timeout_s)

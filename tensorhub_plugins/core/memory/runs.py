@@ -1,8 +1,8 @@
-"""Where the bytes of a stream lie in this process's memory.
+"""The location of a stream's bytes in this process's memory.
 
 Neighbours in the stream that are neighbours in memory form one *run*; a range of the stream is found by bisection. A
 model whose tensor sizes are multiples of 64 bytes is a single run in a block, 5,000 tiny adopted tensors are 5,000.
-Columns of a matrix are a run that is *scattered*: one piece for each row, which are not handed out but copied together.
+Columns of a matrix are a run that is *scattered*: one piece for each row, copied together and never handed out singly.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Run(NamedTuple):
     size_bytes: int
     address: int
     view: memoryview | None  # host memory, which others keep alive; None on a device, and where it is scattered
-    rows: torch.Tensor | None = None  # uint8[rows, bytes of a row]: it is scattered, and begins at the address
+    rows: torch.Tensor | None = None  # uint8[rows, bytes of a row]: set if it is scattered; begins at the address
 
 
 class Runs:
-    """All runs of one slab, in the stream's order. It keeps no memory. Slabs of the same tensors, which lie where they
-    lay, have the same one: it stands for that memory wherever something is to be known of it once."""
+    """All runs of one slab, in the stream's order. This keeps no memory alive. Slabs of the same tensors at the same
+    addresses share one object, which serves as the key for whatever is known of that memory."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.all = runs
@@ -46,7 +46,7 @@ class Runs:
         self.scattered = [index for index, run in enumerate(runs) if run.rows is not None]
 
     def is_scattered(self, start: int, stop: int) -> bool:
-        """Whether some of this range of the stream is."""
+        """Return whether some of this range of the stream is scattered."""
         if not self.scattered or start == stop:
             return False
         first, last, _, _ = self.cut(start, stop)
@@ -54,20 +54,20 @@ class Runs:
 
     @cached_property
     def extents(self) -> Extents:
-        """Of all of them. It takes milliseconds for thousands, and once."""
+        """Return the extents of all runs. It takes milliseconds for thousands, once."""
         extents = np.array([(run.address, run.size_bytes) for run in self.all], np.uint64).reshape(-1, 2)
         extents.flags.writeable = False
         return extents
 
     def cut(self, start: int, stop: int) -> tuple[int, int, int, int]:
-        """The runs that hold a range that is not empty, as indices [first, last), where in the first one it begins, and
-        where in the last one it ends, in bytes."""
+        """Return the runs that hold a range that is not empty, as indices [first, last), the offset in bytes at which
+        it begins in the first one, and the offset at which it ends in the last one."""
         first = bisect_right(self.starts, start) - 1
         last = bisect_left(self.starts, stop)
         return first, last, start - self.starts[first], stop - self.starts[last - 1]
 
     def pieces(self, start: int, stop: int) -> list[memoryview]:
-        """The host memory of a range of the stream, in order; where it is scattered, a copy."""
+        """Return the host memory of a range of the stream, in order; a copy where it is scattered."""
         if start == stop:
             return []
         if self.is_scattered(start, stop):
@@ -80,8 +80,8 @@ class Runs:
 
     @contextmanager
     def receiving(self, ranges: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
-        """Host memory to receive these ranges into, in order: where they are scattered, memory from which they are
-        copied when the block ends without an exception."""
+        """Provide host memory to receive these ranges into, in order; a scattered range gets a buffer, which is copied
+        to its place when the block ends without an exception."""
         views: list[memoryview] = []
         copies: list[tuple[torch.Tensor, int, int]] = []
         for start, stop in ranges:
@@ -102,7 +102,7 @@ class Runs:
         return memory_of(host)
 
     def _flats(self, host: torch.Tensor, start: int, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A copy of a range, and where that lies, cut into pairs of the same shape, of one or two dimensions."""
+        """Yield pairs (piece of `host`, piece of the range in its place) of equal shape, with one or two dimensions."""
         first, last, _, _ = self.cut(start, stop)
         at = 0
         for run in self.all[first:last]:
@@ -117,7 +117,7 @@ class Runs:
                 at += flat.numel()
 
     def addresses(self, start: int, stop: int) -> Extents:
-        """Where a range of the stream lies, in order."""
+        """Return the extents of a range of the stream, in order."""
         if stop - start == self.size_bytes:
             return self.extents
         if start == stop:
@@ -126,8 +126,8 @@ class Runs:
 
 
 def cut_rows(rows: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
-    """Bytes [start, stop), counted row by row, of uint8[rows, bytes of a row]: the end of a row, whole rows, and the
-    beginning of one, where there are such."""
+    """Return bytes [start, stop), counted row by row, of uint8[rows, bytes of a row]: the end of a row, whole rows, and
+    the beginning of one, as far as they exist."""
     length = rows.shape[1]
     first, last = -(-start // length), stop // length  # whole rows
     if first > last:
@@ -139,8 +139,8 @@ def cut_rows(rows: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
 
 
 def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -> Extents:
-    """A copy of those in [first, last), without the first `skip` bytes, and with `take` bytes of the last one as it was
-    before that."""
+    """Return a copy of the extents [first, last), where the last one is cut to its first `take` bytes and the first one
+    loses its first `skip` bytes."""
     part: Extents = extents[first:last].copy()
     part[-1, 1] = take
     part[0, 0] += np.uint64(skip)
@@ -149,11 +149,11 @@ def cut_extents(extents: Extents, first: int, last: int, skip: int, take: int) -
 
 
 def memory_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a uint8 host tensor, which the view keeps alive."""
+    """Return the memory of a uint8 host tensor, which the view keeps alive."""
     array: Any = flat.numpy()
     return memoryview(array)
 
 
 def memory_at(address: int, size_bytes: int) -> memoryview:
-    """Host memory that others keep alive."""
+    """Return a view of host memory, which the view does not keep alive."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")

@@ -51,7 +51,7 @@ from tensorhub_plugins.core.memory.tensors import check_plain, flat_bytes, span_
 from tensorhub_plugins.core.memory.there import digests_there
 from tensorhub_plugins.core.process import Descriptor
 
-COPIED_AT_ONCE_BYTES = 256 << 20  # between two looks at the clock: 0.1 s of a slow host
+COPIED_AT_ONCE_BYTES = 256 << 20  # between two checks of the clock: 0.1 s of a slow host
 
 Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 
@@ -59,8 +59,8 @@ Kind: TypeAlias = Literal["adopted", "allocated", "view", "borrowed"]
 class Slab:
     """The registered memory of one shard. Make one with `adopt` or `allocate`.
 
-    Ranges are stream offsets in bytes, [start, stop). Reading and writing may happen in several threads at once; that
-    what is read is not written meanwhile is the publisher's contract, not the slab's.
+    Ranges are stream offsets in bytes, [start, stop). Several threads may read and write at once; that nothing is
+    written while it is read is the publisher's contract, not the slab's.
     """
 
     specs: TensorTable
@@ -79,24 +79,24 @@ class Slab:
         pinned: Pinned | None = None,
         borrowed: Borrowed | None = None,
     ) -> None:
-        """Private: use `adopt`, `allocate` or `borrow`, or `assembly.view_of`."""
+        """Initialize a slab. Private: use `adopt`, `allocate` or `borrow`, or `assembly.view_of`."""
         self.kind = kind
         self.specs = specs
         self.size_bytes = runs.size_bytes
         self._runs = runs
         self._tensors = tensors
         self._unwritten = dict.fromkeys(tensors) if kind == "allocated" else {}
-        self._has_views = kind == "adopted"  # whoever has them may have queued copies to them
+        self._has_views = kind == "adopted"  # their holders may have queued copies to them
         self._device: devices.Device | None = None  # None: host memory, handed out as it is
-        self._flats: list[torch.Tensor] = []  # of each run, where it is handed out by copies
+        self._flats: list[torch.Tensor] = []  # one for each run, where copies are handed out
         self._fd, (self._owner_liveness, alive) = shared
         self._alive = Descriptor(alive)
         self._pinned = pinned
         self._loans, self._borrowed = Loans(), borrowed
-        # What adopted views point into, whatever becomes of the tensors.
+        # The storages of adopted views, kept whatever becomes of the tensors.
         self._storages = list(map(torch.Tensor.untyped_storage, tensors.values())) if kind == "adopted" else []
         self.ties: Mapping[str, str] = {}
-        self._known: bytes | None = None  # its digests, without a look
+        self._known: bytes | None = None  # its digests, known without reading a byte
         self._closed = False
         self._lock = threading.Lock()
 
@@ -110,13 +110,13 @@ class Slab:
         scratch: Mapping[str, torch.Tensor] | None = None,
         deadline: float = NEVER,
     ) -> Slab:
-        """Take live tensors as they are: read and written in place, never copied.
+        """Adopt live tensors as they are: read and written in place, never copied.
 
         Each must be dense (any permutation of contiguous, no overlap with itself, no holes) and all must be on the CPU
         or on one device. Two names may be the same memory (tied weights, see `ties`), but may not overlap in part.
-        UsageError names the tensor otherwise, DeadlineExceeded says that so many take longer.
+        Raise UsageError that names the tensor otherwise, DeadlineExceeded when so many take longer.
 
-        scratch: for some of the names a host tensor of the same kind, which holds their bytes instead. See tied.py.
+        scratch: for some of the names, a host tensor of the same kind that holds their bytes instead. See tied.py.
         """
         found = Adoption.of(tensors, deadline)
         named, runs = dict(tensors), found.runs
@@ -139,11 +139,11 @@ class Slab:
         device: devices.Device | None = None,
         deadline: float = NEVER,
     ) -> Slab:
-        """One zeroed block of host memory for these tensors, mappable by other processes of this host.
+        """Allocate one zeroed block of host memory for these tensors, mappable by other processes of this host.
 
-        pin: register the block with `device` (None: the calling thread's), in the background, where this process uses
-        one; True: at once, or raise UsageError. Where the system has no memfd, the block is private memory and
-        `shared_fd` is None.
+        pin: None: register the block with `device` (None: the calling thread's) in the background, where this process
+        uses one; True: register it at once, or raise UsageError. Where the system has no memfd, the block is private
+        memory and `shared_fd` is None.
         """
         table = TensorTable.of(specs)
         made = Block(table, deadline=deadline)
@@ -152,8 +152,8 @@ class Slab:
 
     @classmethod
     def borrow(cls, specs: Iterable[TensorSpec], borrowed: Borrowed, *, deadline: float = NEVER) -> Slab:
-        """The allocated slab of these tensors that another process of this host lends: read, and never written. It is
-        given back by `close`. Errors as of `allocate`."""
+        """Return the allocated slab of these tensors that another process of this host lends: read, and never written.
+        `close` ends the loan. Errors as of `allocate`."""
         table = TensorTable.of(specs)
         made = Block(table, deadline=deadline, over=borrowed.memory)
         return cls("borrowed", table, made.runs, tensors=made.tensors, borrowed=borrowed, pinned=borrowed.pinned)
@@ -161,9 +161,8 @@ class Slab:
     # --- tensors ---
 
     def tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-        """The tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab.
-
-        names: only those of them that it has; None: all."""
+        """Return the tensors by name, sharing the slab's memory. Keep none of them beyond `close` of an allocated slab.
+        names: only those of them that the slab has; None: all."""
         self._check_open()
         self._has_views = True
         if names is None:
@@ -171,16 +170,16 @@ class Slab:
         return {name: self._tensors[name] for name in names if name in self._tensors}
 
     def write(self, name: str, tensor: torch.Tensor, *, deadline: float = NEVER) -> None:
-        """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides. What is queued
-        is waited for: also a copy from a device that still writes it, where it is host memory. DeadlineExceeded when
-        the copy takes longer: it counts as not written then."""
+        """Copy `tensor` in under `name`: same dtype and shape (or UsageError), any device, any strides. Wait for queued
+        work first, also for a device's copy into a host tensor. Raise DeadlineExceeded when the copy takes longer: the
+        tensor counts as not written then."""
         devices.settle_host([tensor])
         self._write(name, tensor, deadline)
 
     def _write(self, name: str, tensor: torch.Tensor, deadline: float) -> None:
         check_time(deadline)
         spec, target = self._target_of(name, tensor)
-        with torch.inference_mode():  # in which both a model's inference tensors and others can be written
+        with torch.inference_mode():  # inference mode can write inference tensors and normal ones
             if tensor.is_conj() or tensor.is_neg() or stride_of(tensor) != spec.stride:
                 devices.copy_all([(target, tensor)])
             elif spec.size_bytes:
@@ -198,7 +197,8 @@ class Slab:
         stays: bool = False,
         deadline: float = NEVER,
     ) -> None:
-        """`write`, cast to the dtype here, of what is `settled`. A device's tensor has come when `downloads` have."""
+        """Do as `write`, with a cast to the dtype here, of `settled` memory. A device's tensor has arrived when
+        `downloads` have."""
         if devices.of(tensor) is None:
             self._write(name, tensor.to(self._tensors[name].dtype) if name in self._tensors else tensor, deadline)
             return
@@ -210,65 +210,65 @@ class Slab:
 
     @property
     def unwritten(self) -> tuple[str, ...]:
-        """Names of an allocated slab's tensors that were not written since it was allocated or `expect_writes`."""
+        """Return the names of an allocated slab's tensors not written since it was allocated or `expect_writes`."""
         return tuple(self._unwritten)
 
     def mark_written(self, names: Iterable[str] | None = None) -> None:
-        """These tensors (None: all) were filled by other means than `write`: through their views, or by a reader."""
+        """Mark these tensors (None: all) as filled by other means than `write`: through their views, or by a reader."""
         # Without a lock, which a caller that is interrupted here would keep: each step is done whole or not at all.
         self._known = None
         for name in tuple(self._unwritten) if names is None else names:
             self._unwritten.pop(name, None)
 
     def expect_writes(self) -> None:
-        """Start over: every tensor counts as unwritten. For a slab that is used again for another version."""
+        """Start over: every tensor counts as unwritten. For a slab that is reused for another version."""
         self._has_views = False
         self._known = None
         self._unwritten = dict.fromkeys(self._tensors)
 
     @property
     def segment_size_bytes(self) -> int:
-        """Of the segments that `manifest` takes digests of, unless it is told otherwise."""
+        """Return the default size of the segments that `manifest` digests."""
         return segment_size_for(self.size_bytes)
 
     def know_digests(self, digests: bytes | None) -> None:
-        """XXH3-128 of each segment of `segment_size_bytes`, joined, taken on the way here of what must have come; None:
-        they are not known. `manifest` says them, and reads no byte, until the next write."""
+        """Set the XXH3-128 of each segment of `segment_size_bytes`, joined, as taken during the transfer of the
+        expected bytes; None: unknown. `manifest` uses them without reading a byte, until the next write."""
         self._known = digests
 
     # --- bytes ---
 
     @property
     def shared_fd(self) -> int | None:
-        """The memfd behind an allocated slab, its file descriptor still owned by the slab; None: not shareable."""
+        """Return the memfd behind an allocated slab, which still owns the descriptor; None: not shareable."""
         fd = self._fd if self._borrowed is None else self._borrowed.fd
         return fd if fd >= 0 and not self._closed else None
 
     @property
     def owner_liveness_fd(self) -> int | None:
-        """The end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or when the
-        owner of the slab dies: then the memory is to be let go. Still owned by the slab."""
+        """Return the end of a pipe for a process that is passed `shared_fd`. It hangs up when the slab is closed, or
+        its owner dies: the memory must be released then. The slab still owns the descriptor."""
         fd = self._owner_liveness if self._borrowed is None else self._borrowed.owner_liveness_fd
         return fd if fd >= 0 and not self._closed else None
 
     def lend(self) -> Loan:
-        """What a process that is passed `shared_fd` is to keep open for as long as it uses the memory in place: until
-        then nobody writes to it. The caller closes it, here."""
+        """Return what a process that is passed `shared_fd` must keep open for as long as it uses the memory in place:
+        the memory is not written to until then. The caller closes its own end."""
         self._check_open()
         return self._loans.lend() if self._borrowed is None else self._borrowed.lend()
 
     @property
     def borrowed(self) -> Borrowed | None:
-        """What a borrowed slab lies in."""
+        """Return the loan that a borrowed slab lies in."""
         return self._borrowed
 
     @property
     def is_lent(self) -> bool:
-        """Whether others use the memory in place: it must not be written to."""
+        """Return whether others use the memory in place: it must not be written to."""
         return self._loans.any
 
     def readable(self, start: int, stop: int) -> list[memoryview]:
-        """The bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
+        """Return the bytes of a stream range, in order: the memory itself on the CPU, a host copy of device memory."""
         self._check_range(start, stop)
         if self._device is None:
             return self._runs.pieces(start, stop)
@@ -277,7 +277,7 @@ class Slab:
         return [memory_of(host)]
 
     def read_into(self, start: int, stop: int, views: Sequence[memoryview]) -> None:
-        """Copy a stream range into host memory of the same size; from a device without a copy between."""
+        """Copy a stream range into host memory of the same size; from a device without an intermediate copy."""
         if self._device is None or len(views) != 1:
             copy_views(self.readable(start, stop), views)
             return
@@ -286,7 +286,7 @@ class Slab:
 
     @contextmanager
     def writable(self, start: int, stop: int) -> Iterator[list[memoryview]]:
-        """Memory to receive a stream range into, in order. Device memory is written when the block ends well."""
+        """Provide memory to receive a stream range into, in order. Device memory is written if the block succeeds."""
         with self.writable_ranges([(start, stop)]) as views:
             yield views
 
@@ -294,8 +294,8 @@ class Slab:
     def writable_ranges(
         self, ranges: Sequence[tuple[int, int]], host: torch.Tensor | None = None
     ) -> Iterator[list[memoryview]]:
-        """`writable` for several stream ranges at once, their views one after the other. host: uint8 memory, at least
-        as large, that copies to the slab's device are fast from; None: some of the device's own."""
+        """Do as `writable` for several stream ranges at once, their views one after the other. host: uint8 memory, at
+        least as large, from which copies to the slab's device are fast; None: a buffer of the device's own."""
         for start, stop in ranges:
             self._check_range(start, stop)
         self._check_writable()
@@ -309,7 +309,7 @@ class Slab:
         self._device.up(host, [flat for start, stop in ranges for flat in self._cut_flats(start, stop)])
 
     def digest(self, start: int, stop: int, algorithm: str = XXH3) -> bytes:
-        """Digest of a stream range: 16 bytes that depend on every byte and on its position."""
+        """Return the digest of a stream range: 16 bytes that depend on every byte and on its position."""
         return digest_of(self.readable(start, stop), algorithm)
 
     def manifest(
@@ -320,11 +320,11 @@ class Slab:
         algorithm: str = XXH3,
         deadline: float = NEVER,
     ) -> Manifest:
-        """Names, sizes and the digest of every segment, from the bytes as they are now.
+        """Return names, sizes and the digest of every segment, from the bytes as they are now.
 
-        segment_size_bytes, threads: None picks by size. algorithm: of digests.py, also for none. Where an accelerator
-        is used this first waits for the work queued on it, so that it is the finished bytes that are described; for
-        host memory, too, unless `write` alone has filled it. DeadlineExceeded when so many bytes take longer.
+        segment_size_bytes, threads: None picks by size. algorithm: one of digests.py, including none. Where an
+        accelerator is used this first waits for the work queued on it, so that the finished bytes are described; for
+        host memory, too, unless only `write` has filled it. Raise DeadlineExceeded when so many bytes take longer.
         """
         self._check_open()
         if segment_size_bytes is None:
@@ -345,9 +345,9 @@ class Slab:
     def damaged(
         self, manifest: Manifest, segments: Sequence[int] | None = None, *, deadline: float = NEVER
     ) -> list[int]:
-        """Of these segments (None: all) those whose bytes are not the ones that the manifest's digests were taken of.
+        """Return which of these segments (None: all) do not have the bytes that the manifest's digests were taken of.
 
-        manifest: of this very stream. Without digests there is nothing to compare: none are found.
+        manifest: of this same stream. Without digests there is nothing to compare: none are found.
         """
         self._check_open()
         if not manifest.has_digests:
@@ -360,7 +360,7 @@ class Slab:
             if any(self._is_freed(s.name, storages[s.name]) for s in until(deadline, manifest.specs_in([k])))
         ]
         if freed:
-            return freed  # there is nothing to be read any more
+            return freed  # there is nothing left to read
         digest = partial(self.digest, algorithm=manifest.digest_algorithm)
         if segments is None:
             found = self._digests(manifest.segment_size_bytes, manifest.digest_algorithm, deadline=deadline)
@@ -371,7 +371,7 @@ class Slab:
         return [k for k in until(deadline, segments, 1) if digest(*manifest.segment_range(k)) != manifest.digest(k)]
 
     def addresses(self, start: int = 0, stop: int | None = None) -> Extents | None:
-        """Where a stream range lies in this process's memory; None on a device, or where it is scattered."""
+        """Return where a stream range lies in this process's memory; None on a device, or where it is scattered."""
         stop = self.size_bytes if stop is None else stop
         self._check_range(start, stop)
         return (
@@ -381,7 +381,7 @@ class Slab:
         )
 
     def extents(self, deadline: float = NEVER) -> Extents:
-        """All memory that it lies in, in any order; of a view also what others lie in beside it."""
+        """Return all memory of the slab, in any order; for a view the extents of its whole tensors."""
         if self.kind != "view":
             return self._runs.extents
         tensors = until(deadline, self._tensors.values())
@@ -390,34 +390,34 @@ class Slab:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """The tensors by name, to be looked at and not kept."""
+        """Return the tensors by name, for inspection: do not keep them."""
         return self._tensors
 
     @property
     def device(self) -> devices.Device | None:
-        """Where it lies; None: in host memory."""
+        """Return the device that it lies on; None: host memory."""
         return self._device
 
     @property
     def copying_device(self) -> devices.Device | None:
-        """The device that is to copy from and to it: its own, or the one that its host memory is pinned for."""
+        """Return the device that copies from and to it: its own, or the one that its host memory is pinned for."""
         return self._pinned.device if self._device is None and self._pinned is not None else self._device
 
     def flats(self, start: int, stop: int) -> list[torch.Tensor]:
-        """The device's memory of a stream range, in order, as uint8 tensors. Of a slab on a device."""
+        """Return the device memory of a stream range, in order, as uint8 tensors. Only for a slab on a device."""
         self._check_range(start, stop)
         return self._cut_flats(start, stop)
 
     @property
     def runs(self) -> Runs:
-        """Where the stream lies. The same object for slabs of the same tensors, while these lie where they lay: what is
-        known of their memory (that it is registered with a network card, say) can be kept by it, weakly."""
+        """Return where the stream lies. Slabs of the same tensors at the same addresses share this object: what is
+        known of their memory (that a network card has it registered, say) can be keyed by it, weakly."""
         return self._runs
 
     # --- the end ---
 
     def close(self) -> None:
-        """Let go of the memory; twice is fine. It returns to the system when the last view of it has gone."""
+        """Release the memory; idempotent. It returns to the system when the last view of it is gone."""
         with self._lock:
             if self._closed:
                 return
@@ -443,7 +443,7 @@ class Slab:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A slab dropped without close must not leak its descriptor; at interpreter exit there is nothing to save, and
-        # nothing of this module left to do it with. Borrowed memory stays what it is for tensors over it.
+        # nothing of this module left to do it with. Borrowed memory stays as it is for tensors over it.
         if not is_finalizing() and hasattr(self, "_lock") and getattr(self, "_borrowed", None) is None:
             self.close()
 
@@ -453,7 +453,7 @@ class Slab:
     # --- inside ---
 
     def _target_of(self, name: str, tensor: torch.Tensor, *, casts: bool = False) -> tuple[TensorSpec, torch.Tensor]:
-        """What this tensor is here. UsageError if it is none, or another."""
+        """Return the spec and the slab's tensor of this name. Raise UsageError if there is none, or they differ."""
         self._check_open()
         self._check_writable()
         spec = self.specs.get(name)
@@ -478,7 +478,7 @@ class Slab:
             raise UsageError("the slab is another worker's, which lends it to be read: copy what is to be changed")
 
     def _is_freed(self, name: str, storage: torch.UntypedStorage) -> bool:
-        """Whether the memory of an adopted tensor has been taken away: it was resized, as FSDP does."""
+        """Return whether the memory of an adopted tensor has been taken away by a resize, as FSDP does."""
         position = self.specs.positions[name]
         start, size_bytes = self.specs.offsets[position], self.specs[position].size_bytes
         address = self._runs.all[bisect_right(self._runs.starts, start) - 1].address
@@ -492,7 +492,7 @@ class Slab:
     def _digests(
         self, segment_size_bytes: int, algorithm: str, threads: int | None = None, deadline: float = NEVER
     ) -> bytes:
-        """Of all segments, joined. Of a device where they lie, or while the next piece is on its way here."""
+        """Return the digests of all segments, joined. A device's are taken there, or while the next piece is copied."""
         if self._device is None:
             digest = partial(self.digest, algorithm=algorithm)
             return digests_of_segments(digest, self.size_bytes, segment_size_bytes, threads=threads, deadline=deadline)
@@ -511,7 +511,7 @@ class Slab:
         return self._known if (algorithm, segment_size_bytes) == (XXH3, self.segment_size_bytes) else None
 
     def _copy_through_host(self, device: devices.Device, deadline: float = NEVER) -> None:
-        """Hand out and receive copies: what lies on this device cannot be handed out itself."""
+        """Hand out and receive copies: memory of this device cannot be handed out itself."""
         self._device = device
         self._flats = [flat_bytes(self._tensors[spec.name]) for spec in until(deadline, self.specs) if spec.size_bytes]
 

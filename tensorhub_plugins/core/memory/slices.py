@@ -1,4 +1,4 @@
-"""The order in which a matrix is published for readers of which each takes a slice of it. PURE: no memory is touched.
+"""The order in which a matrix is published for readers that each take one slice of it. PURE: no memory is touched.
 
 A worker of a tensor parallel engine needs one of `count` slices of nearly every matrix: rows of most, columns of those
 whose outputs the workers add up. It reads whole segments, as these are the unit of verification, and a segment of full
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SLICES_MAX = 999
 EXPERT = ".experts."
-APART = "experts/"  # before the name of one that stays in one piece
+APART = "experts/"  # prefix of the name of a tensor that stays in one piece
 # Matrices whose outputs are added up (vLLM's RowParallelLinear), by the last word before ".weight".
 CUT_BY_COLUMNS = frozenset(
     (
@@ -51,10 +51,10 @@ WHOLE = frozenset(
 
 
 class Least(NamedTuple):
-    """Sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of it);
-    of its slice, but of experts, of which many lie side by side (key and value heads, of which several workers may need
-    the same); of columns that a rank holds (their entry in the table is far smaller), and the same of the many experts;
-    of columns of an expert."""
+    """The sizes in bytes below which nothing is cut: of a matrix (all smaller ones of a 7B model are less than 1 % of
+    it); of its slice, except for experts, many of which lie side by side (several workers may need the same key and
+    value heads); of the columns that a rank holds (their table entry is far smaller), and the same for the many
+    experts; of the columns of an expert."""
 
     matrix: int = 2 << 20
     slice: int = 768 << 10
@@ -64,12 +64,12 @@ class Least(NamedTuple):
 
 
 LEAST = Least()
-_End: TypeAlias = tuple[str, int, int]  # of one slice: what it is called, and [start, stop) along the axis
+_End: TypeAlias = tuple[str, int, int]  # of one slice: its name, and [start, stop) along the axis
 
 
 class Slice(NamedTuple):
-    """spec: what is published, and where it lies in the larger tensor. The rest says where it is in what is held: the
-    box `box` of elements [start, stop) in the form `shape`; None for all, as they are."""
+    """One published slice. spec: its description and its location in the larger tensor. The rest locates it in the
+    tensor held: the box `box` of its elements [start, stop) viewed with `shape`; None: all elements, as they are."""
 
     spec: TensorSpec
     box: tuple[slice, ...] = ()
@@ -77,17 +77,17 @@ class Slice(NamedTuple):
     shape: tuple[int, ...] = ()
 
     def of(self, held: torch.Tensor) -> torch.Tensor:
-        """A view of it in what is held."""
+        """Return a view of the slice in the tensor held."""
         if self.elements is not None:
             held = held[self.elements[0] : self.elements[1]].view(self.shape)
         return held[self.box] if self.box else held
 
 
 def slices_of(held: TensorSpec, count: int, least: Least = LEAST, *, experts: bool = False) -> list[Slice]:
-    """How all or a part of a tensor is published for readers of which each takes one of `count` slices.
+    """Return how all or a part of a tensor is published for readers that each take one of `count` slices.
 
-    held: its name, dtype, and shape, and which part of the tensor it is. experts: they take slices of experts, too, and
-    not some of them whole. The slices cover it, each element once.
+    held: the name, dtype and shape held, and which part of the tensor it is. experts: readers take slices of experts,
+    too, instead of whole experts. The slices cover it, each element once.
     """
     whole = held.part.global_shape if held.part is not None else held.shape
     size_bytes = held.size_bytes // max(prod(held.shape), 1) * prod(whole)
@@ -139,7 +139,7 @@ def _boxes(
     axis: int,
     ends: list[_End],
 ) -> Iterator[Slice]:
-    """Of the box of this shape at `start` in the tensor, which are these elements of what is held."""
+    """Yield the slices of the box of this shape at `start` in the tensor, which are these elements of what is held."""
     for name, low, high in ends:
         first, last = max(start[axis], low), min(start[axis] + shape[axis], high)
         if first >= last:
@@ -152,7 +152,7 @@ def _boxes(
 
 
 def _run(held: TensorSpec, name: str, first: int, last: int) -> Slice:
-    """These elements of the tensor, of a run of them."""
+    """Return the slice with these elements [first, last) of the tensor, from a run."""
     assert held.part is not None
     start = held.part.start[0]
     return Slice(_spec(held, name, (last - first,), (first,)), (slice(first - start, last - start),))

@@ -1,9 +1,9 @@
-"""A slab's whole stream in a device's memory, cast and summed up for its digests in the pass that writes it.
+"""A copy of a slab's whole stream in device memory, cast and summed for its digests in the pass that writes it.
 
-Segments span tensors, and tensors come one by one, in any order. So each is written where it lies in the stream. What
-is cast is summed up block by block as it is written; all other blocks, and those that two tensors share, when the last
-tensor is there. The digests are then known without a look at the bytes, here or on the host. They are of what was
-written on the device: what is damaged on its way to the host is found by the readers.
+Segments span tensors, and tensors come one by one, in any order. So each is written at its place in the stream. Cast
+tensors are summed block by block as they are written; all other blocks, and those that two tensors share, after the
+last tensor. The digests are then known without reading the bytes again, here or on the host. They cover what was
+written on the device: the readers detect damage on the way to the host.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tensorhub_plugins.core.memory.there import digests_there
 
 logger = logging.getLogger(__name__)
 
-SUMMED_FROM_BYTES = 1 << 20  # of bfloat16: smaller ones cost a launch each, and are summed up together
+SUMMED_FROM_BYTES = 1 << 20  # of bfloat16: smaller ones would cost a launch each, and are summed together
 
 
 class StreamCopy:
-    """Of a slab with this table. One thread writes, on its stream; it or another one asks for the digests.
+    """A copy of a slab with this table. One thread writes, on its stream; it or another one takes the digests.
 
-    Takes `size_of(table)` of the device's memory: torch.OutOfMemoryError.
+    Takes `size_of(table)` bytes of device memory, or raises torch.OutOfMemoryError.
     """
 
     def __init__(self, device: Device, table: TensorTable, *, summed_from: int = SUMMED_FROM_BYTES) -> None:
@@ -41,23 +41,23 @@ class StreamCopy:
         blocks = -(-table.size_bytes // BLOCK_SIZE_BYTES)
         known = torch.from_numpy(constants()).view(torch.uint8)
         with torch.inference_mode(False), device.calling() as driver:
-            # Pinned, or the copy could wait for what this thread has queued. It is kept until that is done.
+            # Pinned, or the copy could wait for what this thread has queued. Kept until the copy is done.
             self._host = driver.buffer(len(known))
             self._host.copy_(known)
             sizes = [blocks * BLOCK_SIZE_BYTES, blocks * LANES_SIZE_BYTES, len(known)]
             self._bytes, self._sums, self._constants = torch.split(driver.scratch(sum(sizes), None), sizes)
             driver.copy(self._host, self._constants, None)
-            self.event: Event = driver.record(None)  # behind all that was written so far
+            self.event: Event = driver.record(None)  # after all that was written so far
 
     @staticmethod
     def size_of(table: TensorTable) -> int:
-        """Of what it takes, about."""
+        """Return about how much device memory it takes, in bytes."""
         return table.size_bytes + table.size_bytes // BLOCK_SIZE_BYTES * LANES_SIZE_BYTES
 
     @torch.inference_mode(False)
     def write(self, name: str, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Queue the copy of a tensor, as `target` is, where it will come to: cast, in that order of the dimensions.
-        Returns where it will be, uint8. torch.OutOfMemoryError: it was not written."""
+        """Queue the copy of a tensor to its place in the stream, with the dtype and dimension order of `target`. Return
+        that memory, uint8. After torch.OutOfMemoryError it is not written."""
         position = self._table.positions[name]
         start, size_bytes = self._table.offsets[position], self._table[position].size_bytes
         stop = start + size_bytes
@@ -85,8 +85,8 @@ class StreamCopy:
 
     @torch.inference_mode(False)
     def digests(self, segment_size_bytes: int) -> bytes | None:
-        """XXH3-128 of each segment, joined; None: a tensor was not written, the device has no room, or segments are not
-        of whole blocks."""
+        """Return the XXH3-128 of each segment, joined; None if a tensor was not written, the device lacks memory, or
+        segments are not whole blocks."""
         if segment_size_bytes % BLOCK_SIZE_BYTES or any(
             spec.size_bytes and spec.name not in self._written for spec in self._table
         ):
@@ -112,7 +112,7 @@ class StreamCopy:
             logger.debug("%s has no room for digests", self.device.name)
             return None
         finally:
-            if stream is not None:  # what is let go of with this is the writing stream's at once
+            if stream is not None:  # memory freed with this goes back to the writing stream at once
                 with self.device.calling() as driver:
                     driver.wait(driver.record(stream))
 
@@ -127,7 +127,7 @@ class StreamCopy:
         return self._sums[first * LANES_SIZE_BYTES : last * LANES_SIZE_BYTES]
 
     def _not_summed(self) -> Iterator[tuple[int, int]]:
-        """Runs of whole blocks."""
+        """Yield the runs of whole blocks that are not summed yet."""
         done = 0
         for first, last in [*sorted(self._summed), (self._table.size_bytes // BLOCK_SIZE_BYTES, 0)]:
             if done < first:

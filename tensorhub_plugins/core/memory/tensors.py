@@ -1,4 +1,4 @@
-"""What one tensor is in memory: its description, its bytes, its strides, and which tensors share them.
+"""One tensor in memory: its description, its bytes, its strides, and which tensors share them.
 
 All functions take tensors of any device. The bytes of a dense tensor (any permutation of contiguous) are those of its
 storage, in the storage's order: nothing is copied to make a transposed weight contiguous.
@@ -21,7 +21,7 @@ from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec
 from tensorhub_plugins.core.types import is_text
 
-COMPARE_SIZE_BYTES = 4 << 20  # at once: what is on another device is brought here for it
+COMPARE_SIZE_BYTES = 4 << 20  # at once: data on another device is copied to the host for it
 
 Extent: TypeAlias = tuple[str, int, int, str]  # device, address, size in bytes, name of the tensor
 
@@ -29,8 +29,8 @@ Extent: TypeAlias = tuple[str, int, int, str]  # device, address, size in bytes,
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a dense tensor of any device. UsageError that names it for one with holes, overlaps or no bytes of its
-    own (sparse, quantized, a wrapper, a lazy conjugate)."""
+    """Describe a dense tensor of any device. Raise UsageError that names it for one with holes, overlaps or no bytes of
+    its own (sparse, quantized, a wrapper, a lazy conjugate)."""
     check_plain(name, tensor)
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError(f"tensor {name!r} is a lazy conjugate or negation: pass tensor.resolve_conj().resolve_neg()")
@@ -52,7 +52,7 @@ def contiguous_spec(name: str, dtype: torch.dtype, shape: Iterable[int]) -> Tens
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Of a tensor that this torch has: its specification was made here."""
+    """Return the dtype, which torch has here: the spec was made in this process."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return dtype
 
@@ -67,7 +67,7 @@ def copied_spec(name: str, tensor: torch.Tensor, *, is_part: bool = False) -> Te
 
 
 def check_tensors(tensors: object, deadline: float = NEVER) -> list[str]:
-    """The names, sorted. UsageError unless it is a mapping of text to tensor, which says what is wrong."""
+    """Return the names, sorted. Raise UsageError that says what is wrong unless this maps text to tensors."""
     if not all(hasattr(tensors, method) for method in ("keys", "values", "__getitem__")):
         what = "pass its state_dict()" if hasattr(tensors, "state_dict") else "pass a mapping of name to tensor"
         raise UsageError(f"the tensors are a {type(tensors).__name__}: {what}")
@@ -78,7 +78,7 @@ def check_tensors(tensors: object, deadline: float = NEVER) -> list[str]:
 
 
 def check_tensor(name: object, tensor: object) -> None:
-    """UsageError that says what is wrong with the name, or with what it names."""
+    """Raise UsageError that says what is wrong with the name, or with the object that it names."""
     if type(name) is not str:
         raise UsageError(f"the name {name!r:.80} of a tensor is a {type(name).__name__}: pass a plain str")
     if not is_text(name):
@@ -99,8 +99,8 @@ def check_tensor(name: object, tensor: object) -> None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether its bytes are somewhere: not those of a FakeTensor, of what vmap puts in a tensor's place, or of a
-    lazy module's parameter. Wrappers are looked at where they do not fit."""
+    """Return whether its bytes are in memory, unlike those of a FakeTensor, of vmap's stand-in for a tensor, or of a
+    lazy module's parameter. Wrappers are rejected elsewhere, where they are not supported."""
     if isinstance(tensor, FakeTensor):
         return False
     if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
@@ -113,7 +113,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """`check_tensor`, and UsageError for a tensor whose storage does not say all that it holds."""
+    """Raise UsageError as `check_tensor` does, and for a tensor whose storage does not hold all of its contents."""
     check_tensor(name, tensor)
     if hasattr(tensor, "to_local") or hasattr(tensor, "__tensor_flatten__"):
         raise UsageError(
@@ -129,7 +129,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 @torch.inference_mode(False)  # engines call from inference mode, whose tensors cannot be written outside of it
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a dense tensor as uint8[size_bytes]: writing it writes the tensor. Any dtype, packed ones too."""
+    """Return the storage of a dense tensor as uint8[size_bytes]: writing it writes the tensor. Any dtype."""
     size_bytes = tensor.numel() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(
@@ -142,14 +142,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode(False)
 def shaped_as(like: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """This memory, uint8, as a tensor of that dtype, shape and strides."""
+    """View this memory, uint8, as a tensor with the dtype, shape and strides of `like`."""
     empty = torch.empty(0, dtype=like.dtype, device=flat.device)
     start = int(flat.storage_offset()) // like.element_size()
     return empty.set_(flat.untyped_storage(), start, like.shape, like.stride())
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether dtype, shape and every byte are equal, so that NaN equals itself. The two may be on different devices."""
+    """Return whether dtype, shape and every byte are equal (NaN equals itself). The two may be on different devices."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     stride = stride_of(one)
@@ -166,20 +166,20 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None when contiguous, else the strides in elements, those of dimensions of size 1 (which mean nothing) as 1."""
+    """Return None when contiguous, else the strides in elements, with 1 for dimensions of size 1."""
     if tensor.is_contiguous():
         return None
     return tuple(s if n != 1 else 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last one."""
+    """Return the number of bytes from its first element to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether such a tensor is a permutation of a contiguous one: it has no holes and does not overlap itself."""
+    """Return whether such a tensor is a permutation of a contiguous one: without holes, not overlapping itself."""
     expected = 1
     for step, size in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
         if step != expected:
@@ -189,8 +189,8 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous view of all the memory between the tensor's first and last element: its dimensions permuted, or,
-    where there are holes, one flat run with the holes in it."""
+    """Return a contiguous view of all the memory between the tensor's first and last element: its dimensions permuted,
+    or, where there are holes, one flat run that includes them."""
     order = sorted(range(tensor.dim()), key=lambda d: tensor.stride(d), reverse=True)
     permuted = tensor.permute(order)
     if permuted.is_contiguous():
@@ -203,8 +203,8 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ties_of(extents: list[Extent]) -> dict[str, str]:
-    """Names of the very same memory as another, and the first name of that memory. UsageError for a partial overlap: it
-    would let one tensor's update tear another's."""
+    """Return each name whose memory is exactly another's, with the first name of that memory. Raise UsageError for a
+    partial overlap: one tensor's update would tear the other's."""
     ties: dict[str, str] = {}
     for (device, address, size, name), (other_device, other, other_size, other_name) in pairwise(sorted(extents)):
         if device == other_device and other < address + size:
@@ -217,7 +217,7 @@ def ties_of(extents: list[Extent]) -> dict[str, str]:
 
 
 def without_aliases(found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without those whose memory another one contains; of equals, the first found stays. Sorted by name."""
+    """Return the tensors except those whose memory another one contains; of equals, the first stays. Sorted by name."""
     kept: list[str] = []
     end_by_storage: dict[tuple[torch.device, int], int] = {}
 

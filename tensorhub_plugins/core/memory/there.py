@@ -1,7 +1,7 @@
-"""The digests of a device's memory, taken there: its bytes need not come here for them.
+"""Digests of device memory, computed on the device: its bytes need not be copied to the host for them.
 
-Segments of equal size are digested together, each where it lies. One that lies in several pieces, as it holds several
-tensors, or begins at no multiple of 8 bytes, is first put together in memory made for it.
+Segments of equal size are digested together, each in its place. One that lies in several pieces, because it spans
+several tensors, or begins at no multiple of 8 bytes, is first assembled in scratch memory.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from tensorhub_plugins.core.memory.runs import memory_of
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_SIZE_BYTES = 256 << 20  # for what is put together, of a device that others have filled
+SCRATCH_SIZE_BYTES = 256 << 20  # for assembled segments, on a device that others have filled
 SEGMENTS_AT_ONCE = 1024  # a hundred are enough to be as fast as the memory
 
 Cut = Callable[[int, int], list[torch.Tensor]]
-Segment = list[torch.Tensor]  # in how many pieces it lies
-# Queues what computes the lanes of segments of equal size, which begin there in the stream, into the last argument.
+Segment = list[torch.Tensor]  # the pieces that it lies in
+# Queues the computation of the lanes of segments of equal size, from this stream offset on, into the last argument.
 Lanes = Callable[[Driver, Stream, int, list[torch.Tensor], torch.Tensor], None]
 
 
 def of_bytes(driver: Driver, stream: Stream, start: int, flats: list[torch.Tensor], lanes: torch.Tensor) -> None:
-    """Lanes: from all that is in them."""
+    """Queue the computation of the lanes from all bytes of the segments."""
     driver.launch(lanes_of, flats, [lanes], stream)
 
 
 def digests_there(
     device: Device, cut: Cut, size_bytes: int, segment_size_bytes: int, *, lanes: Lanes = of_bytes
 ) -> bytes | None:
-    """XXH3-128 of each segment of a stream, joined; None where the device has no room, or segments are too short.
+    """Return the XXH3-128 of each segment of a stream, joined; None without device memory, or for short segments.
 
-    cut: the device's memory of a range of the stream, as uint8 tensors. What is queued on the device must be done, or
-    write none of it: this is ordered with the copies down alone."""
+    cut: returns the device memory of a stream range, as uint8 tensors. Work queued on the device must be done, or must
+    not write to it: this is ordered only with the copies to the host."""
     if segment_size_bytes < LONG_FROM_BYTES or segment_size_bytes % WORD_SIZE_BYTES:
         return None
     whole = size_bytes // segment_size_bytes * segment_size_bytes
@@ -90,7 +90,7 @@ def _groups(
 
 
 def _digests_of(device: Device, segments: list[Segment], size_bytes: int, start: int, lanes_by: Lanes) -> bytes:
-    """Of segments of this size, the first of which begins there."""
+    """Return the digests of segments of this size, the first of which begins at `start`."""
     _, tail = tail_start(size_bytes)
     lanes_size_bytes = len(segments) * LANES_SIZE_BYTES
     with device.calling() as driver:

@@ -1,13 +1,13 @@
 """Reading into tensors of which some are the same memory under several names: tied weights.
 
 What was published under two names may differ, although the reader has one memory for both. If both were read into it,
-each segment's digest would be right when it is taken, and the memory would hold whichever tensor came last. To digest
+each segment's digest would be right when it is taken, and the memory would hold whichever tensor came last. Digesting
 everything once more at the end would not do: it needs digests, and comes too late for what was served to others and
 overwritten afterwards.
 
 So only the first name of each memory is read in place, the others are read into memory of their own (scratch). Nothing
-depends on the order in which segments come, and what is served on meanwhile are the published bytes of every name. At
-the end the scratch is compared with the shared memory byte for byte, and let go: from then on all names are served from
+depends on the order in which segments arrive, and the bytes served meanwhile are the published ones of every name. At
+the end the scratch is compared with the shared memory byte for byte, and freed: from then on all names are served from
 the tensors themselves. The price is host memory for the further names while they are read; no more of it than one
 checkpoint has of them, and none where nothing is tied.
 """
@@ -27,7 +27,7 @@ from tensorhub_plugins.core.memory.tensors import same_bytes
 
 
 class LiveTensors:
-    """Tensors to read into in place. UsageError, as of `Slab.adopt`, for some that cannot be."""
+    """The tensors that are read into in place. Raises UsageError, as `Slab.adopt` does, for some that cannot be."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], deadline: float = NEVER) -> None:
         self._tensors, self._deadline = tensors, deadline
@@ -45,18 +45,18 @@ class LiveTensors:
 
     @property
     def tied(self) -> bool:
-        """Whether some are read into scratch: then `check` and `settled` are due at the end."""
+        """Return whether some are read into scratch: then `check` and `settled` are due at the end."""
         return self._scratch is not None
 
     def adopt(self, names: Iterable[str] | None = None) -> Slab:
-        """These tensors (None: all) as a slab to read into."""
+        """Return these tensors (None: all) as a slab to read into."""
         scratch = self._scratch.tensors() if self._scratch is not None else None
         if names is None:
             return Slab.adopt(self._tensors, scratch=scratch, deadline=self._deadline) if scratch else self.whole
         return Slab.adopt({name: self._tensors[name] for name in names}, scratch=scratch, deadline=self._deadline)
 
     def check(self, version: int) -> None:
-        """Everything has arrived. UsageError naming two names whose memory is the same, and whose bytes are not."""
+        """Compare tied names once everything has arrived. Raise UsageError naming two with different bytes."""
         if self._scratch is None:
             return
         for name, read in until(self._deadline, self._scratch.tensors().items()):
@@ -69,7 +69,7 @@ class LiveTensors:
                 )
 
     def settled(self, slab: Slab) -> Slab:
-        """The same names, all in the tensors themselves. Only after `check`."""
+        """Return a slab with the same names, all in the tensors themselves. Only after `check`."""
         settled = Slab.adopt({spec.name: self._tensors[spec.name] for spec in slab.specs}, deadline=self._deadline)
         settled.specs = slab.specs
         return settled
