@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,11 +25,12 @@ from tensorhub_plugins.core import Deadline, TensorHubError, VersionRefused, rec
 from tensorhub_plugins.core.log import get_logger
 from tensorhub_plugins.verl import null_worker
 from tensorhub_plugins.verl.config import TRAINER
-from tensorhub_plugins.verl.health import Load, Watch
+from tensorhub_plugins.verl.load import Load
 from tensorhub_plugins.verl.versions import Span
 from tensorhub_plugins.vllm.ray import figures, fleet
-from tensorhub_plugins.vllm.ray.fleet_types import Entry, Seen
+from tensorhub_plugins.vllm.ray.fleet_types import Entry
 from tensorhub_plugins.vllm.ray.handles import opened, sealed
+from tensorhub_plugins.vllm.ray.members import Failure, Heartbeat, Member, Members
 
 logger = get_logger(__name__)
 
@@ -43,7 +44,6 @@ RETRIES_MAX = 8  # of one request; beyond that it is the request that kills repl
 
 # Ray will not start it again. The second says that the node is lost to which verl has pinned the actor.
 DEAD_ERRORS = (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError)
-DEAD_ANSWERS = 3  # in a row: the calls under way when an actor dies may say so of one that is started again
 ACTOR_ERRORS = (ray.exceptions.RayActorError, *DEAD_ERRORS)
 
 
@@ -57,10 +57,9 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     def __init__(self, servers: dict[str, Any], config: Mapping[str, Any] | None = None) -> None:
         super().__init__({}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE)
         del config  # the replicas tell what they are configured with
-        self._watch = Watch(TIMEOUT_S)
+        self.members = Members(TIMEOUT_S)  # by the names that verl has for its servers
         self._load = Load()
         self._silence: asyncio.Task[None] | None = None
-        self._answers: dict[str, Mapping[str, Any]] = {}  # the last heartbeat of each
         self._beats: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()  # somebody waits for a version
@@ -70,10 +69,8 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         self._losses = 0
         self._lost = asyncio.Event()
         self._given = dict(servers)
-        self._handles: dict[str, Any] = {}
         self._reports: asyncio.Task[None] | None = None
         self._waiting = 0  # requests for which no replica is ready
-        self._joined: set[str] = set()  # by the fleet, under the names of their replicas
         self._forgotten: set[str] = set()  # that have left
         self._announce()
 
@@ -96,14 +93,14 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             except asyncio.TimeoutError:
                 raise RuntimeError(
                     "No available servers in load balancer: "
-                    f"none of {len(self._watch.replicas)} replicas was ready for {NO_REPLICA_TIMEOUT_S:.0f} s; "
+                    f"none of {len(self.members.all)} replicas was ready for {NO_REPLICA_TIMEOUT_S:.0f} s; "
                     "look for `update failed` and for dead actors in Ray's logs"
                 ) from None
             finally:
                 self._waiting -= 1
         server_id, handle = super().acquire_server(request_id)
         self._load.acquire(server_id, request_id)
-        return server_id, handle, self._watch.replicas[server_id].epoch
+        return server_id, handle, self.members.all[server_id].epoch
 
     async def release_server(self, server_id: str, request_id: str = "") -> None:
         self._load.release(server_id, request_id)
@@ -113,11 +110,12 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
     async def add_servers(self, servers: dict[str, Any]) -> None:
         self._start()
         for server_id, handle in servers.items():
-            self._know(server_id, handle)
+            self._know(self.members.add(server_id, time.monotonic(), handle))
 
     async def remove_servers(self, server_ids: list[str]) -> None:
         for server_id in server_ids:
-            self._let_go(server_id)
+            self.members.remove(server_id)
+            self._release(server_id)
 
     async def losses(self, known: int) -> tuple[int, dict[str, int]]:
         """How many losses there were, as soon as there are more than `known` (or after a while), and every replica's
@@ -127,20 +125,19 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._lost.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), LONG_POLL_TIMEOUT_S)
-        epochs = {name: replica.epoch for name, replica in self._watch.replicas.items()}
+        epochs = {name: member.epoch for name, member in self.members.all.items()}
         return self._losses, {**dict.fromkeys(self._forgotten, -1), **epochs}
 
     async def report_lost(self, server_id: str, epoch: int, reason: str) -> None:
         """A request found out before the heartbeat did."""
-        if self._watch.is_same_life(server_id, epoch) and self._watch.failed(server_id, time.monotonic()):
-            self._take_out(server_id, reason)
+        if self.members.is_current(server_id, epoch) and self.members.failed(server_id, time.monotonic()):
+            self._take_out(self.members.all[server_id], reason)
 
     async def wait_for_version(self, version: int, timeout_s: float) -> list[str]:
         """Returns when all replicas in rotation answer with this version; or, at the deadline, which do not.
         VersionRefused where none will ever answer."""
-        await self._wait(lambda: not self._watch.behind(version), version, timeout_s)
-        behind = self._watch.behind(version)
-        return [f"{self._worker(name)} has {version_text(self._watch.replicas[name].version)}" for name in behind]
+        await self._wait(lambda: not self.members.behind(version), version, timeout_s)
+        return [f"{one.called} has {version_text(one.version)}" for one in self.members.behind(version)]
 
     async def wait_for_any(self, version: int, timeout_s: float) -> bool:
         """The trainer is about to publish this version. Returns whether a replica is in rotation, as soon as one is, or
@@ -168,24 +165,15 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     def why_stuck(self) -> str:
         """Why no replica will ever answer: all of them refuse the newest version. "": they do, or may."""
-        if not self._watch.is_stuck(self._published):
+        if not self.members.is_stuck(published=self._published):
             return ""
-        refusing = self._watch.refusing(self._published)
-        return figures.why_stuck({self._worker(name): self._answers[name]["refusal"] for name in refusing})
+        return figures.why_stuck({one.called: one.refusal for one in self.members.refusing(self._published)})
 
     async def figures(self, published: int = 0) -> dict[str, float]:
         """For the trainer's log. published: its newest version."""
         self._start()
         self._published = max(self._published, published)
-        serving = [a for name, a in self._answers.items() if self._watch.in_rotation(name)]
-        told = figures.of_replicas(
-            self._watch.serving(),
-            lost=len(self._watch.lost()),
-            refused=len(self._watch.refusing(published)),
-            published=published,
-            now=time.monotonic(),
-        )
-        return {**told, **figures.of_updates(serving, TRAINER)}
+        return figures.of_members(self.members, TRAINER, published=published, now=time.monotonic())
 
     # The rest of verl's protocol, on the actor's one thread.
 
@@ -206,12 +194,12 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
 
     async def get_status(self) -> dict[str, Any]:
         status = super().get_status()
-        status["lost"] = self._watch.lost()
-        status["versions"] = {name: replica.version for name, replica in self._watch.replicas.items()}
+        status["lost"] = [name for name, member in self.members.all.items() if member.is_missed]
+        status["versions"] = {name: member.version for name, member in self.members.all.items()}
         return status
 
     async def get_total_inflight(self) -> int:
-        return sum(self._load.count(name) for name in self._watch.replicas)
+        return sum(self._load.count(name) for name in self.members.all)
 
     # --- heartbeats ---------------------------------------------------------------------------------------------------
 
@@ -221,31 +209,29 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
             self._silence = asyncio.create_task(self._find_silent())
             self._reports = asyncio.create_task(self._report())
             for server_id, handle in self._given.items():
-                self._know(server_id, handle)
+                self._know(self.members.add(server_id, time.monotonic(), handle))
 
-    def _know(self, server_id: str, handle: Any, *, joins: bool = False) -> None:
-        self._watch.add(server_id, time.monotonic(), joins=joins)
-        self._handles[server_id] = handle
-        if server_id not in self._beats:
-            self._beats[server_id] = asyncio.create_task(self._beat(server_id, handle))
+    def _know(self, member: Member) -> None:
+        if member.name not in self._beats:
+            self._beats[member.name] = asyncio.create_task(self._beat(member))
 
-    async def _beat(self, server_id: str, handle: Any) -> None:
+    async def _beat(self, member: Member) -> None:
         """Until the replica is gone for good."""
-        said, dead = "", 0
+        said = ""
         while True:
             try:
-                self._heard(server_id, handle, await handle.tensorhub_heartbeat.remote())
-                said, dead = "", 0
+                self._heard(member, await member.handle.tensorhub_heartbeat.remote())
+                said = ""
             except ACTOR_ERRORS as error:
-                dead = dead + 1 if isinstance(error, DEAD_ERRORS) else 0
-                if self._watch.failed(server_id, time.monotonic(), gone=dead >= DEAD_ANSWERS):
-                    self._take_out(server_id, type(error).__name__)
-                if dead >= DEAD_ANSWERS:
-                    logger.warning("router: %s will not come back (%s)", self._worker(server_id), type(error).__name__)
+                how: Failure = "died" if isinstance(error, DEAD_ERRORS) else "restarting"
+                if self.members.failed(member.name, time.monotonic(), how):
+                    self._take_out(member, type(error).__name__)
+                if member.is_gone:
+                    logger.warning("router: %s will not come back (%s)", member.called, type(error).__name__)
                     return
             except Exception as error:
                 if said != repr(error):  # once, not every second
-                    logger.exception("router: heartbeat of %s failed", server_id)
+                    logger.exception("router: heartbeat of %s failed", member.name)
                 said = repr(error)
             if self._hurry.is_set():
                 await asyncio.sleep(HURRY_INTERVAL_S)
@@ -253,65 +239,49 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), HEARTBEAT_INTERVAL_S)
 
-    def _heard(self, server_id: str, handle: Any, answer: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        self._answers[server_id] = answer
-        self._watch.timeout_s = answer.get("timeout_s", self._watch.timeout_s)
-        if answer["silent_s"] > self._watch.timeout_s:
-            return  # the server is well, its engine is not: no sign of life
-        back = self._watch.heard(
-            server_id,
-            now,
-            ready=answer["ready"],
-            version=answer["version"],
-            stays=answer.get("stays", False),
-            refused=answer.get("refusal", (0, ""))[0],
-            hangs_after_s=answer.get("engine_timeout_s", math.inf),
-        )
-        if back:
-            logger.warning(
-                "router: %s is back with version %s", self._worker(server_id), version_text(answer["version"])
-            )
-            record("replica_back", worker=answer["worker"], version=answer["version"])
-        self._choose(server_id, handle)
+    def _heard(self, member: Member, answer: Heartbeat) -> None:
+        if self.members.heard(member.name, time.monotonic(), answer):
+            logger.warning("router: %s is back with version %s", member.called, version_text(member.version))
+            record("replica_back", worker=member.called, version=member.version)
+        self._choose(member)
         if self.why_stuck():
             self._changed.set()  # those that wait for a replica wait in vain
 
-    def _choose(self, server_id: str, handle: Any) -> None:
-        """Into the choice or out of it, as the watch has it. Its requests under way are counted all the same."""
-        if not self._watch.in_rotation(server_id):
-            if server_id in self._inflight_requests:
-                super().remove_servers([server_id])
-        elif server_id not in self._inflight_requests:
-            super().add_servers({server_id: handle})
-            self._inflight_requests[server_id] = self._load.count(server_id)
+    def _choose(self, member: Member) -> None:
+        """Into the choice or out of it, as the table has it. Its requests under way are counted all the same."""
+        if not member.in_rotation:
+            if member.name in self._inflight_requests:
+                super().remove_servers([member.name])
+        elif member.name not in self._inflight_requests:
+            super().add_servers({member.name: member.handle})
+            self._inflight_requests[member.name] = self._load.count(member.name)
             self._changed.set()
 
     async def _find_silent(self) -> None:
         while True:
             self._announce()
-            now = time.monotonic()
-            self._watch.look(now)
-            for server_id in self._watch.silent(now):
-                self._take_out(server_id, f"silent for {self._watch.timeout_s:.0f} s")
-            for server_id in self._watch.hung(now):
-                self._end(server_id, now)
-            late = set(self._watch.late(now))
+            now, known = time.monotonic(), self.members.all
+            self.members.look(now)
+            for server_id in self.members.silent(now):
+                self._take_out(known[server_id], f"silent for {self.members.timeout_s:.0f} s")
+            late = set(self.members.late(now))
             for server_id in late - self._late:
-                limit_s = self._watch.replicas[server_id].hangs_after_s
+                limit_s = self.members.hangs_after_s(known[server_id])
                 until = f"; it is ended and started again after {limit_s:.0f} s" if limit_s < math.inf else ""
                 text = "router: %s has not answered for %.0f s, and no other one is ready%s"
-                logger.warning(text, self._worker(server_id), self._watch.timeout_s, until)
+                logger.warning(text, known[server_id].called, self.members.timeout_s, until)
             self._late = late
+            for server_id in self.members.hung(now):
+                self._end(known[server_id], now)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
-    def _end(self, server_id: str, now: float) -> None:
+    def _end(self, member: Member, now: float) -> None:
         """It hangs. Ray starts it again, or the fleet another one."""
-        reason = f"no answer for {now - self._watch.replicas[server_id].heard_at:.0f} s"
-        logger.error("router: %s hangs (%s): it is ended, to be started again", self._worker(server_id), reason)
-        if self._watch.failed(server_id, now):
-            self._take_out(server_id, reason)
-        ray.kill(self._handles[server_id], no_restart=False)
+        reason = f"no answer for {now - member.silent_since:.0f} s"
+        logger.error("router: %s hangs (%s): it is ended, to be started again", member.called, reason)
+        if self.members.failed(member.name, now, "restarting"):
+            self._take_out(member, reason)
+        ray.kill(member.handle, no_restart=False)
 
     def _announce(self) -> None:
         """To the worker that holds updates up. Again and again, because it may be started again."""
@@ -320,12 +290,12 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         with contextlib.suppress(ValueError):  # the replicas have made none yet
             ray.get_actor(null_worker.NAME).meet.remote(ray.get_runtime_context().current_actor)
 
-    def _take_out(self, server_id: str, reason: str) -> None:
-        requests, worker = self._load.forget(server_id), self._worker(server_id)
-        logger.warning("router: %s is out (%s); %d requests go to others", worker, reason, requests)
-        if server_id in self._watch.lost():
-            record("replica_lost", worker=worker, reason=reason, in_flight=requests)
-        super().remove_servers([server_id])
+    def _take_out(self, member: Member, reason: str) -> None:
+        requests = self._load.forget(member.name)
+        logger.warning("router: %s is out (%s); %d requests go to others", member.called, reason, requests)
+        if member.is_missed:
+            record("replica_lost", worker=member.called, reason=reason, in_flight=requests)
+        super().remove_servers([member.name])
         self._losses += 1
         self._lost.set()
 
@@ -337,13 +307,12 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
         said = ""
         while True:
             try:
-                seen, unnamed = self.seen()
+                seen, unnamed = self.members.seen(self._load.count)
                 # Also when all have left: others may come.
                 actor = fleet.of_this_job() if (seen or not unnamed) and ray.is_initialized() else None
                 if actor is not None:
-                    asked = actor.report.remote(sealed(seen.values()), self._waiting, unnamed)
-                    roster = opened(await asyncio.wait_for(asked, TIMEOUT_S))
-                    self.apply({one.name: at for at, one in seen.items()}, roster)
+                    asked = actor.report.remote(sealed(seen), self._waiting, unnamed)
+                    self.apply({one.name for one in seen}, opened(await asyncio.wait_for(asked, TIMEOUT_S)))
                 said = ""
             except Exception as error:
                 if said != type(error).__name__:  # once, not every second
@@ -351,60 +320,25 @@ class TensorHubRouter(GlobalRequestLoadBalancer):
                     logger.warning("router: no answer of the fleet, going on with the replicas there are: %r", error)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
-    def seen(self) -> tuple[dict[str, Seen], int]:
-        """By server; and how many have not said their names yet. Those that verl moves in and out are left out."""
-        found, unnamed = {}, 0
-        for server_id, replica in self._watch.replicas.items():
-            answer = self._answers.get(server_id, {})
-            if not answer and server_id not in self._joined:
-                unnamed += 1
-            elif answer.get("follows", True):
-                found[server_id] = Seen(
-                    name=self._worker(server_id).partition("/")[0],
-                    handle=self._handles[server_id],
-                    node=answer.get("node", ""),
-                    ready=replica.ready and not replica.lost and not replica.is_joining,
-                    version=replica.version,
-                    in_flight=self._load.count(server_id),
-                    draining=replica.is_draining,
-                    lost="gone" if replica.gone else "restarting" if replica.lost else "",
-                )
-        return found, unnamed
+    def apply(self, told: Collection[str], roster: Sequence[Entry]) -> None:
+        """What has left is asked no more: what it still has is asked elsewhere, and nothing of it is counted."""
+        joined, left = self.members.apply(told, roster, time.monotonic())
+        for member in left:
+            record("replica_left", worker=member.called, in_flight=self._load.count(member.name))
+            self._forgotten.add(member.name)
+            self._release(member.name)
+            self._losses += 1
+            self._lost.set()
+        for member in joined:
+            self._know(member)
+        for member in self.members.all.values():
+            self._choose(member)
 
-    def apply(self, servers: Mapping[str, str], roster: Sequence[Entry]) -> None:
-        """servers: of the names that were reported. Who is not in the roster is being ended, if need be all of them."""
-        entries = {entry.name: entry for entry in roster}
-        for name in servers.keys() - entries.keys():
-            self._forget(servers[name])
-        for name, entry in entries.items():
-            server_id = servers.get(name, name)
-            if name not in servers:
-                self._joined.add(server_id)
-                self._know(server_id, entry.handle, joins=True)
-            self._watch.drain(server_id, entry.draining)
-            self._choose(server_id, entry.handle)
-
-    def _forget(self, server_id: str) -> None:
-        """It has left. What it still has is asked elsewhere, and nothing of it is counted."""
-        requests, worker = self._load.count(server_id), self._worker(server_id)
-        record("replica_left", worker=worker, in_flight=requests)
-        self._forgotten.add(server_id)
-        self._let_go(server_id)
-        self._losses += 1
-        self._lost.set()
-
-    def _let_go(self, server_id: str) -> None:
-        self._watch.remove(server_id)
+    def _release(self, server_id: str) -> None:
         self._load.forget(server_id)
-        for known in (self._answers, self._handles):
-            known.pop(server_id, None)
         if (beat := self._beats.pop(server_id, None)) is not None:
             beat.cancel()
         super().remove_servers([server_id])
-
-    def _worker(self, server_id: str) -> str:
-        """What a server calls itself in the event log."""
-        return str(self._answers.get(server_id, {}).get("worker", server_id))
 
 
 class Handle:

@@ -108,6 +108,12 @@ def run(story):
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
+def seen_by(router):
+    """What the fleet is told: by its names; and how many have none yet."""
+    seen, unnamed = router.real.members.seen(router.real._load.count)
+    return {one.name: one for one in seen}, unnamed
+
+
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.01)
@@ -148,9 +154,9 @@ def test_a_frozen_replicas_request_goes_to_another_and_it_returns_when_it_has_ca
             assert (await router.handle("new"))._at[0] == other.name
             router.real._request_id_to_server.clear()
         other.version = 9
-        await until(lambda: router.real._watch.replicas[other.name].version == 9)
+        await until(lambda: router.real.members.all[other.name].version == 9)
         frozen.frozen.set()  # it wakes up with version 1
-        await until(lambda: router.real._watch.replicas[frozen.name].catch_up_to == 9)
+        await until(lambda: router.real.members.all[frozen.name].catch_up_to == 9)
         assert frozen.name not in router.real._inflight_requests
         frozen.version = 9
         await until(lambda: frozen.name in router.real._inflight_requests)
@@ -180,7 +186,7 @@ def test_the_only_replica_hangs_and_is_ended_and_started_again(what, monkeypatch
         else:
             a.tells["silent_s"] = 99.0
         await until(lambda: killed)
-        assert a.dead and "a" not in router.real._inflight_requests and router.real._watch.replicas["a"].lost
+        assert a.dead and "a" not in router.real._inflight_requests and router.real.members.all["a"].is_lost
         a.dead = None
         assert (await stuck).token_ids == [0, 1]
         await until(lambda: "a" in router.real._inflight_requests)
@@ -224,7 +230,7 @@ def test_a_replica_on_a_lost_node_is_asked_no_more(caplog):
         lost.dead = ray.exceptions.ActorUnschedulableError("the node is dead")
         assert (await ask(handle)).token_ids == [0, 1]  # by the other one
         await until(lambda: router.real._beats[lost.name].done())
-        assert router.real._watch.replicas[lost.name].gone
+        assert router.real.members.all[lost.name].is_gone
         assert lost.name not in router.real._inflight_requests
 
     run(story)
@@ -239,7 +245,7 @@ def test_a_replica_that_is_started_again_is_asked_on():
         router = Router({"a": a, "b": b})
         await router.handle("warm up")
         a.dead = ray.exceptions.ActorDiedError()
-        await until(lambda: router.real._watch.replicas["a"].lost)
+        await until(lambda: router.real.members.all["a"].is_lost)
         a.dead = ray.exceptions.ActorUnavailableError("it is being started", None)
         for _ in range(10):
             await asyncio.sleep(routing.HEARTBEAT_INTERVAL_S)
@@ -292,7 +298,7 @@ def test_validation_waits_for_all_replicas_in_rotation(monkeypatch):
         await until(lambda: len(router.real._inflight_requests) == 3)
         waiting = asyncio.ensure_future(router.real.wait_for_version(4, 20.0))
         a.version = 4
-        await until(lambda: router.real._watch.replicas["a"].version == 4)
+        await until(lambda: router.real.members.all["a"].version == 4)
         assert not waiting.done()
         b.dead = ray.exceptions.ActorDiedError()  # a lost one delays nobody
         c.version = 4
@@ -309,7 +315,7 @@ def test_the_fleets_roster_is_carried_out():
         a = Server("rollout-0", version=4)
         router = Router({"10.0.0.1:80": a})
         await router.handle("warm up")
-        (seen,), unnamed = router.real.seen()[0].values(), router.real.seen()[1]
+        (seen,), unnamed = seen_by(router)[0].values(), seen_by(router)[1]
         assert (seen.name, seen.handle, seen.ready, seen.version, seen.in_flight) == ("rollout-0", a, True, 4, 1)
         assert unnamed == 0
 
@@ -318,8 +324,8 @@ def test_the_fleets_roster_is_carried_out():
         names = {"rollout-0": "10.0.0.1:80"}
         both = [Entry("rollout-0", a, "first"), Entry("rollout-1", b, "joined")]
         router.real.apply(names, both)
-        await until(lambda: "rollout-1" in router.real._answers)
-        told, _ = router.real.seen()
+        await until(lambda: router.real.members.all["rollout-1"].version == 3)
+        told, _ = seen_by(router)
         assert not told["rollout-1"].ready and "rollout-1" not in router.real._inflight_requests
         b.version = 4
         await until(lambda: "rollout-1" in router.real._inflight_requests)
@@ -328,9 +334,9 @@ def test_the_fleets_roster_is_carried_out():
         names["rollout-1"] = "rollout-1"
         router.real.apply(names, [Entry("rollout-0", a, "first", draining=True), both[1]])
         assert (await router.handle("warm up"))._at[0] == "rollout-1"
-        told, _ = router.real.seen()
-        assert (told["10.0.0.1:80"].draining, told["10.0.0.1:80"].in_flight) == (True, 1)
-        assert told["10.0.0.1:80"].ready  # it answers what it has
+        told, _ = seen_by(router)
+        assert (told["rollout-0"].draining, told["rollout-0"].in_flight) == (True, 1)
+        assert told["rollout-0"].ready  # it answers what it has
 
         # Out of the roster: what is under way there goes on elsewhere.
         a.frozen.clear()
@@ -339,7 +345,7 @@ def test_the_fleets_roster_is_carried_out():
             await asyncio.sleep(0.01)
         router.real.apply(names, both[1:])
         assert (await stuck).token_ids == [0, 1] and b.asked == 1
-        assert list(router.real.seen()[0]) == ["rollout-1"]
+        assert list(seen_by(router)[0]) == ["rollout-1"]
 
     run(story)
 
@@ -383,13 +389,13 @@ def test_one_that_leaves_is_not_lost(monkeypatch):
         here = [Entry("rollout-0", a, "first"), Entry("rollout-2", c, "first")]
         router.real.apply(names, [*here, Entry("rollout-1", b, "first", draining=True)])
         b.dead = ray.exceptions.ActorDiedError()  # it has been ended, a moment before the roster says so
-        await until(lambda: router.real.seen()[0]["b"].lost == "gone")  # the fleet is told
+        await until(lambda: seen_by(router)[0]["rollout-1"].lost == "gone")  # the fleet is told
         assert (await router.real.figures())["tensorhub/replicas/lost"] == 0.0
         assert (await router.real.get_status())["lost"] == [] and events == []
         router.real.apply(names, here)
         assert events == [("replica_left", "rollout-1/0")]
         c.dead = ray.exceptions.ActorDiedError()  # nobody has asked that one to go
-        await until(lambda: router.real._watch.replicas["c"].lost)
+        await until(lambda: router.real.members.all["c"].is_lost)
         assert (await router.real.figures())["tensorhub/replicas/lost"] == 1.0
         assert (await router.real.get_status())["lost"] == ["c"] and events[1:] == [("replica_lost", "rollout-2/0")]
 
@@ -403,10 +409,10 @@ def test_replicas_that_verl_moves_in_and_out_are_not_the_fleets():
         router = Router({"a": a, "b": b})
         await router.handle("warm up")
         await until(lambda: len(router.real._inflight_requests) == 2)
-        assert list(router.real.seen()[0]) == ["a"]
+        assert list(seen_by(router)[0]) == ["rollout-0"]
         unheard = Router({"a": Server("rollout-0")})
         unheard.real._start()
-        assert unheard.real.seen() == ({}, 1)
+        assert seen_by(unheard) == ({}, 1)
 
     run(story)
 
@@ -541,7 +547,7 @@ def test_a_version_that_all_replicas_refuse_ends_what_waits_for_it():
             asyncio.ensure_future(wait)
             for wait in (router.handle("r"), router.real.wait_for_any(1, 20.0), router.real.wait_for_version(1, 20.0))
         ]
-        await until(lambda: router.real._watch.refusing() == ["a"])
+        await until(lambda: [one.name for one in router.real.members.refusing()] == ["a"])
         assert not any(wait.done() for wait in waiting)  # the other one may take it
         b.tells = {"refusal": (1, WHY)}
         for wait in waiting:

@@ -76,10 +76,11 @@ PURE_IN_ADAPTERS = {
     "vllm.ray.fleet_events",
     "vllm.ray.fleet_state",
     "vllm.ray.fleet_types",
+    "vllm.ray.members",
     "vllm.worker.update_state",
     "openrlhf.work",
     "verl.checks",
-    "verl.health",
+    "verl.load",
     "verl.versions",
 }
 SHELLS_OF_THE_HUB = {"core.hub.server", "core.hub.__init__"}  # all else there decides

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from tensorhub_plugins.core import steps_behind, version_text
+from tensorhub_plugins.vllm.ray.members import Members
 
 
 class Serves(Protocol):
@@ -32,6 +33,19 @@ def of_replicas(
         "tensorhub/version_lag/mean": sum(lags) / len(lags) if lags else 0.0,
         "tensorhub/last_pull_age_s": max((now - one.installed_at for one in serving), default=0.0),
     }
+
+
+def of_members(members: Members, trainer: str, *, published: int, now: float) -> dict[str, float]:
+    """All of them, as a dispatcher has them. trainer: the name of its replica; published: by it."""
+    serving = members.able()
+    told = of_replicas(
+        serving,
+        lost=sum(one.is_missed for one in members.all.values()),
+        refused=len(members.refusing(published)),
+        published=published,
+        now=now,
+    )
+    return {**told, **of_updates((one.heartbeat for one in serving), trainer)}
 
 
 def why_stuck(refusals: Mapping[str, tuple[int, str]]) -> str:
