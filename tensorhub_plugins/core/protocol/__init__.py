@@ -1,1 +1,1 @@
-"""What a client and the hub say to each other."""
+"""The messages between a client and the hub."""

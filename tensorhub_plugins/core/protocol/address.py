@@ -1,7 +1,7 @@
 """Addresses, scheme://host:port, of hubs and of transports; and the names of sessions.
 
-The system's resolver keeps its callers for as long as it likes (40 s where no name server answers). So hosts' names are
-looked up here alone, by threads that nobody has to wait for; sockets, ZeroMQ's too, are given what they stand for.
+The system's resolver may block its callers for long (40 s where no name server answers). So hosts' names are looked up
+only here, in threads that nothing has to wait for; sockets, ZeroMQ's too, are given the resolved addresses.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tensorhub_plugins.core.deadline import aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
 from tensorhub_plugins.core.types import is_text
 
-ELSEWHERE = "192.0.2.1"  # for documentation: nobody's
+ELSEWHERE = "192.0.2.1"  # reserved for documentation: belongs to no host
 PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
-LOOKUPS_MAX = 64  # under way in a process: one that is never answered keeps its thread
+LOOKUPS_MAX = 64  # at a time in a process: one that is never answered keeps its thread
 
-_lookups: dict[tuple[int, str], Future[tuple[str, ...]]] = {}  # under way, by process (a fork has no threads) and name
+_lookups: dict[tuple[int, str], Future[tuple[str, ...]]] = {}  # pending, by process (a fork has no threads) and name
 
 
 def new_session() -> bytes:
-    """16 random bytes that name one life of a worker or hub; the first is never 0, which ZeroMQ keeps for itself."""
+    """Return 16 random bytes that identify an incarnation of a worker or hub; the first is never 0, ZeroMQ's own."""
     return bytes([os.urandom(1)[0] | 1]) + os.urandom(15)
 
 
 def parse_address(address: str, scheme: str) -> tuple[str, int]:
-    """(host without the brackets of IPv6, port). UsageError when it is no address of this scheme."""
+    """Return (host without the brackets of IPv6, port). Raise UsageError when it is no address of this scheme."""
     prefix = f"{scheme}://"
     host, _, port = address.removeprefix(prefix).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -41,7 +41,7 @@ def parse_address(address: str, scheme: str) -> tuple[str, int]:
 
 
 def format_address(scheme: str, host: str, port: int) -> str:
-    """As in "tcp://host:port", an IPv6 address in brackets."""
+    """Return an address like "tcp://host:port", with an IPv6 address in brackets."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
@@ -55,12 +55,12 @@ def check_address(address: str) -> str:
 
 
 def hub_addresses(text: str) -> tuple[str, ...]:
-    """Where a hub may be: one address, or several with commas between them. UsageError for what is none."""
+    """Return the possible addresses of a hub, one or several separated by commas. Raise UsageError for others."""
     return tuple(check_address(each.strip()) for each in str(text).split(","))
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches it. A name counts for what it says, and is not looked up."""
+    """Return whether only this host reaches it. A name is judged as it is, and not looked up."""
     host, _ = parse_address(address, "tcp")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -69,8 +69,8 @@ def is_loopback(address: str) -> bool:
 
 
 def lookup(host: str) -> Future[tuple[str, ...]]:
-    """Begin to look a name up: its IP addresses, IPv4 first, as a hub may not listen on the other; OSError, ValueError.
-    Returns at once, and the future of an IP address is done. Who asks meanwhile for the same name shares the thread."""
+    """Begin to look up a name: its IP addresses, IPv4 first, as a hub may listen only there; OSError, ValueError.
+    Return at once; the future of an IP address is done. Concurrent calls for the same name share a thread."""
     try:
         done: Future[tuple[str, ...]] = Future()
         done.set_result(_addresses(host, socket.AI_NUMERICHOST))
@@ -89,8 +89,8 @@ def lookup(host: str) -> Future[tuple[str, ...]]:
 
 
 def resolve(host: str, deadline: float) -> tuple[str, ...]:
-    """The IP addresses of a host's name, IPv4 first. deadline: on time.monotonic(). OSError, at the deadline a
-    TimeoutError; ValueError for what is no name."""
+    """Return the IP addresses of a host's name, IPv4 first. deadline: on time.monotonic(). Raise OSError, at the
+    deadline TimeoutError; ValueError for what is no name."""
     try:
         return lookup(host).result(remaining_s(deadline, time.monotonic()))
     except FutureTimeout:
@@ -104,7 +104,7 @@ def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
 
 
 def check_advertised(host: str) -> str:
-    """Return a host that peers are told to connect to, or raise UsageError: 0.0.0.0 is none."""
+    """Return a host for peers to connect to, or raise UsageError: 0.0.0.0 is none."""
     try:
         is_wildcard = ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -115,17 +115,17 @@ def check_advertised(host: str) -> str:
 
 
 def address_towards(address: str, deadline: float) -> str:
-    """The address of this host's interface that faces the hub, found without sending anything. HubUnreachable when its
-    name cannot be looked up now, UsageError when there is no way to it.
+    """Return the address of this host's interface that faces the hub, found without sending anything. Raise
+    HubUnreachable when its name cannot be looked up now, UsageError when there is no route to it.
 
-    A name of this host's own that stands for loopback, as Debian's /etc/hosts has it, says nothing of where its workers
-    are: then it is the address towards the default route."""
+    A name of this host that stands for loopback, as in Debian's /etc/hosts, does not tell where its workers are: then
+    return the address towards the default route."""
     host, port = parse_address(hub_addresses(address)[0], "tcp")
     try:
         own = _own_address(resolve(host, deadline)[0], port)
         if not ipaddress.ip_address(own.split("%")[0]).is_loopback or is_loopback(format_address("tcp", host, port)):
             return own
-        with contextlib.suppress(OSError):  # no such route: nobody outside reads from here
+        with contextlib.suppress(OSError):  # no such route: no other host reads from here
             return _own_address(ELSEWHERE, port)
         return own
     except (OSError, ValueError) as error:
@@ -140,7 +140,7 @@ def _own_address(towards: str, port: int) -> str:
 
 
 def no_way(address: str, error: BaseException) -> HubUnreachable | UsageError:
-    """What to raise after the hub's name was not found: a resolver that is away may come back."""
+    """Return the error to raise after the hub's name was not found: a resolver that is down may come back."""
     if isinstance(error, TimeoutError) or getattr(error, "errno", None) == socket.EAI_AGAIN:
         text = f"there is no way to the hub at {address}, whose name cannot be looked up now: {error}"
         return HubUnreachable(text, peer=address, phase="connect")

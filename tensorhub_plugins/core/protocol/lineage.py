@@ -1,7 +1,7 @@
 """Attempts of one trainer: which versions count when it has started again at a lower step. PURE.
 
-A trainer that starts again begins an attempt at the step of its checkpoint. Versions of former attempts above that step
-are *superseded*: they are of a past that did not happen. Versions are ordered as (attempt, step), so what the attempt
+A trainer that restarts begins an attempt at the step of its checkpoint. Versions of former attempts above that step
+are *superseded*: the restart has discarded their steps. Versions are ordered as (attempt, step), so what the attempt
 publishes is newer than all before it, whatever its steps.
 """
 
@@ -14,13 +14,13 @@ import msgspec
 
 from tensorhub_plugins.core.types import ATTEMPTS_MAX, STEPS_PER_ATTEMPT, attempt_of, step_of
 
-ATTEMPTS_KEPT_MAX = 64  # that bound each other; what older ones have superseded nobody holds any more
-Mark = Annotated[bytes, msgspec.Meta(max_length=16)]  # tells two attempts of one number apart; b"": of no attempt
+ATTEMPTS_KEPT_MAX = 64  # that supersede others; what older ones have superseded no worker holds any more
+Mark = Annotated[bytes, msgspec.Meta(max_length=16)]  # distinguishes two attempts of one number; b"": of no attempt
 Step = Annotated[int, msgspec.Meta(ge=0, lt=STEPS_PER_ATTEMPT)]
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
-    """One start of a trainer. step: above it nothing of the attempts before it counts."""
+    """One start of a trainer. step: former attempts are superseded above it."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=ATTEMPTS_MAX)]
     step: Step
@@ -31,10 +31,10 @@ Lineage: TypeAlias = tuple[Attempt, ...]  # by number, each at a higher step tha
 
 
 def merged(*lineages: Iterable[Attempt]) -> Lineage:
-    """What all together say, in whatever order they are heard: attempts that end others, and the newest."""
+    """Return the union of these lineages, in whatever order they came: attempts that end others, and the newest."""
     known: dict[int, Attempt] = {}
     for attempt in (each for lineage in lineages for each in lineage):
-        other = known.get(attempt.number, attempt)  # two hubs may have given the same number: one mark counts for all
+        other = known.get(attempt.number, attempt)  # two hubs may have assigned one number: one mark counts
         known[attempt.number] = Attempt(attempt.number, min(attempt.step, other.step), max(attempt.mark, other.mark))
     kept: list[Attempt] = []
     for number in sorted(known, reverse=True):
@@ -44,8 +44,8 @@ def merged(*lineages: Iterable[Attempt]) -> Lineage:
 
 
 def conflicts(one: Lineage, other: Lineage) -> list[tuple[Attempt, Attempt]]:
-    """Attempts of one number that two trainers have begun, by hubs that did not know of each other: for each, the one
-    whose mark counts when both are merged, and the one whose trainer is over."""
+    """Return the attempts of one number that two trainers have begun, at hubs that did not know of each other: for
+    each, the one whose mark counts when both are merged, and the one whose trainer is over."""
     known = {attempt.number: attempt for attempt in one if attempt.mark}
     pairs = [(known[attempt.number], attempt) for attempt in other if attempt.mark and attempt.number in known]
     return [(max(a, b, key=_mark), min(a, b, key=_mark)) for a, b in pairs if a.mark != b.mark]
@@ -56,6 +56,6 @@ def _mark(attempt: Attempt) -> bytes:
 
 
 def is_superseded(version: int, lineage: Lineage) -> bool:
-    """Whether a later attempt began below this version's step."""
+    """Return whether a later attempt began below this version's step."""
     attempt, step = attempt_of(version), step_of(version)
     return any(later.number > attempt and later.step < step for later in lineage)

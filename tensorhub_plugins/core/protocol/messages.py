@@ -1,4 +1,4 @@
-"""Everything that is said between a client and the hub.
+"""All messages between a client and the hub.
 
 Client to hub: `ClientMessage`. Hub to client: `HubMessage`. Frames are two magic bytes, one protocol-version byte and
 one msgpack array whose first element is the type's tag; msgspec checks every field's type while it decodes, and the
@@ -6,9 +6,9 @@ limits below bound what one message may hold. Nothing is ever unpickled.
 
 Requests carry `request_id`, a number that is unique within the session. A request may be sent again with the same
 number (the wire may lose it, the hub may have been restarted): the hub answers a number it has answered before with
-the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ. But seconds that
-are left say nothing of a request that has lain in a buffer: one that changes something also carries the instant until
-which it is meant (`Until`), on the clock of the hub, which a worker knows from what the hub says.
+the same reply. Deadlines travel as seconds that are left, never as clock times, because clocks differ. But they do not
+expire while a request waits in a buffer: one that changes something also carries the instant until which it is valid
+(`Until`), on the clock of the hub, which a worker knows from the hub's messages.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ PROTOCOL = 1
 RETAIN_MAX = 1024  # versions
 WITHDRAWN_MAX = 256  # versions that a directive names, the newest: older ones have long lost their last holder
 REFUSED_MAX = 64  # versions that one engine cannot install, the last ones: far more than are held at any time
-NOT_HELD_MAX = 8  # that a Welcome names: the next one names the next
+NOT_HELD_MAX = 8  # that a Welcome names: the next Welcome names the next ones
 GRANTS_MAX = 4096  # in one answer: with the longest names it is below FROM_HUB_SIZE_BYTES_MAX
-SERVED_MAX = 1024  # leases that one heartbeat names; what is left over, the next one does
-CORRUPT_MAX = 16  # segments that one word names: after a few a source is not asked again
+SERVED_MAX = 1024  # leases that one heartbeat names; the next one names the rest
+CORRUPT_MAX = 16  # segments that one message names: after a few a source is not asked again
 SERIAL_MAX = 1 << 32  # of directives: far more than a run ever gets
-SECONDS_MAX = 31_536_000.0  # a year: nothing is meant to wait longer
+SECONDS_MAX = 31_536_000.0  # a year: no request needs to wait longer
 HOLDINGS_MAX = 8192  # of one worker: its shard in some layouts of some versions
 FROM_CLIENT_SIZE_BYTES_MAX = 4 << 20  # a hello with 1,024 holdings is below 200 KB
 FROM_HUB_SIZE_BYTES_MAX = 16 << 20  # status of 8,192 workers is about 4 MB
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern=PRINTABLE)]
-Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # what may be empty
+Word = Annotated[str, msgspec.Meta(max_length=256, pattern=PRINTABLE)]  # may be empty
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # a worker's life, by its public name
-HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # one life of the hub; b"": none is known
+Session = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]  # an incarnation of a worker, by its public name
+HubLife = Annotated[bytes, msgspec.Meta(max_length=16)]  # an incarnation of the hub; b"": none is known
 Root = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 COUNT_MAX = 1 << 48
 Count = Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
@@ -76,7 +76,7 @@ Serial = Annotated[int, msgspec.Meta(ge=0, le=SERIAL_MAX)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Values that never refer to each other in a circle: the hub keeps thousands, none for the collector to look at."""
+    """Base class of messages, without reference cycles: the garbage collector need not track them (gc=False)."""
 
 
 class Holding(_Message, frozen=True):
@@ -90,7 +90,7 @@ class Holding(_Message, frozen=True):
 
 
 class HeldLease(_Message, frozen=True):
-    """The worker reads these shards from these sources, under a lease that a restarted hub has forgotten."""
+    """The shards that a worker reads, from which sources, under a lease that a restarted hub has forgotten."""
 
     request_id: Count
     version: Number
@@ -101,7 +101,7 @@ class HeldLease(_Message, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Who may read (a name of the lease), until when on the clock of this life of the hub. See security/leases.py."""
+    """Names a reader (by its lease) that may read until an instant of this hub's clock. See security/leases.py."""
 
     hub: HubLife
     reader: Text
@@ -109,18 +109,18 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Until(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An instant on the clock of this life of the hub: whoever has asked gives up then, and no other hub is meant."""
+    """An instant on the clock of one incarnation of the hub: its request is valid until then, and for no other hub."""
 
     hub: HubLife
     clock: float
 
     def is_over(self, hub: bytes, now: float) -> bool:
-        """Whether this hub, at `now` on its clock, is not to act any more."""
+        """Return whether this hub, at `now` on its clock, must not act on the request any more."""
         return self.hub != hub or now > self.clock
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A claim, and the key by which its owner proves it."""
+    """A claim, and the key by which its reader proves it."""
 
     claim: Claim
     key: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -159,11 +159,11 @@ class Directive(_Message, frozen=True):
 
     @property
     def mark(self) -> bytes:
-        """Of the newest attempt; b"": none was begun."""
+        """Return the mark of the newest attempt; b"": none was begun."""
         return self.attempts[-1].mark if self.attempts else b""
 
     def is_over(self, version: int) -> bool:
-        """Whether nobody is to read or run this version any more: it was withdrawn, or is superseded."""
+        """Return whether this version must not be read or run any more: it was withdrawn, or is superseded."""
         return version in self.withdrawn or is_superseded(version, self.attempts)
 
 
@@ -171,11 +171,11 @@ NO_DIRECTIVE = Directive()
 
 
 def merge(one: Directive, other: Directive) -> Directive:
-    """What both together say, whatever the order in which they are heard.
+    """Return the union of both, whatever the order in which they came.
 
-    The pin is that of the higher serial. Two hubs may have given the same serial, when the second one had not yet
-    heard of the first one's: then the higher pin counts, for all workers. A withdrawal is never taken back. What is
-    over is not pinned.
+    The pin is that of the higher serial. Two hubs may have assigned the same serial, when the second one did not yet
+    know of the first one's: then the higher pin counts, for all workers. A withdrawal is never undone. A version that
+    is over is not pinned.
     """
     if one == other:
         return one
@@ -194,13 +194,13 @@ class Hello(_Message, frozen=True):
     It is complete: what is not in it is over. request_id: a fresh number, by which the hub recognizes a Hello that was
     delayed or duplicated on the way; of the requests up to it only `pending` are still wanted. seen: the newest version
     in an answer to this worker. generation, resolved: the last generation of "latest" of its replica in which it was
-    answered, and with which version, for the replica's other shards. hub: the hub's life that it is said to, so that
-    one that comes late, after the hub was restarted, is not believed (b"": the worker has heard of none; None: it is
-    older than this field). process: the worker's, see process.py; "": it does not say. mark: of the attempt that it has
-    begun; b"": none. job: what it has in common with its former and next lives only; "": it does not say. welcomed: the
-    hub's life that has let this session in; b"": none yet. retain_newest and what follows: as in the last Retain of
-    this worker that was answered, with retain_serial; None: none was. tls_only: whether other data centres are served
-    over TLS only. until: when the first of these holdings whose Publish is unanswered is given up; None: none is.
+    answered, and with which version, for the replica's other shards. hub: the incarnation of the hub that it is sent
+    to, so that one that comes late, after a restart, is not believed (b"": the worker knows of none; None: it is older
+    than this field). process: the worker's, see process.py; "": not given. mark: of the attempt that it has begun;
+    b"": none. job: shared only with its former and next incarnations; "": not given. welcomed: the incarnation of the
+    hub that has admitted this session; b"": none yet. retain_newest and the other fields of that name: as in the last
+    Retain of this worker that was answered; None: none was. tls_only: whether other data centres are served
+    over TLS only. until: when the first of these holdings whose Publish is unanswered is abandoned; None: none is.
     name_proof: the one of the last Alive, see `hub/namesakes.py`.
     """
 
@@ -228,7 +228,7 @@ class Hello(_Message, frozen=True):
     welcomed: HubLife = b""
     retain_domains: Domains = 1
     retain_across: Across = "host"
-    preemptible: bool = False  # this worker may be taken away at short notice: what only it has is not safe
+    preemptible: bool = False  # this worker may be preempted at short notice: what only it has is not safe
     retain_serial: Serial = 0
     tls_only: bool = False
     until: Until | None = None
@@ -236,14 +236,14 @@ class Hello(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """The worker lives. Of its requests up to `last_request_id` only `pending` wait for an answer.
+    """The worker is alive. Of its requests up to `last_request_id` only `pending` wait for an answer.
 
     hub: the session of the hub that has welcomed it last. leases: under which it reads, request -> number of shards; it
     reads under no others. holdings_checksum: 0 while what it holds is changing. directive_checksum: of the directive
-    that it knows; 0: the worker is older than directives. progress: how far the read under each lease has come, a
-    number that grows; who says none for too long is not reading, and loses the lease. room_bytes: for copies that the
-    hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving: what it holds is
-    about to go. served: leases on it (`Claim.reader`) used since the heartbeat before; None: it does not see them.
+    that it knows; 0: the worker is older than directives. progress: how far the read under each lease has advanced, a
+    number that grows; a worker without progress for too long is not reading, and loses the lease. room_bytes: free for
+    copies that the hub may ask it to hold (`Alive.hold`); 0: none, or the worker is older than this field. leaving:
+    what it holds is about to go. served: leases on it (`Claim.reader`) used since the last heartbeat; None: unknown.
     """
 
     hub: Session
@@ -289,11 +289,11 @@ class Acquire(_Message, frozen=True):
     layouts: in order of preference. The checkpoint layout is read whole (all shards); any other layout only in the
     shard that this worker is. claim: when no worker has the first layout, this one will convert the last into it.
     shards: of `shards_layout` in `shard_count` shards only these are needed (after a loss). avoid: sources that
-    failed, the last resort. exclude: never again. serve: what arrives is passed on, but of a checkpoint nothing
-    that is read in_part. beside: sources of these shards that the worker keeps; it asks for one more. urgent:
-    because they are slow; else only one with no other reader is wanted. for_others: a copy that the hub asks for
-    (`Alive.hold`), which says nothing of what this replica reads. grows: timeout_s is for finding sources; how long it
-    reads from them follows from what they hold.
+    failed, the last resort. exclude: sources never to use again. serve: what arrives is served to others, except a
+    checkpoint that is read in_part. beside: sources of these shards that the worker keeps; it asks for an additional
+    one. urgent: because they are slow; else only one with no other reader is wanted. for_others: a copy that the hub
+    asks for (`Alive.hold`), which does not affect what this replica reads. grows: timeout_s is for finding sources; the
+    time for reading follows from the size.
     """
 
     request_id: Count
@@ -319,8 +319,8 @@ class Acquire(_Message, frozen=True):
 class Release(_Message, frozen=True):
     """The lease of an Acquire ends, whole (shard None) or for one shard. lost: the source has failed.
 
-    corrupt: segments of that shard which the source has sent with other bytes than were published. refused: nobody
-    listens at the source's address any more.
+    corrupt: segments of that shard which the source has sent with other bytes than were published. refused: the
+    source's address refuses connections.
     """
 
     request_id: Count
@@ -350,8 +350,8 @@ class Target(_Message, frozen=True):
     """Asks which version a follower is to run; answered as soon as that is not `installed` (0: none).
 
     That is the pinned one; else the newest visible one that is not in `refused`, and not older than what is installed
-    unless that was withdrawn. serial: of the directive under which it refused; a pin that is given later overrules
-    that. pins: False: as if nothing were pinned.
+    unless that was withdrawn. serial: of the directive under which it refused; a later pin overrules the refusal.
+    pins: False: as if nothing were pinned.
     """
 
     request_id: Count
@@ -381,7 +381,7 @@ class Withdraw(_Message, frozen=True):
 
 
 class Retain(_Message, frozen=True):
-    """The last copies of so many of the newest versions are not given up, in so many failure domains."""
+    """Asks to keep the last copies of so many of the newest versions, in so many failure domains."""
 
     request_id: Count
     newest: Annotated[int, msgspec.Meta(ge=0, le=RETAIN_MAX)]
@@ -393,9 +393,9 @@ class Retain(_Message, frozen=True):
 class Begin(_Message, frozen=True):
     """A trainer starts: asks for the next attempt, at the step that it resumes from (0: from none).
 
-    Every shard of its replica asks, with the same step and word (what its ranks agree on, to be told from those of
-    another start); all are answered at once. gone: processes of its former lives that the worker has seen to be gone.
-    waits: for those that may live until they are given up; else the answer names them at once.
+    Every shard of its replica asks, with the same step and word (the id of this launch, which its ranks share); all
+    are answered at once. gone: processes of its former incarnations that have ended, as the worker has found out.
+    waits: until rivals that may be alive are declared dead; else the answer names them at once.
     """
 
     request_id: Count
@@ -414,17 +414,17 @@ class AskVersions(_Message, frozen=True):
 
 
 class AskStatus(_Message, frozen=True):
-    """The whole hub's state for people. Needs no session."""
+    """Asks for the whole hub's state, for operators. Needs no session."""
 
     request_id: Count
 
 
-# What a session asks, and is answered. Each has a `request_id`.
+# The requests of a session, which are answered. Each has a `request_id`.
 Request: TypeAlias = (
     Publish | Unpublish | Acquire | Abandon | Wait | Target | Pin | Withdraw | Retain | Begin | AskVersions
 )
-# What changes something, and is meant until an instant. What only says what is so (Abandon, an Unpublish of what is
-# gone) is true whenever it comes.
+# Requests that change something, and are valid until an instant. Those that only state a fact (Abandon, an Unpublish of
+# what is gone) are true whenever they arrive.
 Dated: TypeAlias = Publish | Unpublish | Acquire | Pin | Withdraw | Retain | Begin
 ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Request
 
@@ -432,44 +432,44 @@ ClientMessage: TypeAlias = Hello | Heartbeat | Bye | Release | AskStatus | Reque
 
 
 class Welcome(_Message, frozen=True):
-    """Answers a Hello: the session is open. not_held: what of it the hub takes for not held, and why."""
+    """Answers a Hello: the session is open. not_held: holdings in it that the hub has refused, and why."""
 
-    hub: Session  # one life of the hub
+    hub: Session  # the hub's incarnation
     heartbeat_s: Seconds
     session_timeout_s: Seconds
     request_id: Count = 0  # of the Hello that it answers
     directive: Directive = NO_DIRECTIVE
-    clock: float = 0.0  # the hub's, by which leases expire and requests are over
+    clock: float = 0.0  # the hub's, by which leases and requests expire
     not_held: Annotated[tuple[tuple[ShardKey, Text], ...], msgspec.Meta(max_length=NOT_HELD_MAX)] = ()
 
 
 class Unknown(_Message, frozen=True):
-    """The hub does not know this session, or not all of it (it was restarted, or gave the worker up): send Hello.
+    """The hub does not know this session, or not all of it (it was restarted, or the session expired): send Hello.
 
-    hub: its life, which the Hello is to name; b"": it is older than this field.
+    hub: its incarnation, for the Hello to name; b"": it is older than this field.
     """
 
     hub: HubLife = b""
-    clock: float = 0.0  # as in Welcome; 0: it is not said
+    clock: float = 0.0  # as in Welcome; 0: not given
 
 
 class Alive(_Message, frozen=True):
     """Answers a heartbeat. resend: requests that the hub never received. directive: when the worker knows another one.
 
-    It comes without a heartbeat when a directive is given, when a reader has got other bytes from this worker than were
-    published (`doubted` names the shard and its segments), or when a reader has lost its lease on this worker because
-    it got nothing under it for too long (`idle` names it), or when it is asked to read a version and to `hold` a copy
-    of it for others. It is one message for all, which workers that are older than some of this can read.
+    It comes without a heartbeat when a directive is decided, when a reader has got other bytes from this worker than
+    were published (`doubted` names the shard and its segments), when a reader has lost its lease on this worker because
+    it got nothing under it for too long (`idle` names it), or when the worker is asked to read a version and to `hold`
+    a copy of it for others. All of this is one message, so that older workers can read it.
     """
 
     resend: Requests = ()
     directive: Directive | None = None
     doubted: tuple[ShardKey, Annotated[tuple[Count, ...], msgspec.Meta(max_length=CORRUPT_MAX)]] | None = None
-    clock: float = 0.0  # as in Welcome; 0: it is not said
+    clock: float = 0.0  # as in Welcome; 0: not given
     idle: Text = ""
     hold: Count = 0
-    hub: HubLife = b""  # whose clock it is
-    name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # that this session has its name, for the next hub
+    hub: HubLife = b""  # the one with this clock
+    name_proof: Annotated[bytes, msgspec.Meta(max_length=16)] = b""  # proves this session's name to the next hub
 
 
 class Done(_Message, frozen=True):
@@ -499,8 +499,8 @@ class Granted(_Message, frozen=True):
     shard_count: Count
     grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=GRANTS_MAX)]
     claim: ShardKey | None = None  # the shard this reader is now expected to convert and publish
-    generation: Count = 0  # of its replica's agreements on "latest": the one on this version; 0: none
-    hub: HubLife = b""  # that knows of it
+    generation: Count = 0  # the generation of "latest" in which its replica agreed on this version; 0: none
+    hub: HubLife = b""  # the one that has granted it
 
 
 class Visible(_Message, frozen=True):
@@ -515,11 +515,11 @@ class Begun(_Message, frozen=True):
 
     request_id: Count
     attempt: Attempt
-    hub: HubLife = b""  # that says so
+    hub: HubLife = b""  # the one that answers
 
 
 class Rivals(_Message, frozen=True):
-    """Answers a Begin that does not wait: who counts as the trainer still, and their processes, as far as known."""
+    """Answers a Begin that does not wait: workers that still count as the trainer, and their processes where known."""
 
     request_id: Count
     workers: Annotated[tuple[Text, ...], msgspec.Meta(max_length=1024)]
@@ -535,8 +535,8 @@ class Refused(_Message, frozen=True):
 
 
 class Versions(_Message, frozen=True):
-    """Answers AskVersions: the versions of the history that the hub knows of, in order. left_out: names, layouts and
-    versions for which there was no room."""
+    """Answers AskVersions: the versions of the history that the hub knows of, in order. left_out: the number of names,
+    layouts and versions that did not fit."""
 
     request_id: Count
     versions: Annotated[tuple[VersionInfo, ...], msgspec.Meta(max_length=65536)]
@@ -551,29 +551,29 @@ class Status(_Message, frozen=True):
 
 
 class SourceGone(_Message, frozen=True):
-    """A source that this worker reads from has left or was given up."""
+    """A source that this worker reads from has left or was declared dead."""
 
     session: Session
 
 
 class MayRelease(_Message, frozen=True):
-    """Copies that had to be retained and are not needed any more."""
+    """Names copies that had to be retained and are not needed any more."""
 
     keys: Annotated[tuple[ShardKey, ...], msgspec.Meta(max_length=65536)]
 
 
-# Each names its request.
+# Each carries the `request_id` of its request.
 Reply: TypeAlias = Done | Unpublished | Granted | Visible | Begun | Rivals | Refused | Versions | Status
 HubMessage: TypeAlias = Welcome | Unknown | Alive | SourceGone | MayRelease | Reply
 
 
 def holdings_checksum(held: Iterable[tuple[ShardKey, bool]]) -> int:
-    """A number that two sides compare to see that they mean the same shards, and the same of them complete."""
+    """Return a number by which two sides check that they mean the same shards, and the same of them complete."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(sorted(held)))
 
 
 def directive_checksum(directive: Directive) -> int:
-    """The same for directives."""
+    """Return the same kind of number for a directive."""
     return 1 + zlib.crc32(msgspec.msgpack.encode(directive))
 
 
@@ -586,17 +586,17 @@ _from_hub: msgspec.msgpack.Decoder[HubMessage] = msgspec.msgpack.Decoder(HubMess
 
 
 def encode(message: ClientMessage | HubMessage) -> bytes:
-    """One frame: the protocol's version, then the message in MessagePack."""
+    """Return one frame: the protocol's version, then the message in MessagePack."""
     return _HEADER + _encoder.encode(message)
 
 
 def decode_from_client(frame: bytes) -> ClientMessage:
-    """Raise ProtocolError unless frame is a message that a client of this protocol version may send."""
+    """Decode a message. Raise ProtocolError unless a client of this protocol version may send it."""
     return _decode(frame, _from_client, FROM_CLIENT_SIZE_BYTES_MAX)
 
 
 def decode_from_hub(frame: bytes) -> HubMessage:
-    """Raise ProtocolError unless frame is a message that a hub of this protocol version may send."""
+    """Decode a message. Raise ProtocolError unless a hub of this protocol version may send it."""
     return _decode(frame, _from_hub, FROM_HUB_SIZE_BYTES_MAX)
 
 

@@ -1,1 +1,1 @@
-"""Who may do what: keys derived from one secret, and leases that a source checks by itself."""
+"""Access control: keys derived from one secret, and leases that a source checks by itself."""

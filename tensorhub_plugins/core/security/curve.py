@@ -1,8 +1,8 @@
 """CURVE on the hub's socket: both ends prove their keys, everything between them is encrypted.
 
-The hub admits the public keys of its three roles (`Doorman`, asked by ZeroMQ for each new connection, ZAP), and learns
+The hub admits the public keys of its three roles (`Doorman`, which ZeroMQ asks for each new connection, ZAP), and knows
 the role of every message from its connection. A client whose handshake fails would only see ZeroMQ try for ever:
-`Handshakes` says in a sentence what is wrong.
+`Handshakes` reports in a sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tensorhub_plugins.core.security.secret import FILE_VARIABLE, SECRET_VARIABL
 from tensorhub_plugins.core.types import Role
 
 ZAP_ADDRESS, ZAP_VERSION, ZAP_DOMAIN = "inproc://zeromq.zap.01", b"1.0", b"tensorhub"
-USER = "User-Id"  # ZeroMQ's name for what the doorman says of a connection
-HANDSHAKE_MS = 10_000  # a stranger that connects and says nothing is dropped; thousands that start at once take seconds
-CLOSED_TIMES, CLOSED_S = 3, 1.0  # so often, for so long: it is not a hub that is just starting or ending
-REDIAL_S = 1.0  # a hub that was started wrongly is soon started rightly
+USER = "User-Id"  # ZeroMQ's name for what the doorman answers about a connection
+HANDSHAKE_MS = 10_000  # a silent connection is dropped; thousands that start at once take seconds
+CLOSED_TIMES, CLOSED_S = 3, 1.0  # so many times over so long: not a hub that is just starting or ending
+REDIAL_S = 1.0  # a hub that was started with the wrong secret is soon restarted
 PROBE_S = 1.0
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f\x03"  # of ZMTP 3, with its major version
 MECHANISM = slice(12, 32)  # of the 64 bytes of a greeting
@@ -43,14 +43,14 @@ NO_DETAIL, PROTOCOL, AUTH, DONE = (
 
 
 def guard_hub(router: zmq.Socket[bytes], keys: Keys) -> None:
-    """Before `bind`; after a `Doorman` was made in the same context: without one ZeroMQ admits every key."""
+    """Secure the hub's socket before `bind`, after a `Doorman` was made: without one ZeroMQ admits every key."""
     router.setsockopt(zmq.CURVE_SERVER, 1)
     router.setsockopt(zmq.CURVE_SECRETKEY, keys.of_hub())
     router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
 
 
 def guard_client(dealer: zmq.Socket[bytes], keys: Keys | None) -> None:
-    """Before `connect`. None: no encryption, for a hub without a secret."""
+    """Secure the client's socket before `connect`. None: no encryption, for a hub without a secret."""
     if keys is not None:
         public, secret = keys.own()
         dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.hub_public())
@@ -59,7 +59,7 @@ def guard_client(dealer: zmq.Socket[bytes], keys: Keys | None) -> None:
 
 
 class Doorman:
-    """Answers ZeroMQ's question whether a client may come in. `socket` is to be polled, and `answer` called."""
+    """Answers ZeroMQ whether to admit a client. Poll `socket`, and call `answer` when it is readable."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Mapping[bytes, Role]) -> None:
         self._admitted = admitted
@@ -68,7 +68,7 @@ class Doorman:
         self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
-        """All that wait."""
+        """Answer all questions that wait."""
         with contextlib.suppress(zmq.Again):
             while True:
                 # version, request, domain, address, identity, mechanism, public key
@@ -79,8 +79,8 @@ class Doorman:
 
 
 class Handshakes:
-    """What becomes of a client's connections to the hub. `socket` is to be polled. address: of the hub, for people.
-    wake: called in another thread when `problem` has something to say.
+    """The outcome of a client's connections to the hub. `socket` is to be polled. address: of the hub, for error texts.
+    wake: called in another thread when `problem` has something to report.
 
     Used by the thread of the client's socket, and closed before it."""
 
@@ -91,17 +91,17 @@ class Handshakes:
         self._address = address
         self._keys = keys
         self._wake = wake
-        self._closed_times, self._closed_first = 0, 0.0  # that the hub has ended a handshake without a word
+        self._closed_times, self._closed_first = 0, 0.0  # handshakes that the hub has ended without a reason
         self._redial_at: float | None = None
         self._connection: ForeignSocket | None = None
-        self._mechanism: Future[str | None] | None = None  # of a hub that does not let us in
+        self._mechanism: Future[str | None] | None = None  # of a hub that does not admit us
         self.endpoint = ""  # what ZeroMQ is connected to
-        self.shut_out = ""  # why the hub does not let us in, as far as is known
+        self.shut_out = ""  # why the hub does not admit us, as far as is known
         self.socket = client.get_monitor_socket(NO_DETAIL | PROTOCOL | AUTH | DONE | zmq.EVENT_CONNECTED)
         self.socket.setsockopt(zmq.LINGER, 0)
 
     def connect(self, host: str, port: int) -> None:
-        """Have the client connect there. host: an IP address, as ZeroMQ's thread would wait for a name."""
+        """Connect the client to this address. host: an IP address, as ZeroMQ's thread would wait for a name."""
         self._client.setsockopt(zmq.IPV6, ":" in host)
         self._client.connect(format_address("tcp", host, port))
         self.endpoint = format_address("tcp", host, port)
@@ -111,17 +111,17 @@ class Handshakes:
         return self.endpoint in {format_address("tcp", host, port) for host in hosts}
 
     def problem(self, now: float) -> str | None:
-        """Why the hub does not let us in, once when that is certain; None: there is nothing new."""
+        """Return why the hub does not admit us, once when that is certain; None: there is nothing new."""
         failed = False
         with contextlib.suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self.socket.recv_multipart(zmq.NOBLOCK))
-                if event["event"] == zmq.EVENT_CONNECTED:  # a child that kept it would hide our death
+                if event["event"] == zmq.EVENT_CONNECTED:  # a child that inherited it would hide our death
                     self._connection = ForeignSocket(int(event["value"]))
                 else:
                     failed = self._has_failed(int(event["event"]), now)
         with contextlib.suppress(zmq.ZMQError):
-            if failed:  # not twenty times a second; after a refusal ZeroMQ would not try again at all
+            if failed:  # instead of twenty times a second; after a refusal ZeroMQ would not retry at all
                 self._redial_at = now + REDIAL_S
                 self._client.disconnect(self.endpoint)
             elif self._redial_at is not None and now >= self._redial_at:
@@ -168,14 +168,14 @@ class Handshakes:
         return None
 
     def close(self) -> None:
-        """Before the client's socket is closed."""
+        """Stop watching, before the client's socket is closed."""
         self._client.disable_monitor()
         self.socket.close()
 
 
 def mechanism_of(address: str) -> str | None:
-    """How the ZeroMQ socket at this address wants its peers to prove themselves, "CURVE" or "NULL", by the first bytes
-    of its greeting (ZMTP 3); None: it says nothing of the kind."""
+    """Return how the ZeroMQ socket at this address authenticates its peers, "CURVE" or "NULL", by the first bytes of
+    its greeting (ZMTP 3); None: it sends no such greeting."""
     deadline = time.monotonic() + PROBE_S
     with contextlib.suppress(OSError), socket.create_connection(parse_address(address, "tcp"), PROBE_S) as probe:
         probe.sendall(SIGNATURE)

@@ -1,12 +1,12 @@
-"""What one secret gives: the keys of a hub and of its clients. No clock, randomness or file: see secret.py.
+"""Key derivation: one secret gives the keys of a hub and of its clients. No clock, randomness or file: see secret.py.
 
-    secret -- HKDF-SHA256 --> the hub's X25519 key      clients know its public half: nobody else can be the hub
+    secret -- HKDF-SHA256 --> the hub's X25519 key      clients know its public half: no other process can be the hub
                               one X25519 key a role     the hub admits these three public keys and no other
                               the lease key             the hub signs leases with it, sources check them (leases.py)
 
-Who has the secret is a publisher. A reader's or an observer's key is made from it (`limited`, or `tensorhub keygen
---role`), and leads back neither to the secret nor to another role's key. A reader's holds the lease key, too: it serves
-what it has read to other readers.
+The holder of the secret is a publisher. A reader's or an observer's key is made from it (`limited`, or `tensorhub
+keygen --role`), and neither the secret nor another role's key can be derived from it. A reader's key contains the lease
+key, because it serves what it has read to other readers.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tensorhub_plugins.core.types import Role
 
 KEY_SIZE_BYTES = 32
 SALT = b"tensorhub_plugins 1"
-TEXT_LENGTH_MIN = 32  # of a secret that we have not made: 128 bits are 32 hexadecimal digits
+TEXT_LENGTH_MIN = 32  # of a secret that a user has chosen: 128 bits are 32 hexadecimal digits
 TEXT_LENGTH_MAX = 4096
 SECRET_MARK = "tensorhub-secret:"
 ROLE_MARKS: dict[str, Role] = {"tensorhub-reader:": "reader", "tensorhub-observer:": "observer"}
 
 
 class Keys:
-    """What one process knows. role: what it may do. lease_key: b"": it may neither read nor serve.
+    """The keys of one process. role: what it may do. lease_key: b"": it may neither read nor serve.
 
-    Shows nothing of itself in a log or a traceback."""
+    Its representation, in a log or a traceback, contains no key."""
 
     def __init__(self, role: Role, own: bytes, hub_public: bytes, lease_key: bytes, secret: bytes = b"") -> None:
-        """own: the X25519 key of this role; hub_public: the public half of the hub's. secret: for publishers."""
+        """Take the X25519 key of this role (own), the public half of the hub's, and for publishers the secret."""
         self.role = role
         self.lease_key = lease_key
         self._own = own
@@ -49,7 +49,7 @@ class Keys:
 
     @staticmethod
     def of(secret: bytes) -> Keys:
-        """Those of a publisher."""
+        """Return the keys of a publisher."""
         return Keys(
             "publisher",
             _derive(secret, "client publisher"),
@@ -60,7 +60,7 @@ class Keys:
 
     @staticmethod
     def parse(text: str) -> Keys:
-        """From a secret or a role's key as a text. UsageError, which does not repeat it."""
+        """Return the keys given as text: a secret or a role's key. Raise UsageError, which does not repeat it."""
         text = text.strip()
         if text.startswith(SECRET_MARK):
             return Keys.of(_decoded(text.removeprefix(SECRET_MARK), 1))
@@ -78,7 +78,7 @@ class Keys:
         return Keys.of(text.encode())
 
     def text(self) -> str:
-        """What `parse` takes, in one line."""
+        """Return the text, one line, that `parse` takes."""
         if self._secret:
             made_by_us = len(self._secret) == KEY_SIZE_BYTES
             return SECRET_MARK + _encoded(self._secret) if made_by_us else self._secret.decode()
@@ -86,7 +86,7 @@ class Keys:
         return mark + _encoded(self._own + self._hub_public + self.lease_key)
 
     def limited(self, role: Role) -> Keys:
-        """The key of another role. UsageError for what cannot be made from this one."""
+        """Return the key of another role. Raise UsageError for one that cannot be made from this one."""
         if role == self.role:
             return self
         if role not in get_args(Role):
@@ -97,19 +97,19 @@ class Keys:
     # --- CURVE, for curve.py: keys in Z85, as ZeroMQ takes them ---
 
     def of_hub(self) -> bytes:
-        """The hub's secret key. UsageError in a process that has no more than a role's key."""
+        """Return the hub's secret key. Raise UsageError in a process that has only a role's key."""
         return z85.encode(_derive(self._needed(), "hub"))
 
     def hub_public(self) -> bytes:
-        """The hub's public key."""
+        """Return the hub's public key."""
         return z85.encode(self._hub_public)
 
     def own(self) -> tuple[bytes, bytes]:
-        """(public, secret) key of this client."""
+        """Return the (public, secret) key of this client."""
         return z85.encode(public_of(self._own)), z85.encode(self._own)
 
     def admitted(self) -> dict[bytes, Role]:
-        """The public keys, raw, of the clients that the hub admits."""
+        """Return the public keys, raw, of the clients that the hub admits."""
         roles = cast(tuple[Role, ...], get_args(Role))
         return {public_of(_derive(self._needed(), f"client {role}")): role for role in roles}
 
@@ -120,12 +120,12 @@ class Keys:
 
 
 def public_of(private: bytes) -> bytes:
-    """The public half of an X25519 key."""
+    """Return the public half of an X25519 key."""
     return z85.decode(zmq.curve_public(z85.encode(private)))
 
 
 def _derive(secret: bytes, label: str) -> bytes:
-    """HKDF-SHA256 (RFC 5869), one block."""
+    """Return one block of HKDF-SHA256 (RFC 5869)."""
     extracted = hmac.digest(SALT, secret, hashlib.sha256)
     return hmac.digest(extracted, label.encode() + b"\x01", hashlib.sha256)
 

@@ -1,4 +1,4 @@
-"""Where a process gets its secret from: an argument, a file or the environment. `ps` would show a command line."""
+"""Sources of a process's secret: an argument, a file or the environment. `ps` would show a command line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger("tensorhub.client")
 
 
 def generate() -> Keys:
-    """A new secret."""
+    """Return a new secret."""
     return Keys.of(os.urandom(KEY_SIZE_BYTES))
 
 
 def from_environment() -> Keys | None:
-    """What TENSORHUB_SECRET_FILE or TENSORHUB_SECRET give; None: neither is set. UsageError for what is no secret."""
+    """Return the keys that TENSORHUB_SECRET_FILE or TENSORHUB_SECRET give; None: neither is set. Raise UsageError."""
     path = os.environ.get(FILE_VARIABLE)
     if path:
         return read(Path(path), where=f"{FILE_VARIABLE}={path}")
@@ -31,7 +31,7 @@ def from_environment() -> Keys | None:
 
 
 def read(path: Path, *, where: str = "") -> Keys:
-    """The secret, or a role's key, in a file. UsageError; where: how the user named it."""
+    """Return the secret, or a role's key, in a file. Raise UsageError; where: the user's name for it."""
     where = where or str(path)
     try:
         with path.expanduser().open("rb") as file:
@@ -45,7 +45,7 @@ def read(path: Path, *, where: str = "") -> Keys:
 
 
 def write(path: Path, keys: Keys) -> None:
-    """Into a new file that only its owner reads. UsageError if there is one already: it may be in use."""
+    """Write a new file that only its owner can read. Raise UsageError if it exists: it may be in use."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:

@@ -1,7 +1,7 @@
-"""TLS between workers, for links that others can listen on: whose certificates are believed, and when it must be used.
+"""TLS between workers, for links that others can listen on: which certificates are valid, and when TLS is required.
 
-Both ends show a certificate of one CA that belongs to the run alone: who has one is a worker of it. Names and addresses
-in certificates are not compared, because workers come and go; leases say what a reader may read (leases.py).
+Both ends show a certificate of one CA that belongs to the run alone: its holder is a worker of the run. Names and
+addresses in certificates are not checked, because workers come and go; leases limit what a reader may read (leases.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
 
 
 def files_from_environment() -> TlsFiles | None:
-    """None: there is no TLS here. UsageError when only some of the three are named."""
+    """Return the files for TLS; None: it is not configured. Raise UsageError when only some of the three are named."""
     must = is_required()
     named = {
         CERT_VARIABLE: os.environ.get(CERT_VARIABLE, ""),
@@ -49,8 +49,8 @@ def files_from_environment() -> TlsFiles | None:
 
 
 def is_required() -> bool:
-    """Whether nothing is to be read from another data centre, or served to one, without TLS. UsageError for another
-    word."""
+    """Return whether nothing may be read from another data centre, or served to one, without TLS. Raise UsageError for
+    an unknown value."""
     said = os.environ.get(MODE_VARIABLE, "")
     if said not in ("", "required"):
         raise UsageError(f"{MODE_VARIABLE}={said!r:.80}: required, or nothing")
@@ -58,7 +58,7 @@ def is_required() -> bool:
 
 
 def is_required_of(data_center: str) -> bool:
-    """The same for a worker that is there. UsageError when it does not know where: all others would count as near."""
+    """Return the same for a worker in this data centre. Raise UsageError for "": all others would count as near."""
     if is_required() and not data_center:
         raise UsageError(
             f"{MODE_VARIABLE}=required says how weights go to another data centre, and this worker's has no name: set "
@@ -68,13 +68,13 @@ def is_required_of(data_center: str) -> bool:
 
 
 def contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For what this worker reads and for what it serves. UsageError that names the file that cannot be used."""
+    """Return the contexts to read with and to serve with. Raise UsageError that names the file that cannot be used."""
     for path in (files.cert, files.key, files.ca):
         _check_readable(path, is_secret=path == files.key)
     reads, serves = _context(files, server_side=False), _context(files, server_side=True)
     try:
         _meet(reads, serves)
-    except ssl.SSLError as error:  # expired, not yet valid, of another CA, not for both ends: nobody would let us in
+    except ssl.SSLError as error:  # expired, not yet valid, of another CA, not for both ends: all would refuse us
         why = getattr(error, "verify_message", "") or error
         raise UsageError(f"TLS: {files.cert} is no certificate that {files.ca} vouches for now: {why}") from error
     return reads, serves
@@ -91,13 +91,13 @@ def _check_readable(path: str, *, is_secret: bool) -> None:
 
 
 def _context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:
-    """One end's, mutual and TLS 1.3."""
+    """Return one end's context: mutual authentication, TLS 1.3."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
     if server_side:
-        made.num_tickets = 0  # nobody resumes, and a reader would take a ticket for the first word of an answer
+        made.num_tickets = 0  # no session is resumed, and a reader would take a ticket for the start of an answer
 
     def passphrase() -> str:  # without this OpenSSL asks at the terminal, and waits
         raise UsageError(f"TLS cannot use {files.key}: it is encrypted; take a key without a passphrase, mode 0600")
@@ -113,7 +113,7 @@ def _context(files: TlsFiles, *, server_side: bool) -> ssl.SSLContext:
 
 
 def _meet(reads: ssl.SSLContext, serves: ssl.SSLContext) -> None:
-    """A handshake of this worker with itself, in memory: each end looks at the certificate as all others will."""
+    """Let this worker do a handshake with itself, in memory: each end checks the certificate as all others will."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [reads.wrap_bio(back, there), serves.wrap_bio(there, back, server_side=True)]
     for _ in range(ROUNDS_MAX):

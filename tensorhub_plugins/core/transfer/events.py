@@ -1,4 +1,4 @@
-"""What happens to a transfer, and what is done about it: the events and effects of `Replication`. PURE."""
+"""The events and effects of `Replication`: what happens to a transfer, and what is done about it. PURE."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The hub's answer to an AskSources, or what it refused with; HubUnreachable: no answer in time."""
+    """The hub's answer to an AskSources, or its refusal; HubUnreachable: no answer in time."""
 
     request_id: int
     reply: m.Granted | errors.TensorHubError
-    additional: bool = False  # the question named sources that it came beside
+    additional: bool = False  # the request asked for one in addition to sources that it named
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The source of this shard has shown its manifest (already checked to hold together)."""
+    """The source of this shard has sent its manifest (already checked for consistency)."""
 
     shard: int
     session: bytes
@@ -35,7 +35,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """The answer to Prepare: there is memory. needed: the segments with bytes that are wanted, in order.
+    """The answer to Prepare: memory is allocated. needed: the segments with bytes that are wanted, in order.
 
     is_borrowed: it is the memory of the source that Prepare named. size_bytes: of these segments, about."""
 
@@ -48,7 +48,7 @@ class Prepared(msgspec.Struct, frozen=True):
 class Arrived(msgspec.Struct, frozen=True):
     """A segment is in place; intact: its digest is the manifest's. waited: it had to reach its source first.
 
-    tensors: that have bytes in it, where it is not intact.
+    tensors: those that have bytes in it, where it is not intact.
     """
 
     shard: int
@@ -60,7 +60,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class SourceWaiting(msgspec.Struct, frozen=True):
-    """The source of this shard lives, and waits for bytes itself."""
+    """The source of this shard is alive, and waits for bytes itself."""
 
     shard: int
     session: bytes
@@ -75,8 +75,8 @@ class EpochChecked(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The source of this shard failed: refused, died, froze or cut us off. refused: nobody listens at its address.
-    unreached: it was never connected to."""
+    """The source of this shard failed: refused, died, froze or disconnected us. refused: its address refuses
+    connections. unreached: no connection to it was ever made."""
 
     shard: int
     session: bytes
@@ -86,19 +86,19 @@ class Lost(msgspec.Struct, frozen=True):
 
 
 class SourceGone(msgspec.Struct, frozen=True):
-    """The hub says that this worker is no more."""
+    """The hub has reported that this worker is gone."""
 
     session: bytes
 
 
 class Directed(msgspec.Struct, frozen=True):
-    """Which versions are over, as the worker has heard."""
+    """The hub has sent a directive, by which versions may be over."""
 
     directive: m.Directive
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed: timers are looked at."""
+    """Time has passed: check the timers."""
 
 
 Event: TypeAlias = (
@@ -109,13 +109,13 @@ Event: TypeAlias = (
 
 
 class AskSources(msgspec.Struct, frozen=True):
-    """Send this Acquire. The shell numbers it; the answer says which number it had."""
+    """Send this Acquire. The shell numbers it; the answer carries the number."""
 
     acquire: m.Acquire
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """Forget everything that was read: it goes on in another layout, or in other memory."""
+    """Forget everything that was read: the transfer goes on in another layout, or in other memory."""
 
     layout: str
 
@@ -129,7 +129,7 @@ class Open(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Read these after those asked for before."""
+    """Read these segments after those asked for before."""
 
     shard: int
     session: bytes
@@ -137,7 +137,7 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Find memory for this source shard; answered by Prepared. lender: the source that may be asked for its own."""
+    """Find memory for this source shard; answered by Prepared. lender: the source that may lend its own memory."""
 
     key: ShardKey
     manifest: Manifest
@@ -153,14 +153,14 @@ class ConfirmEpoch(msgspec.Struct, frozen=True):
 
 class Close(msgspec.Struct, frozen=True):
     """Close the link to this shard's source. What it was asked for and has not arrived may be asked of another at once:
-    nothing of the old may be written any more when the new begins."""
+    before the new one writes, the old one must have stopped."""
 
     shard: int
     session: bytes
 
 
 class EndLease(msgspec.Struct, frozen=True):
-    """Tell the hub that nothing more is read under this grant. shard: None for all. lost: its source failed. corrupt:
+    """Notify the hub that nothing more is read under this grant. shard: None for all. lost: its source failed. corrupt:
     segments that came with other bytes than were published. refused: as in `Lost`."""
 
     request_id: int
@@ -171,7 +171,7 @@ class EndLease(msgspec.Struct, frozen=True):
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """This segment, which came from that source, may be served on."""
+    """This segment, which came from that source, may be served to others."""
 
     shard: int
     session: bytes
@@ -179,11 +179,11 @@ class Verified(msgspec.Struct, frozen=True):
 
 
 class Complete(msgspec.Struct, frozen=True):
-    """All bytes are here, and verified where that was asked for. Nothing follows."""
+    """All bytes have arrived, and are verified where that was asked for. Nothing follows."""
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The transfer failed: this is to be raised. Nothing follows."""
+    """The transfer failed: raise this error. Nothing follows."""
 
     error: errors.TensorHubError
 

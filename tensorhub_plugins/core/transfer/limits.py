@@ -1,4 +1,4 @@
-"""What an operator may tune of one replicate(), and where the defaults come from."""
+"""The limits of one replicate() that an operator may tune, and the reasons for their defaults."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from tensorhub_plugins.core.options import check_numbers
 
 class TransferLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of a transfer, for `Client(limits=...)`. `_s`: seconds; `_segments`: a count of segments (4 MiB for large
-    shards); rates and ratios have no unit. UsageError names a value that cannot be.
-    """
+    shards); rates and ratios have no unit. Raise UsageError that names a value out of bounds."""
 
     # When a source is dropped.
-    stall_s: float = 5.0  # without one segment (4 MiB): below 1 MB/s a link is as good as dead; a loaded host naps less
+    stall_s: float = 5.0  # without one segment (4 MiB): below 1 MB/s a link is dead; a loaded host pauses for less
     open_s: float = 10.0  # to connect and receive a manifest
     corrupt_segments_max: int = 3  # from one source; more is a broken source rather than a flipped bit on the way
     # Asking again after a loss.
     backoff_first_s: float = 0.1
     backoff_max_s: float = 2.0
-    hub_answer_s: float = 0.45  # beyond the deadline: the hub's own answer that it has passed says more than we know
+    hub_answer_s: float = 0.45  # beyond the deadline: the hub's own refusal explains more than we know
     # How much a source is asked for ahead.
-    sources_max: int = 3  # of one shard at a time; more only take each other's bandwidth
-    window_s: float = 0.5  # beyond any round trip, and little to do again when the source is lost
+    sources_max: int = 3  # of one shard at a time; more only share the same bandwidth
+    window_s: float = 0.5  # more than any round trip, and little to repeat when the source is lost
     window_min_segments: int = 4
     window_first_segments: int = 16  # before its rate is known
     window_here_segments: int = 128  # the same on this host: 16 small ones are copied before the next are asked for
-    rate_s: float = 0.1  # rates are measured over at least so long
+    rate_s: float = 0.1  # the shortest time over which a rate is measured
     # When a source counts as slow.
-    slow_s: float = 0.5  # without a segment, or a sign that the source itself waits
+    slow_s: float = 0.5  # without a segment, or a notice that the source itself waits
     slow_far_s: float = 2.0  # across data centres: a lost packet or a full queue is no reason to begin again
-    slow_segments: int = 8  # and not before so many could have come at the rate it had
-    slow_rate: float = 0.25  # of the best rate it had
+    slow_segments: int = 8  # and not before so many could have come at its measured rate
+    slow_rate: float = 0.25  # as a fraction of its best rate
     # Additional sources, and taking over the rest of a slow one.
-    additional_after_s: float = 1.0  # a transfer that lasts longer is worth a question, and again after twice that
-    additional_min_segments: int = 16  # that are still missing then
-    takeover_ratio: float = 2.0  # when the rest would take so much longer where it is, that connection is given up
+    additional_after_s: float = 1.0  # in a longer transfer ask for one, and again after twice that
+    additional_min_segments: int = 16  # only if so many are still missing then
+    takeover_ratio: float = 2.0  # leave a source where the rest would take so many times longer
     takeover_s: float = 0.2
-    look_s: float = 0.25  # how often rates are looked at
+    look_s: float = 0.25  # how often rates are checked
 
     def __post_init__(self) -> None:
-        # Or nothing would ever be read.
+        # With a zero here nothing would ever be read.
         windows = ("window_min_segments", "window_first_segments", "window_here_segments")
         check_numbers(self, above_0=("sources_max", *windows, "look_s"))

@@ -1,13 +1,13 @@
 """One replicate(). PURE: what has happened goes in, what to do next comes out; no thread, socket or tensor.
 
-Its life: ask the hub for sources -> open each -> prepare memory -> read the missing segments -> every segment verified
--> confirm that the sources still stand by what was read -> complete. Which source reads which segments: sharing.py.
+Phases: ask the hub for sources -> open each -> prepare memory -> read the missing segments -> every segment verified
+-> confirm that the sources have not withdrawn what was read -> complete. sharing.py assigns segments to sources.
 
-What it holds on to
+Its invariants
     Nothing that was verified is read again: a lost source costs the segments in flight, the rest comes from another.
     A source that failed is avoided while there is another, and excluded once it has sent corrupt bytes too often.
-    What is borrowed, the memory of a source on this host, goes with that source if it is lost before all is verified:
-    then all is read again, once, into memory of its own. Afterwards it stays, whatever becomes of the source.
+    Borrowed memory, of a source on this host, is lost if that source is lost before all is verified: then all is
+    read again, once, into memory of its own. Afterwards it stays, whatever becomes of the source.
     The version, once resolved, stays. The layout may change while there are alternatives (the peers that had the
     runtime layout died, the trainer still has the checkpoint): then it starts again in that layout.
     Everything ends by the deadline, in Complete or GiveUp; and at once when an operator withdraws the version.
@@ -72,12 +72,12 @@ UNREACHED_REMEDY = (
 
 @dataclass
 class Replication:
-    """layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire. borrows: whether a source on
-    this host is asked to lend its memory. verify: whether the shell compares digests. algorithm: the only one of
-    digests that is believed; None: any.
+    """The state of one transfer. layouts: in order of preference. claim, serve, for_others, in_part: as in Acquire.
+    borrows: whether a source on this host is asked to lend its memory. verify: whether the shell compares digests.
+    algorithm: the only digest algorithm that is accepted; None: any.
 
-    deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: nobody has
-    given it, and what is to be read of each shard moves it.
+    deadline: an instant on the clock of `now`. timeout_s: the same as seconds, for errors. grows: the caller has given
+    no deadline, and each shard extends it by the time for its size.
     """
 
     version: int
@@ -107,18 +107,18 @@ class Replication:
         self._asking_more = False
         self._ask_at: float | None = None
         self._look_at: float | None = None
-        self._retries = 0  # questions after a loss, since the last progress
+        self._retries = 0  # requests after a loss, since the last progress
         self._avoid: dict[bytes, None] = {}
         self._has_unreached = False  # a source was never connected to
         self._exclude: dict[bytes, None] = {}
         self._corrupt: Counter[bytes] = Counter()
-        self._damage: errors.TensorHubError | None = None  # the last
-        self._directive = m.NO_DIRECTIVE  # the last that was heard
-        self._grown: set[ShardKey] = set()  # shards by which the deadline has moved
+        self._damage: errors.TensorHubError | None = None  # the last one
+        self._directive = m.NO_DIRECTIVE  # the last one received
+        self._grown: set[ShardKey] = set()  # shards for which the deadline was extended
         self._effects: list[Effect] = []
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at time `now` (seconds of a monotonic clock); returns what the shell is to do, in order."""
+        """Take one event at time `now` (seconds of a monotonic clock); return what the shell is to do, in order."""
         self._effects = []
         if self.finished:
             if isinstance(event, Answer) and isinstance(event.reply, m.Granted):
@@ -160,7 +160,7 @@ class Replication:
     # --- time ---
 
     def _keep_time(self, now: float) -> None:
-        """After every event: what is due by now, and when to look again."""
+        """Do what is due by now, and set when to check again; called after every event."""
         if not self.finished and now >= self._ends_at():
             self._give_up(self._too_late())
         if not self.finished and self._ask_at is not None and now >= self._ask_at and not self._asking:
@@ -170,7 +170,7 @@ class Replication:
         self._look_at = now + self.limits.look_s if reading else None
 
     def next_deadline(self) -> float:
-        """When the next Tick is due."""
+        """Return when the next Tick is due."""
         due = self._ends_at()
         if self._ask_at is not None and not self._asking:
             due = min(due, self._ask_at)
@@ -246,7 +246,7 @@ class Replication:
     def _answer_additional(self, request_id: int, reply: m.Granted | errors.TensorHubError, now: float) -> None:
         self._asking_more = False
         if not isinstance(reply, m.Granted):
-            return  # there is none; the sources that it has go on
+            return  # there is none; the present sources go on
         if (reply.version, reply.layout, reply.shard_count) == (self.version, self.layout, self.shard_count):
             self._take(request_id, reply, now, sources_max=self.limits.sources_max)
         else:
@@ -283,7 +283,7 @@ class Replication:
             self._effects.append(Prepare(self._key(shard), manifest, state.lender))
 
     def _believes(self, shard: int, session: bytes, manifest: Manifest, now: float) -> bool:
-        """Whether this is what was published, with digests that we take; if not, its source is done with."""
+        """Return whether this is what was published, with digests that we accept; if not, leave its source."""
         peer = self.shards[shard].sources[session].grant.worker
         if manifest.root() != self.shards[shard].root:
             why = "its manifest is not the one that was published"
@@ -292,7 +292,7 @@ class Replication:
         if self.verify and not manifest.has_digests:
             self._give_up(self._no_digests(shard, peer))
             return False
-        if self.algorithm not in (None, manifest.digest_algorithm):  # by the publisher, or by who has forged the root
+        if self.algorithm not in (None, manifest.digest_algorithm):  # by the publisher, or by a forger of the root
             error = self._other_digests(shard, peer, manifest.digest_algorithm)
             self._exclude_opened(shard, session, error.message, error, now)
             return False
@@ -331,7 +331,7 @@ class Replication:
                     assert_never(action)
 
     def _look(self, shard: int, now: float) -> None:
-        """Is this going well?"""
+        """Check the progress of this shard, and ask for an additional source where it is slow."""
         state = self.shards[shard]
         if not state.missing:
             return
@@ -372,7 +372,7 @@ class Replication:
         self._lost(event.shard, event.session, why, now, corrupt=(event.segment,))
 
     def _exclude_opened(self, shard: int, session: bytes, why: str, error: errors.TensorHubError, now: float) -> None:
-        """error: to be raised when no other source is left."""
+        """Exclude this source. error: to be raised when no other source is left."""
         self._exclude[session] = None
         self._damage = error
         self._lost(shard, session, why, now)
@@ -386,7 +386,7 @@ class Replication:
         return errors.CorruptBytes(text, segment=segment, tensors=tensors, **context)
 
     def _shard_done(self, shard: int, state: Shard) -> None:
-        """All bytes are here: what is left is to ask those they came from whether they still stand by them."""
+        """Ask the sources of a shard whose bytes are all here whether they have withdrawn it meanwhile."""
         for session, source in list(state.sources.items()):
             if not source.given:
                 self._leave(shard, state, session, lost=False)
@@ -400,7 +400,7 @@ class Replication:
         if source is None:
             return
         state = self.shards[shard]
-        if not unchanged and not self.verify:  # without digests the epoch alone tells that bytes may be torn
+        if not unchanged and not self.verify:  # without digests only the epoch shows that bytes may be torn
             self._give_up(self._unsure(shard, source.grant.worker))
         elif source.assigned:
             self._lost(shard, session, f"{len(source.assigned)} segments did not arrive", now)
@@ -454,11 +454,11 @@ class Replication:
         state = self.shards[shard]
         if any(s.is_open for s in state.sources.values()):
             self._share(shard, state, now)
-        if not state.sources and self._ask_at is None:  # one question for all shards that are lost together
+        if not state.sources and self._ask_at is None:  # one request for all shards that are lost together
             self._ask_at = now + backoff_s(self._retries, self.limits)
 
     def _go_without_loans(self) -> None:
-        """What has come lies in the lost source's memory, and the rest cannot be written there."""
+        """Start again without loans: the lost source's memory has what has come, and cannot take the rest."""
         self.borrows = False
         self._drop_all()
         self._effects.append(Restart(self.layout))
@@ -476,11 +476,11 @@ class Replication:
 
     def _direct(self, directive: m.Directive) -> None:
         self._directive = directive
-        if self.layout and directive.is_over(self.version):  # before that the hub says so, and says more
+        if self.layout and directive.is_over(self.version):  # before that the hub refuses, and explains more
             self._give_up(self._is_over())
 
     def _current(self, shard: int, session: bytes) -> Source | None:
-        """The source's state, if it still is one: words of a source that was left are ignored."""
+        """Return the source's state, or None if it was left: its late messages are ignored."""
         state = self.shards.get(shard)
         return state.sources.get(session) if state is not None else None
 
@@ -498,7 +498,7 @@ class Replication:
         self._effects.append(GiveUp(error))
 
     def _explained(self, error: errors.TensorHubError) -> errors.TensorHubError:
-        """What the hub has refused with, and what this transfer knows besides."""
+        """Return the hub's refusal, extended by what this transfer knows."""
         if self._damage is not None and isinstance(error, errors.VersionGone):
             return self._damage
         return error.within(
@@ -564,14 +564,14 @@ class Replication:
         return f"{text}; {UNREACHED_REMEDY}" if self._has_unreached else text
 
     def _peers(self) -> str | None:
-        """The sources that it waits for, or has waited for in vain."""
+        """Return the names of the sources that it waits for, or has waited for in vain."""
         missing = [s for s in self.shards.values() if not s.is_done]
         peers = {source.grant.worker for state in missing for source in state.sources.values()}
         return ", ".join(sorted((peers | {state.peer for state in missing if not state.sources}) - {""})) or None
 
 
 def backoff_s(retries: int, limits: TransferLimits) -> float:
-    """How long to wait before the next question after so many without progress: the first one is for free."""
+    """Return the wait before the next request after so many without progress: the first retry is immediate."""
     if not retries:
         return 0.0
     return min(limits.backoff_max_s, limits.backoff_first_s * 2.0 ** min(retries - 1, 16))

@@ -1,7 +1,7 @@
 """The shell of one replicate(): carries out what the pure `Replication` decides.
 
 One thread per source opens a link, reads and verifies (source_reader.py); the caller's thread runs the machine and is
-the only one that decides. A link on which nothing is heard for `stall_s` is given up like a dead one, so that a frozen
+the only one that decides. A link that receives nothing for `stall_s` is dropped like a dead one, so that a frozen
 source costs seconds and not the whole deadline.
 """
 
@@ -37,12 +37,12 @@ from tensorhub_plugins.core.types import ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
-LOOK_S = 0.02  # between two looks at all readers: hundreds of them take as long as what they bring
-OPENING_S = 0.2  # for who has not been asked for bytes: it may be decoding what a peer has sent, and writes nothing
+LOOK_S = 0.02  # between two checks of all readers: with hundreds of them a check is as expensive as a segment
+OPENING_S = 0.2  # for a reader that was not asked for bytes: it may be decoding a manifest, and writes nothing
 
 
 class Hub(Protocol):
-    """The hub, as a transfer asks it; `client.connection.HubLink` is one."""
+    """The hub as a transfer uses it; implemented by `client.connection.HubLink`."""
 
     def ask(self, make: Callable[[int], messages.Acquire], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
@@ -59,36 +59,36 @@ class Hub(Protocol):
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
     ) -> None:
-        """The lease of an Acquire is over, whole (shard None) or for one shard. lost: the source has failed. corrupt:
-        segments of that shard that it has sent with other bytes than were published. refused: nobody listens there."""
+        """End the lease of an Acquire, whole (shard None) or for one shard. lost: the source has failed. corrupt:
+        segments of that shard sent with other bytes than were published. refused: its address refuses connections."""
 
     def renew(self, requests: Iterable[int]) -> None:
-        """What is read under the leases of these Acquires goes on."""
+        """Report progress under the leases of these Acquires."""
 
 
 class Destinations(Protocol):
-    """Where the bytes of a transfer go, and what is told of its progress; called in the caller's thread."""
+    """Where the bytes of a transfer go, and what is notified of its progress; called in the caller's thread."""
 
     def expect(self, key: ShardKey) -> None:
-        """This shard is about to be read: peers that ask for it may wait for `prepare`."""
+        """Announce that this shard will be read: peers that ask for it may wait for `prepare`."""
 
     def prepare(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None = None) -> Slab:
-        """Memory for this source shard, that of its source (loan) where that will do. Raise UsageError when its tensors
-        do not fit."""
+        """Return memory for this source shard, that of its source (loan) where possible. Raise UsageError when its
+        tensors do not fit."""
 
     def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
-        """Of these segments of what was prepared those that are to be read: the others are in place already."""
+        """Return those of these segments that are to be read: the others are in place already."""
 
     def verified(self, shard: int, segment: int) -> None:
-        """The bytes of this segment are in place, and what was published."""
+        """Note that the bytes of this segment are in place and verified."""
 
     def restart(self) -> None:
-        """Everything prepared so far is void: the transfer goes on in another layout, or in other memory."""
+        """Discard everything prepared: the transfer goes on in another layout, or in other memory."""
 
 
 @dataclass
 class Outcome:
-    """What a finished transfer did. seconds: "find" (until sources were granted), "read" (until all was verified).
+    """The result of a finished transfer. seconds: "find" (until sources were granted), "read" (until all was verified).
 
     manifests: by source shard. sources: "replica/shard" -> bytes. transports: name -> bytes.
     """
@@ -106,7 +106,7 @@ class Outcome:
 
 
 class Transfer:
-    """Run `machine` to its end. `transports` in order of preference."""
+    """Runs `machine` to its end. `transports` in order of preference."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Transfer:
         destinations: Destinations,
         unreached: Unreached | None = None,
     ) -> None:
-        """unreached: what the transfers of one client know of sources that cannot be connected to."""
+        """Set up the transfer. unreached: the sources that no transfer of this client could connect to."""
         self._machine = machine
         self._unreached = unreached or Unreached()
         self._hub = hub
@@ -129,19 +129,19 @@ class Transfer:
         self._targets: dict[int, Target] = {}
         self._granted_at: float | None = None
         self._leases: set[int] = set()  # requests whose lease may still be open
-        self.claimed: ShardKey | None = None  # also by an answer that came when nobody took it any more
-        self._look_at, self._stalls_at = 0.0, float("inf")  # when the readers are looked at next; the first that stalls
-        self._ended, self._come = False, 0  # the bytes that had come when they were last counted
+        self.claimed: ShardKey | None = None  # also by an answer that came after the transfer had ended
+        self._look_at, self._stalls_at = 0.0, float("inf")  # when readers are checked next; when the first one stalls
+        self._ended, self._come = False, 0  # the bytes that had come at the last check
         self._error: TensorHubError | None = None
         self._bytes_from: Counter[str] = Counter()
         self._bytes_by: Counter[str] = Counter()
 
     def source_gone(self, session: bytes) -> None:
-        """The hub has given that worker up. May be called from any thread."""
+        """Note that the hub has declared that worker dead. May be called from any thread."""
         self._events.put((None, events.SourceGone(session)))
 
     def direct(self, directive: messages.Directive) -> None:
-        """Which versions are over. May be called from any thread."""
+        """Take a directive, by which versions may be over. May be called from any thread."""
         self._events.put((None, events.Directed(directive)))
 
     def stop(self, error: BaseException) -> None:
@@ -149,7 +149,7 @@ class Transfer:
         self._events.put((None, error))
 
     def run(self) -> Outcome:
-        """Raise the TensorHubError that ended it otherwise; then no thread of it writes any more."""
+        """Run it; return its outcome, or raise the TensorHubError that ended it. Then no thread of it writes."""
         began = time.monotonic()
         try:
             while not self._ended:
@@ -202,8 +202,8 @@ class Transfer:
             return event
 
     def _look_at_readers(self, now: float) -> events.Event | None:
-        """A source that has said nothing for too long, or that it waits itself. While there are bytes, or a reason why
-        there are none, we keep our leases."""
+        """Return the event of a source that has stalled, or that waits itself; None: there is none. While bytes arrive,
+        or there is a reason why none do, renew the leases."""
         before, self._come = self._come, self._bytes_from.total()
         if self._come != before:
             self._hub.renew(self._leases)
@@ -266,8 +266,8 @@ class Transfer:
             planned = moves.plan(manifest.tensors, slab.specs, paced=partial(until, self._machine.deadline))
             needed = moves.needed(manifest, planned)
             missing = self._destinations.missing(key, manifest, needed)
-        except DeadlineExceeded:  # of its many tensors
-            return events.Tick()  # who it came from, and what is missing, the machine knows
+        except DeadlineExceeded:  # while planning its many tensors
+            return events.Tick()  # the machine raises it, with the peer and what is missing
         self._targets[key.shard] = Target(manifest, slab, planned)
         is_borrowed = loan is not None and slab.borrowed is loan
         return events.Prepared(key.shard, missing, is_borrowed, len(missing) * manifest.segment_size_bytes)
@@ -305,7 +305,7 @@ class Transfer:
             reader.join(None if reader.writes else OPENING_S)
 
     def _end(self) -> None:
-        """Nothing writes into the destinations and no lease is held once run() has returned, however it ended."""
+        """Make sure that nothing writes into the destinations and no lease is held once run() has returned."""
         self._join_all()
         for request_id in self._leases:
             self._hub.end_lease(request_id)

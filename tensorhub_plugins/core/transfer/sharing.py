@@ -1,14 +1,14 @@
 """Which segments of a shard are read from which of its sources. PURE: a state and a time in, a list of actions out.
 
-The missing segments of a shard stand in one queue, in stream order. Every open source is assigned the next ones, a
-window of about `window_s` of its measured rate ahead, so that each takes the share it can deliver. When the queue is
-empty, an idle source takes over from one that would take much longer: that source is left, and with it only its
-segments in flight. One way out of death, freezing and slowness, and nothing is on its way twice.
+The missing segments of a shard are in one queue, in stream order. Every open source is assigned the next ones, a window
+of about `window_s` at its measured rate, so that each takes the share it can deliver. When the queue is empty, an idle
+source takes over from one that would take much longer: that source is left, which costs only its segments in flight.
+Dead, frozen and slow sources are handled alike, and no segment is on its way twice.
 
-An additional source is asked for when all that work are slow ("slow"), and more and more rarely while a transfer lasts
-("idle"): then the hub only grants one that is near and has nothing to do. A source that waits for bytes itself is not
-slow; the one that it waits for is, and that is its reader's business. A source in another data centre is given more
-time: what is in flight has used a scarce line, and would have to come over it once more.
+An additional source is asked for when all working ones are slow ("slow"), and more and more rarely while a transfer
+lasts ("idle"): then the hub only grants one that is near and idle. A source that waits for bytes itself is not slow;
+its own source is, and it deals with that itself. A source in another data centre is allowed more time: the segments in
+flight have used a scarce link, and would have to cross it again.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ class Source:
     limits: TransferLimits
     grant: m.Grant
     request_id: int
-    last_at: float  # progress, or a sign of life
+    last_at: float  # when it last made progress, or was heard
     is_far: bool
     window_first: int
     is_open: bool = False
     is_checked: bool = False
     assigned: dict[int, None] = field(default_factory=dict)
-    given: list[int] = field(default_factory=list)  # what has come from it
+    given: list[int] = field(default_factory=list)  # segments that came from it
     rate: float = 0.0  # segments a second
     best_rate: float = 0.0
-    since: float = 0.0  # of the rate being measured
+    since: float = 0.0  # start of the current measurement of the rate
     count: int = 0
     is_slow: bool = False
 
     def heard(self, now: float) -> None:
-        """It lives, and the time until now says nothing about its rate."""
+        """Note that it is alive; the time until now does not count for its rate."""
         self.last_at, self.since, self.count = now, now, 0
 
     def arrived(self, segment: int, now: float, *, waited: bool) -> None:
-        """It gave a segment. waited: it said that it waited for the bytes itself, so that this is not its speed."""
+        """Count a segment from it. waited: it had to wait for the bytes itself, so that this is not its speed."""
         del self.assigned[segment]
         self.given.append(segment)
         self.last_at = now
@@ -78,30 +78,30 @@ class Source:
 
     @property
     def window(self) -> int:
-        """How many segments it may have to deliver at a time."""
+        """Return how many segments may be assigned to it at a time."""
         limits = self.limits
         return max(limits.window_min_segments, int(self.rate * limits.window_s)) if self.rate else self.window_first
 
     def is_silent(self, now: float, last_at: float) -> bool:
-        """Whether it has said nothing for longer than a source does that is not slow."""
+        """Return whether it was silent for longer than a source that is not slow."""
         limits = self.limits
         due_s = limits.slow_segments / self.rate if self.rate else 0.0
         return now - last_at > max(limits.slow_far_s if self.is_far else limits.slow_s, due_s)
 
     def rest_s(self, count: int, now: float, last_at: float) -> float:
-        """Seconds until so many segments will have come, as far as we can see."""
+        """Return the estimated seconds until so many segments will have come."""
         rate = self.rate or self.window_first / max(self.limits.slow_s, 1e-9)
         silent_s = now - last_at
-        if silent_s > 1.0 / rate:  # the next one is due: believe what is seen
+        if silent_s > 1.0 / rate:  # the next one is overdue: use the observed rate
             rate = 1.0 / silent_s
         return count / rate
 
 
 @dataclass
 class Shard:
-    """Progress on one shard. missing is None until there is memory for it; queue: of it, what no source is assigned.
+    """Progress on one shard. missing is None until there is memory for it; queue: the part assigned to no source.
 
-    lender: the only source that can be read, because its own memory is what the shard is in.
+    lender: the only source that can be read, because the shard is in its memory.
 
     verify: whether every segment is checked as it comes; else nothing counts before its source's epoch was confirmed.
     """
@@ -115,20 +115,20 @@ class Shard:
     lender: bytes | None = None
     peer: str = ""  # the last source that was lost
     began: float = 0.0
-    additional_at: float = 0.0  # when the next question for an idle source is due
+    additional_at: float = 0.0  # when the next request for an idle source is due
 
     @property
     def is_done(self) -> bool:
-        """All of it is here and its sources have been dealt with: their epochs confirmed, their leases ended."""
+        """Return whether all of it is here and no source is left: epochs are confirmed, leases ended."""
         return self.is_whole and not self.sources
 
     @property
     def is_whole(self) -> bool:
-        """Whether every segment that is needed is here."""
+        """Return whether every segment that is needed is here."""
         return self.missing is not None and not self.missing
 
     def begin(self, needed: Iterable[int], now: float, limits: TransferLimits) -> None:
-        """There is memory for it; these segments are to be read."""
+        """Begin to read these segments, for which there is memory now."""
         self.missing = dict.fromkeys(needed)
         self.queue = deque(self.missing)
         self.began, self.additional_at = now, now + limits.additional_after_s
@@ -136,7 +136,7 @@ class Shard:
             source.heard(now)
 
     def assign(self, session: bytes, segments: tuple[int, ...], now: float) -> None:
-        """The first segments of the queue are this source's now."""
+        """Assign the first segments of the queue to this source."""
         source = self.sources[session]
         if not source.assigned:
             source.heard(now)
@@ -146,7 +146,7 @@ class Shard:
             source.assigned[segment] = None
 
     def remove(self, session: bytes, *, lost: bool) -> Source:
-        """The source is none any more; what has to be read again or from others goes back into the queue."""
+        """Remove a source; what has to be read again or from others goes back into the queue."""
         source = self.sources.pop(session)
         returned = self.returned(source, source.assigned, lost=lost)
         if self.missing is not None:
@@ -155,14 +155,14 @@ class Shard:
         return source
 
     def returned(self, source: Source, assigned: Iterable[int], *, lost: bool) -> list[int]:
-        """The segments to read from others when this source is left. lost: it failed, so that what it gave and no
-        digest has confirmed counts for nothing."""
+        """Return the segments to read from others when this source is left. lost: it failed, so that what came from it
+        and was not confirmed by a digest does not count."""
         unconfirmed = source.given if not self.verify and (lost or assigned) else []
         return [*assigned, *unconfirmed]
 
 
 def plan(shard: Shard, now: float) -> list[Action]:
-    """What is to be done now, in this order. Changes nothing."""
+    """Return what is to be done now, in this order, without changing anything."""
     actions: list[Action] = []
     queue = deque(shard.queue)
     held = {session: dict(source.assigned) for session, source in shard.sources.items()}
@@ -187,7 +187,7 @@ def plan(shard: Shard, now: float) -> list[Action]:
 def _too_slow(
     shard: Shard, held: Mapping[bytes, Mapping[int, None]], now: float, last_at: Mapping[bytes, float]
 ) -> bytes | None:
-    """The source that would take longest, if an idle one would do its rest much sooner."""
+    """Return the source that would take longest, if an idle one would do its rest much sooner; None: there is none."""
     idle = [shard.sources[session] for session, assigned in held.items() if not assigned]
     busy = [
         (shard.sources[session].rest_s(len(assigned), now, last_at[session]), session)
@@ -210,7 +210,7 @@ def _too_slow(
 
 
 def reason_for_more(shard: Shard, now: float, limits: TransferLimits) -> Literal["slow", "idle", None]:
-    """Whether an additional source is worth a question: all that work are slow, or the transfer lasts."""
+    """Return why to ask for an additional source: all working ones are slow, or it takes long; None: no reason."""
     working = [source for source in shard.sources.values() if source.assigned]
     if not working or not shard.missing or shard.lender is not None or len(shard.sources) >= limits.sources_max:
         return None

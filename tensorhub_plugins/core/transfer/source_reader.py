@@ -38,14 +38,14 @@ class Target:
 
 @dataclass
 class _Batch:
-    """Segments to read. after: readers that may have been asked for some of them before: they must have ended."""
+    """Segments to read. after: readers that may have been asked for some of them before: they must end first."""
 
     segments: tuple[int, ...]
     after: list[SourceReader]
 
 
 class SourceReader:
-    """Reads one shard from the source of `grant`; `machine` says until when, and whether digests are compared."""
+    """Reads one shard from the source of `grant`; `machine` has the deadline, and whether digests are compared."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SourceReader:
         self._to_confirm = False
         self._link: Link | None = None
         self._closed = False
-        self._refused = False  # nobody listens at the source's address
+        self._refused = False  # the source's address refuses connections
         self._busy = 0  # segments that were asked for and have not arrived
         self._expected_at = time.monotonic() + self._limits.open_s + self._limits.stall_s
         self._told_waiting_at = 0.0
@@ -80,26 +80,26 @@ class SourceReader:
 
     @property
     def stalls_at(self) -> float:
-        """The instant at which to drop this source. A source that waits for bytes itself says so, and moves it."""
+        """Return the instant at which to drop this source. Notices that it waits for bytes itself postpone it."""
         if self._link is not None and self._target is not None and not self._busy and not self._to_confirm:
             return float("inf")  # it has nothing to do
         heard_at = self._link.progress.heard_at if self._link is not None else 0.0
         return max(self._expected_at, heard_at + self._limits.stall_s)
 
     def source_waits(self) -> bool:
-        """Whether the source has said, since the last call, that it waits for bytes itself."""
+        """Return whether the source has reported, since the last call, that it waits for bytes itself."""
         waiting_at = self._link.progress.waiting_at if self._link is not None else 0.0
         before, self._told_waiting_at = self._told_waiting_at, max(waiting_at, self._told_waiting_at)
         return waiting_at > before
 
     @property
     def lives(self) -> bool:
-        """Whether its thread still runs."""
+        """Return whether its thread still runs."""
         return self._thread.is_alive()
 
     @property
     def writes(self) -> bool:
-        """Whether it was ever asked for bytes; if not, it may still be connecting, and there is nothing to wait for."""
+        """Return whether it was ever asked for bytes; else it may still be connecting, and need not be waited for."""
         return self._target is not None
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class SourceReader:
             self._changed.notify()
 
     def take_loan(self) -> Borrowed | None:
-        """The source's own memory, if it has lent it."""
+        """Return the source's own memory, if it has lent it."""
         return None if self._link is None else self._link.take_loan()
 
     def confirm_epoch(self) -> None:
@@ -128,7 +128,7 @@ class SourceReader:
             self._changed.notify()
 
     def close(self) -> None:
-        """Make the thread end soon; does not wait for it."""
+        """Make the thread end soon, without waiting for it."""
         with self._changed:
             self._closed = True
             link = self._link
@@ -156,11 +156,11 @@ class SourceReader:
                     return
         except (TensorHubError, OSError) as error:
             if (lacking := resources.refusal(error)) is not None:
-                self._tell(lacking)  # to this process, and not the fault of its source
+                self._tell(lacking)  # what this process lacks is not the fault of its source
             else:
                 text = str(error) if isinstance(error, TensorHubError) else repr(error)
                 self._lost(text)
-        except Exception as error:  # a fault of ours: the caller must see it, not a retry
+        except Exception as error:  # a bug of ours: raise it in the caller instead of retrying
             self._tell(error)
         finally:
             if self._link is not None:
@@ -170,14 +170,14 @@ class SourceReader:
         return min(self._machine.deadline, Deadline.after(self._limits.open_s))
 
     def _wait(self) -> bool:
-        """Until there is something to do; False: it is over."""
+        """Wait until there is something to do; return False when it is over."""
         with self._changed:
             while not (self._batches or self._to_confirm or self._closed):
                 self._changed.wait()
             return not self._closed
 
     def _more(self) -> list[int]:
-        """What else is to be read by now."""
+        """Return the segments that were added since, once the readers before it have ended."""
         segments: list[int] = []
         while self._batches:
             batch = self._batches.popleft()
@@ -187,7 +187,7 @@ class SourceReader:
         return segments
 
     def _open(self) -> tuple[Link, Manifest]:
-        """The best transport that both ends have and that reaches the source."""
+        """Open the best transport that both ends have and that reaches the source; return its link and manifest."""
         refused: ResourceRefused | None = None
         problems, where = [], {"far": self._far, "tls_only": tls.is_required()}
         for name, endpoint in choices(tuple(self._transports), self.grant.endpoints, **where):
@@ -214,7 +214,7 @@ class SourceReader:
                 self._refused |= isinstance(error.__cause__, ConnectionRefusedError)
                 if self._link is not None:
                     self._link.close()
-        if refused is not None:  # here: another source could be read no better
+        if refused is not None:  # on this side: no other source could be read either
             raise refused
         raise SourceLost(
             "; ".join(problems) or nothing_in_common(self.grant.endpoints, **where),
@@ -242,7 +242,7 @@ class SourceReader:
             self._tell(self.lost(why))
 
     def lost(self, why: str) -> events.Lost:
-        """The event that this source is lost, with how far it was reached."""
+        """Return the event that this source is lost, and whether it was ever reached."""
         is_unreached = self._link is None
         return events.Lost(self.shard, self.grant.session, why, self._refused and is_unreached, is_unreached)
 
@@ -250,5 +250,5 @@ class SourceReader:
         self._inbox.put((self, event))
 
 
-# With the reader it came from: words of one that was closed mean nothing, even if its source is the same again.
+# With the reader it came from: events of a closed one are ignored, even if the same source is read again.
 Events: TypeAlias = "queue.SimpleQueue[tuple[SourceReader | None, events.Event | BaseException]]"

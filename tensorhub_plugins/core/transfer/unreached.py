@@ -1,4 +1,4 @@
-"""Sources that this client could not connect to, behind a firewall or at an address of theirs alone.
+"""Sources that this client could not connect to: behind a firewall, or at an address that is only local to them.
 
 Each attempt costs `open_s`. Such a source is asked only where there is no other, until it may have come into reach.
 """
@@ -27,7 +27,7 @@ class Unreached:
                 del self._until[next(iter(self._until))]
 
     def sessions(self, now: float) -> tuple[bytes, ...]:
-        """Return those that are remembered still."""
+        """Return those that are still remembered."""
         with self._lock:
             self._until = {session: until for session, until in self._until.items() if until > now}
             return tuple(self._until)
