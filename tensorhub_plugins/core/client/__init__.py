@@ -1,1 +1,1 @@
-"""A worker's way into the store: `client` is the public face, `session` decides, `connection` is its socket."""
+"""A worker's interface to the store: `client` is the public face, `session` decides, `connection` is its socket."""

@@ -1,4 +1,4 @@
-"""The time that one call has: from its first line, for all that it does."""
+"""The time that one call is allowed: from its first line, for all that it does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tensorhub_plugins.core.memory.slab import Slab
 
 @dataclass(frozen=True)
 class Allowed:
-    """began: the first line of the call. timeout_s: that it has, for tensors of its caller. begins_with: the deadline
-    before it is known what is to be read, which moves it if it grows: where nobody has given a timeout."""
+    """The time limit of a call. began: its first line. timeout_s: with its caller's tensors. begins_with: the deadline
+    before it is known how much is read, which extends it if it grows: where the caller has given no timeout."""
 
     began: float
     timeout_s: float
@@ -26,19 +26,19 @@ class Allowed:
 
     @classmethod
     def begin(cls, timeout_s: float | None, tensors: object = None) -> Allowed:
-        """To be the first line of a call, which moves these tensors."""
+        """Begin a call that moves these tensors; has to be its first line."""
         began = time.monotonic()
         allowed_s = timeout_for(timeout_s, _size_of(tensors) if timeout_s is None else 0)
         return cls(began, allowed_s, Deadline(began + timeout_for(timeout_s, 0)), grows=timeout_s is None)
 
     @property
     def deadline(self) -> Deadline:
-        """For all that is done with the tensors of the caller."""
+        """Return the deadline for all that is done with the tensors of the caller."""
         return Deadline(self.began + self.timeout_s)
 
     @contextmanager
     def naming(self, version: int | str) -> Iterator[None]:
-        """What ends at the deadline within, here and not at a peer, names the version."""
+        """Add the version to a DeadlineExceeded that was raised within, by this process and not by a peer."""
         try:
             yield
         except DeadlineExceeded as error:
@@ -50,7 +50,7 @@ class Allowed:
 
 
 def _size_of(tensors: object) -> int:
-    """Bytes of these tensors, of a slab or a mapping; of anything else, which is refused later, none."""
+    """Return the bytes of these tensors, of a slab or a mapping; 0 for anything else, which is refused later."""
     if isinstance(tensors, Slab):
         return tensors.size_bytes
     found = tensors.values() if isinstance(tensors, Mapping) else ()

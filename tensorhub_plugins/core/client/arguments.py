@@ -1,4 +1,4 @@
-"""What a client is made from: its arguments, checked, and the transports that work here."""
+"""The arguments of a client, checked, and the transports that work on this host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tensorhub_plugins.core.types import (
     printable,
 )
 
-LAYOUTS_MAX = 8  # that one fetch names
+LAYOUTS_MAX = 8  # in one fetch
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
 ADVERTISE_VARIABLE = "TENSORHUB_ADVERTISE"
 
@@ -44,7 +44,7 @@ log = logging.getLogger("tensorhub.client")
 
 
 def check_identity(shard: int, shard_count: int, **names: str) -> None:
-    """UsageError unless these name one shard of one replica."""
+    """Raise UsageError unless these name one shard of one replica."""
     for what, name in names.items():
         check_name(what, name)
     if not 0 <= shard < shard_count <= SHARDS_MAX:
@@ -52,20 +52,20 @@ def check_identity(shard: int, shard_count: int, **names: str) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """UsageError unless each is True or False, or numpy's."""
+    """Raise UsageError unless each is True or False, or numpy's."""
     for what, flag in flags.items():
         if type(flag).__name__ not in ("bool", "bool_"):
             raise UsageError(f"{what}={flag!r:.80}: True or False")
 
 
 def check_installed(what: str, version: object) -> None:
-    """UsageError unless this is a version, or 0 for none."""
+    """Raise UsageError unless this is a version, or 0 for none."""
     if type(version) is not int or version != 0:
         check_version(version, what)
 
 
 def check_target(installed: object, refused: object, *, pins: object) -> tuple[int, ...]:
-    """Return the last of the versions that were refused; UsageError for what no follower can have."""
+    """Return the last of the versions that were refused. Raise UsageError for what no follower can have."""
     check_flags(pins=pins)
     check_installed("installed", installed)
     if isinstance(refused, str) or not isinstance(refused, Iterable):
@@ -74,7 +74,7 @@ def check_target(installed: object, refused: object, *, pins: object) -> tuple[i
 
 
 def check_offered(version: object, layout: object, timeout_s: float | None = None) -> None:
-    """UsageError unless this is a version, in one layout or (None) in all, and a time or None."""
+    """Raise UsageError unless this is a version, in one layout or (None) in all, and a time or None."""
     check_version(version)
     timeout_for(timeout_s, 0)
     if layout is not None:
@@ -89,14 +89,14 @@ def check_key(key: object) -> ShardKey:
 
 
 def check_layouts(layouts: Sequence[str], **flags: object) -> None:
-    """UsageError unless these are layouts, a few, and these flags."""
+    """Raise UsageError unless these are layouts, not too many, and these are flags."""
     check_flags(**flags)
     if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not 1 <= len(layouts) <= LAYOUTS_MAX:
         raise UsageError(f"layouts={layouts!r}: give a list of 1 to {LAYOUTS_MAX} layouts, the preferred one first")
 
 
 def check_budget(budget_bytes: object, over_budget: object) -> None:
-    """UsageError unless this is a number of bytes, and what to do beyond it."""
+    """Raise UsageError unless this is a number of bytes, and what to do beyond it."""
     if budget_bytes is not None and (type(budget_bytes) is not int or budget_bytes < 0):
         raise UsageError(f"memory_budget_bytes={budget_bytes!r}: a number of bytes, or None for half of the memory")
     if over_budget not in ("warn", "refuse"):
@@ -104,14 +104,14 @@ def check_budget(budget_bytes: object, over_budget: object) -> None:
 
 
 def check_word(what: str, word: object) -> str:
-    """UsageError for what no message can hold as a word, which may be empty."""
+    """Return a text that may be empty. Raise UsageError for what no message can hold."""
     if not is_text(word) or len(word) > NAME_LENGTH_MAX or printable(word) != word:
         raise UsageError(f"{what}={word!r:.80}: a text of at most {NAME_LENGTH_MAX} characters that can be printed")
     return word
 
 
 def check_location(location: object) -> Location:
-    """UsageError for what no Hello can hold."""
+    """Return a location. Raise UsageError for what no Hello can hold."""
     if not isinstance(location, Location):
         raise UsageError(f"location={location!r:.80}: a Location(data_center, rack, host), or None for this host's")
     for what in location.__struct_fields__:
@@ -120,7 +120,7 @@ def check_location(location: object) -> Location:
 
 
 def checked_specs(specs: Iterable[TensorSpec], deadline: float, what: str = "specs") -> Iterator[TensorSpec]:
-    """These, for reading or for memory. UsageError for what is none, DeadlineExceeded at the deadline."""
+    """Yield these, for reading or for memory. Raise UsageError for what is none, DeadlineExceeded at the deadline."""
     if type(deadline) not in (Deadline, float, int):
         raise UsageError(f"deadline={deadline!r:.80}: a Deadline, as `Deadline.after(seconds)` makes it")
     if not isinstance(specs, Iterable):
@@ -132,12 +132,12 @@ def checked_specs(specs: Iterable[TensorSpec], deadline: float, what: str = "spe
 
 
 def wanted_table(specs: Iterable[TensorSpec], deadline: float) -> TensorTable:
-    """Return the tensors that are wanted of a checkpoint. UsageError, DeadlineExceeded as in `checked_specs`."""
+    """Return the tensors that are wanted of a checkpoint. Raise UsageError, DeadlineExceeded as `checked_specs`."""
     return TensorTable.of(checked_specs(specs, deadline, "wanted"))
 
 
 def check_retain(newest: object, domains: object, across: object) -> None:
-    """UsageError for what cannot be retained."""
+    """Raise UsageError for what cannot be retained."""
     if type(newest) is not int or not 0 <= newest <= RETAIN_MAX:
         raise UsageError(f"retain(newest={newest!r}): a count of versions from 0 to {RETAIN_MAX}")
     if type(domains) is not int or not 1 <= domains <= DOMAINS_MAX or across not in get_args(Across):
@@ -148,7 +148,7 @@ def check_retain(newest: object, domains: object, across: object) -> None:
 
 
 def here() -> Location:
-    """This worker's location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
+    """Return our location: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, TENSORHUB_HOST (default: the host's name)."""
     return Location(
         data_center=os.environ.get("TENSORHUB_DATA_CENTER", ""),
         rack=os.environ.get("TENSORHUB_RACK", ""),
@@ -157,8 +157,8 @@ def here() -> Location:
 
 
 def advertised(given: str | None) -> str:
-    """Return the host that peers are told to connect to: TENSORHUB_ADVERTISE, which a node says of itself, else what is
-    given; empty where neither is."""
+    """Return the host for peers to connect to: TENSORHUB_ADVERTISE, which is set per node, else what is given; empty
+    where neither is."""
     said = os.environ.get(ADVERTISE_VARIABLE, "")
     host = check_word(ADVERTISE_VARIABLE if said else "advertise_host", said or given or "")
     try:
@@ -170,7 +170,7 @@ def advertised(given: str | None) -> str:
 
 
 def is_preemptible() -> bool:
-    """Whether the environment says that this node is one that may be taken away at short notice."""
+    """Return whether the environment says that this node may be preempted at short notice."""
     said = os.environ.get(PREEMPTIBLE_VARIABLE, "0")
     if said not in ("0", "1"):
         raise UsageError(f"{PREEMPTIBLE_VARIABLE}={said!r:.80}: 1 on a node that may be taken away, else 0")
@@ -178,7 +178,7 @@ def is_preemptible() -> bool:
 
 
 def check_written(slab: Slab, version: int) -> None:
-    """UsageError for an allocated slab of which tensors were never written."""
+    """Raise UsageError for an allocated slab some of whose tensors were never written."""
     if slab.kind == "allocated" and slab.unwritten:
         raise UsageError(
             f"{len(slab.unwritten)} tensors of the slab were never written, first {list(slab.unwritten[:5])}: write "
@@ -190,7 +190,7 @@ def check_written(slab: Slab, version: int) -> None:
 def usable(
     names: Sequence[str], advertise_host: str, limits: TransportLimits, gate: Gate | None
 ) -> dict[str, Transport]:
-    """The transports of these names that work here, made; UsageError when none does."""
+    """Make and return those of these transports that work on this host. Raise UsageError when none does."""
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"transports={names!r:.80}: a list of names, for example ['tcp']")
     transports: dict[str, Transport] = {}
@@ -204,8 +204,8 @@ def usable(
                     made.close()
                 raise
         else:
-            # Nobody who names no transport wants to hear on every worker that it has no RDMA card; but that it has one
-            # and does not use it.
+            # With default transports a missing RDMA card is not worth a warning on every worker; one that exists and
+            # is not used is.
             quiet = tuple(names) == DEFAULT_TRANSPORTS and not expected(name)
             log.log(logging.INFO if quiet else logging.WARNING, "no %s here: %s", name, reason)
     if not transports:

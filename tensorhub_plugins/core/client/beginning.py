@@ -1,4 +1,4 @@
-"""How a trainer begins an attempt: it asks, sees whether its former life is gone, and asks again."""
+"""How a trainer begins an attempt: it asks, checks whether its former incarnation has ended, and asks again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Ask = Callable[[Callable[[int], session.Request], float], messages.Reply]
 
 
 def begin(ask: Ask, step: int, word: str, timeout_s: float) -> Attempt:
-    """As `Client.begin`. ask: a request, built from its number, within so many seconds."""
+    """Begin an attempt, as `Client.begin`. ask: sends a request, built from its number, and waits so many seconds."""
     deadline = Deadline.after(timeout_s)
     reply = ask(lambda n: messages.Begin(n, step, timeout_s, word), timeout_s)
     if isinstance(reply, messages.Rivals):

@@ -1,7 +1,7 @@
-"""What host memory a worker may take, and will: said before the first byte of it is taken, and refused then.
+"""The host memory that a worker may use, and will: reported before the first byte of it is used, or refused then.
 
-Memory is taken page by page as versions are written. What does not fit would be found out by the kernel, in the middle
-of a run, which ends the process without a word.
+Memory is used page by page as versions are written. If it did not fit, the kernel would notice in the middle of a run,
+and kill the process without a message.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ log = logging.getLogger("tensorhub.client")
 
 
 class Budget:
-    """Of one worker ("replica/shard"). size_bytes, refuses: `memory_budget_bytes` and `over_budget` of a client."""
+    """A worker's memory ("replica/shard"). size_bytes, refuses: the client's `memory_budget_bytes`, `over_budget`."""
 
     def __init__(self, worker: str, size_bytes: int | None = None, *, refuses: bool = False) -> None:
         self.worker, self.refuses = worker, refuses
         self.size_bytes = machine.total_bytes() // 2 if size_bytes is None else size_bytes
 
     def expect(self, need: Need, *, workers: int = 1, mend: str) -> None:
-        """Say what this worker is about to take. workers: on this host, which take as much each. mend: what a person
-        can do about it. UsageError where the host has less free, or the budget is less and what exceeds it is refused.
+        """Log what this worker is about to use. workers: on this host, which use as much each. mend: what a user can do
+        about it. Raise UsageError where the host has less free, or the budget is less and refuses the excess.
         """
         said = says_memory(self.worker, need, workers)
         available = machine.available_bytes()

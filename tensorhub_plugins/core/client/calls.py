@@ -1,17 +1,17 @@
-"""Each public call is carried out by another thread, where nothing interrupts it; its caller only waits.
+"""Public calls are carried out by another thread, which nothing interrupts; the caller only waits.
 
 KeyboardInterrupt (Ctrl-C, `ray.cancel`), the SystemExit of a signal's handler, or what PyThreadState_SetAsyncExc raises
-may come between any two instructions of the calling thread. There it would leave locks held, the hub told and nothing
-served, or memory that nobody gives back. So what a call does happens in another thread, as if in the caller's (its
-device, streams, cores, modes and context variables). When the caller is interrupted, that thread hears of it where it
+may come between any two instructions of the calling thread. There it would leave locks held, a version announced to the
+hub and not served, or memory that is never released. So the work of a call happens in another thread, with the caller's
+device, streams, cores, modes and context variables. When the caller is interrupted, that thread is notified where it
 waits (`result`, `check`): `Interrupted` is raised there, and ends the call as any error does. A call that had done its
-work by then is undone (`undone_by`). Our own threads carry their calls out themselves, as nobody interrupts them.
+work by then is undone (`undone_by`). Our own threads carry their calls out themselves, as they are not interrupted.
 
-The caller's side is made of steps that happen whole or not at all: a call is put into a queue, a lock is taken, and who
-takes the only token of a deque has decided. An interrupt before, between or after them finds the call not begun, under
-way, or done. To hold signals back instead would replace the process's handlers, which are asyncio's, Ray's and vLLM's.
+The caller's side consists of atomic steps: a call is put into a queue, a lock is acquired, and the thread that takes
+the only token of a deque has decided. An interrupt before, between or after them finds the call not begun, in progress,
+or done. Blocking signals instead would replace the process's handlers, which are asyncio's, Ray's and vLLM's.
 
-One thread always waits for the next call: to hand one over takes 20 us, to start a thread each time took up to 1 ms.
+One thread always waits for the next call: handing one over takes 20 us, starting a thread each time took up to 1 ms.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ T = TypeVar("T")
 log = logging.getLogger("tensorhub.client")
 
 OURS = "tensorhub"  # the names of our own threads begin so
-POLL_S = 0.2  # what another thread raises here waits for an instruction of ours: a lock that is waited for is none
-BEGIN_S = 5.0  # that a thread has to begin the call: where none can be started, the caller carries it out
-UNDO_S = 1.0  # that an interrupted caller waits; what takes longer goes on without it
+POLL_S = 0.2  # an asynchronous exception is raised at the next bytecode instruction, and a blocked lock runs none
+BEGIN_S = 5.0  # for a thread to begin the call: where none can be started, the caller carries it out
+UNDO_S = 1.0  # an interrupted caller waits so long; what takes longer goes on without it
 IDLE_MAX = 4  # threads that wait for the next call
 
 _mine = threading.local()
@@ -50,7 +50,7 @@ class Interrupted(BaseException):
 
 
 class _Threads:
-    """The threads that carry calls out. One that takes a call sees that another one waits for the next."""
+    """The threads that carry calls out. One that takes a call makes sure that another one waits for the next."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()  # a forked child has none of them
@@ -59,10 +59,10 @@ class _Threads:
         self._idle = 0
 
     def put(self, action: Callable[[], None]) -> None:
-        """Have it carried out soon. Safe to interrupt. RuntimeError where no thread can be started, as at the
+        """Have it carried out soon. Safe to interrupt. Raise RuntimeError where no thread can be started, as at the
         interpreter's exit."""
         if not self._idle:
-            _thread.start_new_thread(self._begin, (True,))  # it starts one that `threading` knows
+            _thread.start_new_thread(self._begin, (True,))  # it starts one that `threading` registers
         self._actions.put(action)
 
     def _begin(self, or_serves: bool = False) -> None:
@@ -85,7 +85,7 @@ class _Threads:
                 self._idle -= 1
             self._begin()
             action()
-            del action  # and the memory that it names
+            del action  # and the memory that it refers to
             with self._lock:
                 if self._idle >= IDLE_MAX:
                     return
@@ -103,15 +103,15 @@ def _put(action: Callable[[], None]) -> None:
 
 
 class _Call(Generic[T]):
-    """Carries out what one caller waits for."""
+    """One call: what its caller waits for, and the thread's side of it."""
 
     def __init__(self, body: Callable[[], T]) -> None:
         context = copy_context()
         self._body: Callable[[], T] = lambda: context.run(body)
-        from tensorhub_plugins.core import device  # torch, without which a hub and its commands do
+        from tensorhub_plugins.core import device  # imports torch, which a hub and its commands do not need
 
         self._take_over, self._cores = device.carried(), os.sched_getaffinity(0)
-        self._unbegun, self._open = deque([None]), deque([None])  # tokens: who takes one begins, or ends, the call
+        self._unbegun, self._open = deque([None]), deque([None])  # tokens: its taker begins, or ends, the call
         self._over, self._undone = _thread.allocate_lock(), _thread.allocate_lock()
         self._over.acquire()
         self._undone.acquire()
@@ -122,7 +122,7 @@ class _Call(Generic[T]):
     # --- in the caller's thread ---
 
     def wait(self) -> tuple[list[T], BaseException | None]:
-        """Return what it returns, in a list, or raises. Neither is kept here."""
+        """Wait for the end; return the result, in a list, and the error. Neither is kept here."""
         begun_by = time.monotonic() + BEGIN_S
         try:
             _put(self._run)
@@ -135,7 +135,7 @@ class _Call(Generic[T]):
         return outcome
 
     def interrupt(self) -> None:
-        """End it, or undo it. Waits for that, but not long."""
+        """End it, or undo it. Wait for that, but not long."""
         try:
             _put(self._interrupt)
         except RuntimeError:
@@ -157,12 +157,12 @@ class _Call(Generic[T]):
                 result.append(self._body())
         except BaseException as raised:
             error = raised
-            self.undo.clear()  # it has done so itself
+            self.undo.clear()  # it has undone its work itself
         finally:
             _mine.call = None
-            del self._body  # and the memory that it names
+            del self._body  # and the memory that it refers to
         self._outcome = result, error
-        del result, error  # the frames of its traceback keep what they know
+        del result, error  # the frames of its traceback keep their variables alive
         if not _took(self._open):
             self._undo()
         self._over.release()
@@ -194,9 +194,9 @@ def _took(token: deque[None]) -> bool:
 
 
 def run(body: Callable[[], T]) -> T:
-    """Carry this out where nothing interrupts it. Within a call it is a part of that."""
+    """Carry this out where nothing interrupts it. Within a call it is part of that call."""
     is_ours = getattr(_mine, "call", None) is not None or threading.current_thread().name.startswith(OURS)
-    if is_ours or sys.is_finalizing():  # then no other thread runs any more
+    if is_ours or sys.is_finalizing():  # at exit no other thread runs any more
         return body()
     call = _Call(body)
     try:
@@ -224,7 +224,7 @@ def public(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def all_public(cls: type[T]) -> type[T]:
-    """Make every call of this class's methods a `run`: of `__init__`, and of those that begin with no underscore."""
+    """Make every call of this class's methods a `run`: of `__init__`, and of those without a leading underscore."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(cls, name, public(method))
@@ -234,7 +234,7 @@ def all_public(cls: type[T]) -> type[T]:
 def wait_for(
     future: Future[Any], *, timeout_s: float | None = None, give_up: Callable[[], object] = lambda: None
 ) -> None:
-    """Wait until it is done, or for so long. When the caller is interrupted before, `give_up` and raise Interrupted."""
+    """Wait until it is done, or for so long. If the caller is interrupted before, call `give_up`, raise Interrupted."""
     call: _Call[Any] | None = getattr(_mine, "call", None)
     either = (future,) if call is None else (future, call.interrupted)
     wait(either, timeout_s, FIRST_COMPLETED)
@@ -244,7 +244,7 @@ def wait_for(
 
 
 def result(future: Future[T], *, timeout_s: float | None = None, give_up: Callable[[], object] = lambda: None) -> T:
-    """Return what this future comes to, as of `wait_for`."""
+    """Return the result of this future, as in `wait_for`."""
     wait_for(future, timeout_s=timeout_s, give_up=give_up)
     return future.result(0.0)
 

@@ -1,12 +1,12 @@
-"""The blocking client: publish, unpublish, replicate, retain. What an adapter or a training loop needs, nothing else.
+"""The blocking client: publish, unpublish, replicate, retain. All that an adapter or a training loop needs.
 
     with Client("tcp://host:7070", run="r1", model="actor", replica="trainer") as trainer:
         trainer.publish(1, tensors)                 # for vLLM: vllm.checkpoint_tensors(model)
     with Client("tcp://host:7070", run="r1", model="actor", replica="rollout-0") as rollout:
         report = rollout.replicate(parameters)      # the newest version, in place, from the best holder
 
-The way of a version: `publish` puts an offer on this worker's shelf, where the transports serve it from, and tells the
-hub. `replicate` and `fetch` ask the hub for sources and run a `Transfer`; what they have read becomes an offer too.
+The path of a version: `publish` puts an offer on this worker's shelf, from which the transports serve it, and notifies
+the hub. `replicate` and `fetch` ask the hub for sources and run a `Transfer`; what they have read becomes an offer too.
 Every method may be called from any thread. Every wait has a deadline, and errors say what to do (see errors.py).
 """
 
@@ -64,45 +64,44 @@ from tensorhub_plugins.core.types import (
 
 log = logging.getLogger("tensorhub.client")
 
-CLOSE_S = 5.0  # that a second close waits for the first, which may wait for the thread that calls the second
+CLOSE_S = 5.0  # a second close waits so long for the first, which may itself wait for the second's thread
 
 
 @calls.all_public
 @resources.in_each_call
 class Client:
-    """One worker's way into the store.
+    """One worker's connection to the store.
 
     address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.
     replica, shard, shard_count: which part of which copy this worker is; the names of live replicas must differ.
     location: defaults to `here()`. transports: names in order of preference; those that do not work here are left out,
-    which the log says. advertise_host: the address under which peers reach this host; defaults to the one that faces
-    the hub.
+    and logged. advertise_host: the address under which peers reach this host; defaults to the one that faces the hub.
 
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
-    a model must agree on, only the source's word after the reading says that its bytes were still the published ones.
-    digest: what it is published with. With "blake3", which no host on the way can forge, nothing else is read, either.
+    a model must agree on, only the source's statement after the read confirms that its bytes were the published ones.
+    digest: the algorithm to publish with. With "blake3", which no host on the way can forge, no other is read, either.
 
     keys: the run's secret, or a reader's key; None: the environment's (see security/secret.py), if it has one.
-    job: by which a hub with a secret knows this worker's next life, and lets it take the former one's place at once.
+    job: identifies this worker's next incarnation to a hub with a secret, which lets it take over the name at once.
     None: the environment's TENSORHUB_JOB; without one a name is free after five silent heartbeats.
 
-    preemptible: this worker may be taken away at short notice: what only such workers have is not safe, see `retain`.
+    preemptible: this worker may be preempted at short notice: what only such workers have is not safe, see `retain`.
     None: the environment's TENSORHUB_PREEMPTIBLE, 1 or 0; without one it is not.
 
     limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
     when a connection counts as lost, how many readers are served; see TransportLimits.
 
     memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
-    half of this machine's); what it leaves is room for copies that `retain(domains=2)` needs. What goes beyond is said
-    in the log, or, with over_budget="refuse", not published (UsageError); it says which versions take it. The last copy
-    of a retained version is kept all the same.
+    half of this machine's); the rest of it is for copies that `retain(domains=2)` needs. An excess is logged, or, with
+    over_budget="refuse", not published (UsageError), with the versions that use the memory. The last copy of a retained
+    version is kept all the same.
 
     Any timeout_s is in seconds, 0 or more, from the first line of a call; above a year counts as a year. It covers all
-    that the call does: looking at tensors, copies, digests, the hub's answer. One that is given is strict. None, of
+    that the call does: checking tensors, copies, digests, the hub's answer. An explicit one is strict. None, of
     calls that move weights: 60 s (unpublish: 30 s), and one more for each 0.5 GB that they move. Every method that asks
     the hub may raise HubUnreachable, when it has not answered shortly after timeout_s (here: connect_timeout_s), and
-    UsageError, for arguments that can never work or when the client is closed. What has raised is not carried out
-    later. ResourceRefused, a UsageError, when the system gives this process no thread, descriptor or memory.
+    UsageError, for arguments that can never work or when the client is closed. A call that has raised is not carried
+    out later. ResourceRefused, a UsageError, when the system refuses this process a thread, descriptor or memory.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class Client:
             raise
         calls.undone_by(self.close)
 
-    # --- versions: publish, read, take back ---
+    # --- versions: publish, read, unpublish ---
 
     def publish(
         self,
@@ -167,20 +166,20 @@ class Client:
         parts: Mapping[str, Part] | None = None,
         strict: bool = False,
     ) -> PublishReport:
-        """Offer a version to all readers; returns when the hub knows of it. Until unpublish its bytes must not change.
+        """Offer a version to all readers; return when the hub knows of it. Until unpublish its bytes must not change.
 
         tensors: name -> tensor of any dtype, shape and device (but meta); copied into host memory (copy=True; a dense
         one with its strides) or adopted in place (copy=False: dense tensors, all on the CPU or all on one device). A
         Slab is published as it is, every tensor of it written, and belongs to the client from then on. parts: tensors
         that are a part of what the replica holds under that name, and where: start, global_shape in elements, by axis.
-        Versions only grow within a layout; welcome are the same version in another layout, one taken back with the same
-        bytes, and an older one that operators make the fleet return to (`pin`, `withdraw`). strict: names, dtypes and
-        shapes must be those that this client published before in this layout; else the log says what differs. Of one of
-        several shards of a checkpoint only the tensors still here are compared: others may have gone to another shard.
+        Versions only grow within a layout; also allowed are the same version in another layout, an unpublished one with
+        the same bytes, and an older one that operators make the fleet return to (`pin`, `withdraw`). strict: names,
+        dtypes and shapes must be those that this client published before in this layout; else differences are logged.
+        For one of several shards of a checkpoint only the tensors still here are compared: others may have moved.
 
         Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
-        whether the hub may have heard of it, in which case it is taken back.
+        whether the request may have reached the hub, in which case it is withdrawn.
         """
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
@@ -208,8 +207,8 @@ class Client:
                     self._serving, key, slab, parts, deadline, algorithm=self.digest, strict=strict
                 )
                 digested = time.monotonic()
-                calls.check()  # its caller may publish it again by now
-                # A trainer does not lend: who installs late would keep it from using its memory again.
+                calls.check()  # an interrupted caller may publish it again by now
+                # A trainer does not lend: an engine that installs late would keep it from reusing its memory.
                 lends = key.layout != CHECKPOINT and is_ours
                 self._serving.publish(key, manifest, slab, deadline, lends=lends)
         except BaseException:
@@ -225,26 +224,26 @@ class Client:
         return PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float | None = None) -> UnpublishReport:
-        """Take a version back (layout None: in every layout). Afterwards its memory may change.
+        """Withdraw this worker's offer of a version (layout None: in every layout). Afterwards its memory may change.
 
-        Returns when its last reader has finished, or after timeout_s, when the readers that are left are cut off. The
+        Return when its last reader has finished, or after timeout_s, when the remaining readers are disconnected. The
         last copy of a retained version is moved to host memory first and served from there until it is not needed; so
         is a copy about which the hub does not answer, as it may be the last one: this does not raise HubUnreachable.
-        DeadlineExceeded when moving it takes longer: then it is offered on where it lies, and must not change yet.
-        A version that is not offered here is no error. UsageError while it is still being read here.
+        Raise DeadlineExceeded when moving it takes longer: then it stays on offer where it is, and must not change yet.
+        A version that is not offered here is no error. Raise UsageError while it is still being read here.
 
-        Of tensors that were published in place a few segments are compared with their digests: the log and
-        `UnpublishReport.damaged` say which were written to meanwhile. `recheck` compares all.
+        For tensors that were published in place a few segments are compared with their digests: the log and
+        `UnpublishReport.damaged` name those that were written to meanwhile. `recheck` compares all.
         """
         arguments.check_offered(version, layout, timeout_s)
         self._check_open()
         return self._serving.unpublish(version, layout, timeout_s)
 
     def recheck(self, version: int, layout: str | None = None) -> tuple[str, ...]:
-        """The tensors of a version offered here (layout None: in every layout) whose bytes are not those that were
-        published; empty: all are right, or nothing of it is offered, or it was published with verify=False.
+        """Return the tensors of a version offered here (layout None: in every layout) whose bytes are not those that
+        were published; empty: all are right, or nothing of it is offered, or it was published with verify=False.
 
-        It reads all of them, at the speed of memory. What is damaged is offered no more.
+        It reads all of them, at the speed of memory. A damaged shard is no longer offered.
         """
         arguments.check_offered(version, layout)
         self._check_open()
@@ -265,17 +264,17 @@ class Client:
 
         tensors: name -> dense tensor, all on the CPU or all on one device, of the dtype and shape that were published
         (or of a part's). version: its number, or "latest", which is never older than what was read before. The
-        checkpoint layout may be wanted in part (the names given); any other layout must match shard for shard, tensor
+        checkpoint layout may be read in part (the names given); any other layout must match shard for shard, tensor
         for tensor. serve: offer what was read to others, until unpublish. parts: tensors that are only a part of what
-        is published, and where it lies there (in elements), for example a rank's rows; what was published in parts is
-        put together. Only the segments that are needed are read.
+        is published, and its position there (in elements), for example a rank's rows; what was published in parts is
+        assembled. Only the segments that are needed are read.
 
         An error after the first byte leaves the tensors mixed: do not use them before another replicate() succeeds (or
-        read into a `fetch`ed slab instead). repair: they are mixed, or damaged: what has the right digest already stays
-        as it is, which takes one look at all bytes, and only the other segments are read, from any holder.
+        read into a `fetch`ed slab instead). repair: they are mixed, or damaged: segments that have the right digest are
+        kept, which takes one pass over all bytes, and only the others are read, from any holder.
 
         Raise NotPublished, VersionGone, DeadlineExceeded, HubUnreachable, CorruptBytes when no source is left that has
-        sent the published bytes, or UsageError naming the tensor that does not fit, or two that are the same memory
+        sent the published bytes, or UsageError naming the tensor that does not fit, or two that share memory
         here (tied weights) and were published with different bytes. Further names of the same memory take host memory
         while they are read. Memory that another call of this process reads into, or that is published, is a UsageError.
         """
@@ -299,19 +298,19 @@ class Client:
         wanted: Iterable[TensorSpec] | None = None,
         borrow: bool = False,
     ) -> Fetched:
-        """Read a version into host memory of its own, in the first of `layouts` (by preference) that can be had.
+        """Read a version into host memory of its own, in the first of `layouts` (by preference) that is available.
 
-        Returns one slab for each source shard: `Fetched.tensors()` are views of them, on the CPU, with the published
-        names, dtypes and shapes. `Fetched.release()` gives the memory back; else the next fetch takes new memory.
-        converts: when nobody has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
-        layouts[0] of that version; the others wait for it. Fetched.converts says that this worker was chosen.
-        serve: offer the bytes to others as they arrive. Errors as in `replicate`; nothing is left behind by one.
+        Return one slab for each source shard: `Fetched.tensors()` are views of them, on the CPU, with the published
+        names, dtypes and shapes. `Fetched.release()` returns the memory; else the next fetch takes new memory.
+        converts: when no worker has layouts[0], one reader is chosen to read layouts[-1] and is expected to publish
+        layouts[0] of that version; the others wait for it. Fetched.converts is set if this worker was chosen.
+        serve: offer the bytes to others as they arrive. Errors as in `replicate`; none leaves anything behind.
         into, repair: tensors for layouts[0], which is read in place as by `replicate`; Fetched has no slabs then.
-        wanted: of a checkpoint only these tensors or parts of them, in one slab, and offered to nobody. UsageError if
-        they are none of what is published.
+        wanted: of a checkpoint only these tensors or parts of them, in one slab, which is not offered. Raise UsageError
+        if they are not part of what is published.
         borrow: where another rollout of this host has the whole shard in memory that can be shared, use that, and take
-        none. Nothing may be written to these tensors; a forked child does not have them. They are offered until the
-        next such fetch begins, and until they are released, too, the other one has new memory for what comes next.
+        none. These tensors must not be written; a forked child does not have them. They are offered until the
+        next such fetch begins; until then, and until they are released, the lender uses new memory for what it reads.
         """
         allowed = Allowed.begin(timeout_s, into)
         arguments.check_layouts(layouts, converts=converts, serve=serve, repair=repair, borrow=borrow)
@@ -334,7 +333,7 @@ class Client:
         return Fetched.of(outcome, destinations.allocated, layouts[0], only, self._serving.releaser)
 
     def abandon(self, version: int, layout: str) -> None:
-        """Give up a conversion that `fetch` has put on this worker; another is chosen. Does not wait for the hub."""
+        """Abandon a conversion that `fetch` assigned to this worker; another is chosen. Does not wait for the hub."""
         key = ShardKey(check_version(version), check_name("layout", layout), self.shard, self.shard_count)
         check_not_forked(self._pid, "client")
         self._hub.ask(lambda number: messages.Abandon(number, key), Deadline.after(BACKGROUND_TIMEOUT_S))
@@ -357,8 +356,8 @@ class Client:
 
         It is the pinned version; else the newest visible one that is not in `refused` (versions that this worker could
         not install, the last 64 count). It is older than what is installed only if that was withdrawn, or if it is
-        pinned. A version in `refused` is returned once more when it is pinned again. pins=False: as if nothing were
-        pinned, for who needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
+        pinned. A version in `refused` is returned once more when it is pinned again. pins=False: ignore pins, for a
+        reader that needs the trainer's newest. Raise NotPublished at the deadline, or VersionGone if what is
         installed was withdrawn, or what is pinned is held by no worker, and there is nothing to run instead.
         """
         refused, serial = arguments.check_target(installed, refused, pins=pins), self._hub.directive.serial
@@ -368,13 +367,13 @@ class Client:
 
     @property
     def pinned(self) -> int | None:
-        """The version at which operators keep all followers, as the hub last said; None: they run the newest."""
+        """Return the version at which operators keep all followers, as last reported; None: they run the newest."""
         return self._hub.directive.pin or None
 
     def pin(self, version: int, *, timeout_s: float = 10.0) -> None:
         """Make all followers of this run and model go to this version and stay there, until `unpin`.
 
-        "latest" is the pinned version meanwhile, and its last copy is not given up. UsageError if no worker holds it.
+        "latest" is the pinned version meanwhile, and its last copy is retained. Raise UsageError if no worker holds it.
         """
         number = check_version(version)
         self._ask(lambda n: messages.Pin(n, number, timeout_s), timeout_s)
@@ -384,26 +383,26 @@ class Client:
         self._ask(lambda n: messages.Pin(n, 0, timeout_s), timeout_s)
 
     def withdraw(self, version: int, *, timeout_s: float = 10.0) -> None:
-        """This version is bad: no reader is given it any more, reads of it are stopped (VersionGone), and followers
+        """Withdraw a bad version: no reader gets it any more, reads of it are stopped (VersionGone), and followers
         that run it return to the newest other one that is held. So keep two, with `retain(newest=2)`.
 
-        It stays withdrawn; good weights need another number. UsageError if there never was such a version.
+        It stays withdrawn; good weights need another number. Raise UsageError if there never was such a version.
         """
         number = check_version(version)
         self._ask(lambda n: messages.Withdraw(n, number, timeout_s), timeout_s)
 
     def begin(self, step: int = 0, *, word: str = "", timeout_s: float = 60.0) -> int:
-        """A trainer starts, and resumes from `step` (0: from none). Returns its attempt, for `version_of`.
+        """Begin an attempt: a trainer starts, or resumes from `step` (0: none). Return its number, for `version_of`.
 
-        Versions of former attempts above that step are superseded: nobody reads or runs them any more. What this
+        Versions of former attempts above that step are superseded: they are not read or run any more. What this
         attempt publishes is newer than all before, whatever its steps. The first attempt of all is 0, whose versions
         are plain steps; so are those of a trainer that never begins. Every shard of this replica calls it, with the
-        same step, and word: what its ranks share, and those of another start do not.
+        same step, and word: an id of this launch, which its ranks share, and those of another launch do not.
 
-        A former trainer that was killed is waited for until its session ends, or not at all when its process was on
-        this host. UsageError when it lives; DeadlineExceeded with what was missing, after timeout_s; Superseded when
-        another process has taken this one's place. From then on what belongs to a former attempt publishes nothing,
-        takes nothing back and retains nothing: Superseded.
+        A former trainer that was killed is waited for until its session expires, or not at all when its process was on
+        this host. Raise UsageError when it is alive; DeadlineExceeded with what was missing, after timeout_s;
+        Superseded when another process has replaced this one. From then on processes of a former attempt can publish,
+        unpublish and retain nothing: Superseded.
         """
         version_of(0, step)
         arguments.check_word("word", word)
@@ -411,12 +410,12 @@ class Client:
 
     @property
     def attempt(self) -> int:
-        """The trainer's newest attempt, as far as this worker has heard; 0: the first, or none was begun."""
+        """Return the trainer's newest attempt, as far as this worker knows; 0: the first, or none was begun."""
         attempts = self._hub.directive.attempts
         return attempts[-1].number if attempts else 0
 
     def versions(self, *, timeout_s: float = 10.0) -> list[VersionInfo]:
-        """The versions that the hub knows, oldest first, and which workers hold them in which layout."""
+        """Return the versions that the hub knows, oldest first, and which workers hold them in which layout."""
         reply = self._ask(messages.AskVersions, timeout_s)
         assert isinstance(reply, messages.Versions)
         if reply.left_out:
@@ -424,27 +423,27 @@ class Client:
         return list(reply.versions)
 
     def retain(self, newest: int = 1, *, domains: int = 1, across: Across = "host", timeout_s: float = 10.0) -> None:
-        """Never give up the last copy of this many newest versions (of this run and model) by an unpublish.
+        """Keep the last copy of this many newest versions (of this run and model) when it is unpublished.
 
-        newest: 0 to 1024; without any call of it, the newest one is retained. domains: the last copy in each of so many
+        newest: 0 to 1024; by default the newest one is retained. domains: the last copy in each of so many
         hosts (across="rack", "data_center": racks, data centres) stays, as far as there are copies. Those of
-        preemptible workers do not count. Where there are too few, a worker of another domain that has room
+        preemptible workers do not count. Where there are too few, a worker of another domain with free memory
         (memory_budget_bytes) is asked to read the checkpoint layout and hold it; the hub's status says if none has."""
         arguments.check_retain(newest, domains, across)
         self._ask(lambda number: messages.Retain(number, newest, domains, across), timeout_s)
 
     def hand_over(self, timeout_s: float = 25.0) -> bool:
-        """This worker will be taken away: take back all that it serves, newest first, and wait until somebody else has
-        what only it has. Returns whether nothing was left in time; UsageError for a timeout that is no number, and no
+        """Prepare to leave: unpublish all that this worker serves, newest first, and wait until another worker has what
+        only it has. Return whether nothing was left in time. Raise UsageError for a timeout that is no number, and no
         other error. In a signal's handler, call it in a thread: `threading.Thread(target=client.hand_over).start()`."""
         timeout_s = bounded(timeout_s)
         self._hub.leave()
         return hand_over(self, timeout_s)
 
     def allocate(self, specs: Iterable[TensorSpec], *, deadline: float = NEVER) -> Slab:
-        """Host memory for these tensors, shareable with readers on this host; reused from versions that are over.
+        """Return host memory for these tensors, shareable with readers of this host; reused from old versions.
 
-        Write all of them (`Slab.write`), then `publish` the slab. UsageError for a name that comes twice, and
+        Write all of them (`Slab.write`), then `publish` the slab. Raise UsageError for a name that comes twice, and
         DeadlineExceeded at the deadline, a `Deadline`.
         """
         self._check_open()
@@ -453,23 +452,23 @@ class Client:
         return slab
 
     def serving(self) -> list[ShardKey]:
-        """The shards this worker offers now, sorted."""
+        """Return the shards that this worker offers now, sorted."""
         check_not_forked(self._pid, "client")
         return self._serving.keys()
 
     @property
     def hub_silent_s(self) -> float:
-        """Seconds since the hub was heard: about one while it is there."""
+        """Return the seconds since the hub was heard: about one while it is there."""
         return self._hub.silent_s
 
     def find(self, key: ShardKey) -> Offer | None:
-        """What this shard is served from now: its slab, and who reads it; None: it is not offered."""
+        """Return the offer that serves this shard now, with its slab and readers; None: it is not offered."""
         check_not_forked(self._pid, "client")
         return self._serving.find(arguments.check_key(key))
 
     def close(self) -> None:
-        """Leave: readers are cut off and go elsewhere. Closing twice is fine, and waits for the first, which may have
-        been interrupted; in a forked child it does nothing."""
+        """Leave: readers are disconnected and go elsewhere. Closing twice is fine, and waits for the first, which may
+        have been interrupted; in a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -494,7 +493,7 @@ class Client:
     # --- inside ---
 
     def _hello(self, run: str, model: str) -> messages.Hello:
-        """Who this worker is, and where it is served from: from now on it is."""
+        """Start to serve; return the Hello with this worker's identity and endpoints."""
         endpoints = {name: transport.serve(self._serving) for name, transport in self._transports.items()}
         if self._gate is not None:
             self._gate.serves_at(endpoints)
@@ -527,7 +526,7 @@ class Client:
         )
 
     def _copy(self, version: int) -> None:
-        """For others, see copies.py."""
+        """Read a version to hold it for others, see copies.py."""
         allowed = Allowed.begin(READ_TIMEOUT_S)
         into = Destinations(self._serving, allowed.deadline, serve=True, for_others=True)
         self._transfer(into, version, (CHECKPOINT,), allowed, claim=False)
@@ -536,7 +535,7 @@ class Client:
     def _transfer(
         self, destinations: Destinations, version: int | str, layouts: tuple[str, ...], allowed: Allowed, *, claim: bool
     ) -> Outcome:
-        """Read into these destinations; what is wrong with them after an error is taken back."""
+        """Read into these destinations; after an error release what they had."""
         self._check_open()
         number = 0 if version == LATEST else check_version(version)
         machine = replication.Replication(
@@ -566,7 +565,7 @@ class Client:
             outcome = transfer.run()
             destinations.deadline = max(destinations.deadline, machine.deadline)
             destinations.complete(outcome.version, outcome.layout)
-            if self._hub.directive.is_over(outcome.version):  # since a moment
+            if self._hub.directive.is_over(outcome.version):  # withdrawn or superseded just now
                 self._serving.supersede(self._hub.directive.attempts)
             calls.undone_by(destinations.take_back)
             calls.undone_by(lambda: self._unclaim(transfer))

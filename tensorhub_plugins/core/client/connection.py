@@ -1,6 +1,6 @@
 """The client's connection to the hub: one thread and one socket around the pure `Session`.
 
-Callers in any thread `ask` and get a future; the thread sends, receives, sends heartbeats, and Hello again when the hub
+Callers in any thread `ask` and get a future; the thread sends, receives, sends heartbeats, and a new Hello when the hub
 was restarted. Losing the hub loses nothing: requests wait for it until their own deadlines.
 """
 
@@ -41,11 +41,11 @@ RECONNECT_FIRST_MS = 50
 RECONNECT_MAX_MS = 1000
 LINK_HEARTBEAT_MS, LINK_TIMEOUT_MS = 2000, 10_000  # answered by the hub's socket, also while the hub is busy
 CONNECT_TIMEOUT_MS = 2000
-BYE_LINGER_MS = 200  # for the last word to leave this process; without it the hub would miss us for a session timeout
-LOOK_UP_EVERY_S = 1.0  # the hub's name, while it is not heard: it may have moved
-QUIET_HEARTBEATS = 2  # then it is not heard
+BYE_LINGER_MS = 200  # for the Bye to leave this process; without it the hub would wait for the session to expire
+LOOK_UP_EVERY_S = 1.0  # for the hub's name, while the hub is silent: it may have moved
+QUIET_HEARTBEATS = 2  # without a message: the hub is silent
 TERM_S = 2 * BYE_LINGER_MS / 1000
-CLOSE_S = 2.0  # that the thread needs at most to say its last word, where all is well
+CLOSE_S = 2.0  # the thread needs at most so long to send its Bye, where all is well
 
 
 def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys | None) -> zmq.Socket[bytes]:
@@ -54,10 +54,10 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys 
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX),
-        (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine sends again what matters
+        (zmq.IMMEDIATE, 1),  # queue nothing for a hub that is away: the session machine resends what matters
         (zmq.RECONNECT_IVL, RECONNECT_FIRST_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
-        # A link that was cut: TCP asks again after as long as it has asked already. A new connection takes seconds.
+        # After a cut link TCP retransmits with exponential backoff. A new connection takes only seconds.
         (zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS),
         (zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS),
         (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
@@ -68,28 +68,28 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], session: bytes, keys: Keys 
 
 
 def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Terminate it, as long as that takes ZeroMQ's own thread; the caller waits for the last words only."""
+    """Terminate it, which takes as long as ZeroMQ's own thread; the caller waits only for the Bye to be sent."""
     with contextlib.suppress(FutureTimeout, OSError):
         aside(context.term).result(TERM_S)
 
 
 class Copies(Protocol):
-    """What this worker holds because the hub asks for it."""
+    """The copies that this worker holds because the hub asks for them."""
 
     def hold(self, version: int) -> None:
-        """Read and hold it."""
+        """Read this version and hold it."""
 
     def room_bytes(self) -> int:
-        """For more of them."""
+        """Return the bytes that are free for more copies."""
 
 
 class HubLink:
-    """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: what it asks for;
-    None: it has no secret. gate: is told its clock. redial_s: of silence, after which it connects anew.
+    """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: None: the hub has
+    no secret. gate: receives the hub's clock. redial_s: connect anew after so much silence.
 
-    on_source_gone, on_may_release, on_directive, on_doubted, and what copies has: called in the link's thread, must not
-    block. Raise UsageError for a malformed address and for a hub that does not let us in, HubUnreachable when no hub
-    answers within connect_timeout_s.
+    on_source_gone, on_may_release, on_directive, on_doubted, and the methods of copies: called in the link's thread,
+    must not block. Raise UsageError for a malformed address and for a hub that does not admit us, HubUnreachable when
+    no hub answers within connect_timeout_s.
     """
 
     @resources.named()
@@ -110,7 +110,7 @@ class HubLink:
     ) -> None:
         deadline = Deadline.after(bounded(connect_timeout_s, "connect_timeout_s"))
         self._addresses, self._dialed = hub_addresses(address), 0
-        self._found: dict[str, tuple[str, ...]] = {}  # IP addresses, by the address of which they are
+        self._found: dict[str, tuple[str, ...]] = {}  # address -> its IP addresses
         self.session, self._name = new_session(), f"{identity.replica}/{identity.shard}"
         self._on_source_gone, self._on_may_release = on_source_gone, on_may_release
         self._on_directive, self._on_doubted, self._gate, self._copies = on_directive, on_doubted, gate, copies
@@ -120,14 +120,14 @@ class HubLink:
         self._lock, self._outbox = threading.RLock(), deque[bytes]()
         self._futures: dict[int, tuple[Future[messages.Reply], session.Request]] = {}
         self._welcomed: Future[None] = Future()
-        self._closing, self._refused, self._nameless = False, "", ""  # why it does not let us in, or has no address
+        self._closing, self._refused, self._nameless = False, "", ""  # why it does not admit us, or has no address
         resources.try_for_zmq(threads=1)
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context, self._keys = zmq.Context(), keys
-        self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be a new one
+        self._is_to_redial = self._is_stale = False  # stale: the connection, which is to be replaced
         self._thread = threading.Thread(target=self._run, name="tensorhub-hublink", daemon=True)
         self._begin()
-        close_at_exit(self)  # with its Bye: the hub would miss us for a session timeout
+        close_at_exit(self)  # with its Bye: else the hub would wait for the session to expire
         try:
             calls.result(self._welcomed, timeout_s=deadline.remaining())
         except FutureTimeout:
@@ -147,24 +147,24 @@ class HubLink:
 
     @property
     def last_request_id(self) -> int:
-        """The last request number that was used."""
+        """Return the last request number that was used."""
         return self._machine.last_request_id
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the hub was heard; it answers a heartbeat every second."""
+        """Return the seconds since the hub was heard; it answers a heartbeat every second."""
         return time.monotonic() - self._machine.heard_at
 
     @property
     def directive(self) -> messages.Directive:
-        """What operators have decided, as far as this worker has heard."""
+        """Return what operators have decided, as far as this worker knows."""
         return self._machine.directive
 
     def ask(self, make: Callable[[int], session.Request], deadline: float) -> Future[messages.Reply]:
         """Send the request that `make` builds from its number. deadline: on time.monotonic().
 
-        The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable. UsageError
-        for what no hub can read.
+        The future holds the reply (never Refused), or raises what the hub refused with, or HubUnreachable. Raise
+        UsageError for what no hub can read.
         """
         future: Future[messages.Reply] = Future()
         with self._lock:
@@ -177,7 +177,7 @@ class HubLink:
         return future
 
     def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:
-        """Ask, and wait for the answer; that the session ends every request at its deadline is its bound."""
+        """Ask, and wait for the answer; the session bounds this by ending every request at its deadline."""
         numbers: list[int] = []
 
         def numbered(number: int) -> session.Request:
@@ -195,38 +195,38 @@ class HubLink:
         corrupt: tuple[int, ...] = (),
         refused: bool = False,
     ) -> None:
-        """Tell the hub that nothing more is read under this grant, or that nobody waits for the answer of this request
-        any more. Returns at once; it is sent again until the hub knows.
+        """Notify the hub that nothing more is read under this grant, or that no caller waits for the answer of this
+        request any more. Return at once; it is sent again until the hub knows.
 
         shard: None for all of them. lost: the source failed, so that the hub stops offering it to others. corrupt:
-        segments that it has sent with other bytes than were published. refused: nobody listens there any more.
+        segments that it has sent with other bytes than were published. refused: its address refuses connections.
         """
         ended = session.EndLease(request, shard, lost, corrupt, refused)
         with self._lock:
             if self._closing:
                 return
             if shard is None:
-                self._futures.pop(request, None)  # who asked has left, if it has no answer
+                self._futures.pop(request, None)  # its caller has left, if it has no answer
             self._carry_out(self._machine.handle(ended, time.monotonic()))
         self._wake()
 
     def renew(self, requests: Iterable[int]) -> None:
-        """What is read under these grants goes on."""
+        """Report progress under these grants."""
         with self._lock:
             self._machine.renew(requests)
 
     def leave(self) -> None:
-        """Tell the hub that what we hold is about to go. Returns at once."""
+        """Notify the hub that what we hold is about to go. Return at once."""
         with self._lock:
             self._machine.leave(time.monotonic())
         self._wake()
 
     def close(self) -> None:
-        """Say Bye and stop; closing twice is fine."""
+        """Send a Bye and stop; closing twice is fine."""
         self._close(CLOSE_S)
 
     def _close(self, timeout_s: float) -> None:
-        """The thread frees what it has, also when nobody waits for it any more."""
+        """Stop the thread, and wait for it so long; it frees what it has even if that takes longer."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -234,7 +234,7 @@ class HubLink:
 
     @property
     def address(self) -> str:
-        """Where the hub is, or is looked for now."""
+        """Return where the hub is, or is looked for now."""
         return self._addresses[self._dialed % len(self._addresses)]
 
     # --- the thread ---
@@ -259,14 +259,14 @@ class HubLink:
         self._socket, self._handshakes = made, handshakes
 
     def _look_up(self) -> None:
-        """Begin to look up where the hub is now. This thread never waits for it: a resolver may never answer."""
+        """Begin to look up the hub's name. This thread never waits for it: a resolver may never answer."""
         looked_up = lookup(parse_address(self.address, "tcp")[0])
         self._lookup: Future[tuple[str, ...]] | None = looked_up
         self._looked_at = time.monotonic()
         looked_up.add_done_callback(lambda _: self._wake())
 
     def _connect_if_due(self, poller: select.poll, now: float) -> None:
-        """Look up the next address, when that is due, and this one while nobody is heard there; connect."""
+        """Look up the next address, when that is due, or this one while the hub is silent there; connect."""
         if self._is_to_redial:
             self._is_to_redial, self._is_stale = False, True
             self._dialed += 1
@@ -277,8 +277,8 @@ class HubLink:
         self._connect_if_found(poller)
 
     def _connect_if_found(self, poller: select.poll) -> None:
-        """Connect where the hub's name leads: at first, when the connection is to be a new one, and when it leads
-        elsewhere than it did. Where it cannot be looked up, as long as that is so, to where it led."""
+        """Connect to where the hub's name resolves: at first, when the connection is to be replaced, and when the name
+        resolves elsewhere than before. While it cannot be looked up, use the last result."""
         if self._lookup is None or not self._lookup.done():
             return
         found, self._lookup = self._lookup, None
@@ -289,7 +289,7 @@ class HubLink:
             self._cannot_begin(no_way(self.address, error))
         known, port = self._found.get(self.address, ()), parse_address(self.address, "tcp")[1]
         if not known:
-            self._dialed += not self._handshakes.endpoint  # in a second
+            self._dialed += not self._handshakes.endpoint  # try the next address, in a second
             return
         if max(len(known), len(self._addresses)) > 1:
             self._machine.redial_s = min(self._machine.redial_s, session.REDIAL_SEVERAL_S)
@@ -305,12 +305,12 @@ class HubLink:
             self._cannot_begin(UsageError(f"{self.address!r} is no hub address: use tcp://host:port ({error})"))
 
     def _cannot_begin(self, error: TensorHubError) -> None:
-        """End the beginning with this error where there is no other address to try."""
+        """Make the constructor raise this error where there is no other address to try."""
         if len(self._addresses) == 1 and not self._welcomed.done():
             self._welcomed.set_exception(error)
 
     def _reopen(self, poller: select.poll) -> bool:
-        """Return whether a new connection was opened; out of descriptors the old one stays, until it is time again."""
+        """Return whether a new connection was opened; out of descriptors the old one stays, until the next try."""
         before, handshakes = self._socket, self._handshakes
         log.info("%s: connects anew to the hub, at %s", self._name, self.address)
         try:
@@ -335,7 +335,7 @@ class HubLink:
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
-                if is_last := self._closing:  # a Hello behind it would have us listed for a session timeout
+                if is_last := self._closing:  # a Hello after it would keep us listed until the session expires
                     self._outbox.append(messages.encode(messages.Bye()))
                 self._flush()
                 if is_last:
@@ -348,7 +348,7 @@ class HubLink:
                 self._connect_if_due(poller, time.monotonic())
                 self._flush()
                 if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                    continue  # the descriptor is edge triggered: nothing may be left when it is waited for
+                    continue  # the descriptor is edge triggered: read everything before waiting for it
                 poller.poll(max(1.0, min(1000.0, wait_s * 1000)))
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -365,7 +365,7 @@ class HubLink:
             self._free()
 
     def _note(self, message: messages.HubMessage) -> None:
-        """Whether we are welcome, the hub's clock, who keeps a lease on us unused, and of what a copy is wanted."""
+        """Act on a Welcome, the hub's clock, an idle reader that lost its lease on us, and a request for a copy."""
         if isinstance(message, messages.Welcome):
             self._refused = ""
         if isinstance(message, messages.Alive) and message.idle:
@@ -373,7 +373,7 @@ class HubLink:
                 "%s: %s kept a place here without reading, and has lost it", self._name, printable(message.idle)
             )
         if isinstance(message, messages.Welcome) and not self._welcomed.done():
-            self._look_at_handshakes()  # from now on a child may be forked, and is not to keep this connection
+            self._look_at_handshakes()  # from now on a child may be forked, and must not inherit this connection
             if not self._welcomed.done():
                 self._welcomed.set_result(None)
         if self._copies is not None and isinstance(message, messages.Welcome | messages.Alive):
@@ -455,7 +455,7 @@ class HubLink:
                 self._welcomed.set_exception(_refused(reply, phase="connect"))
 
     def _shut_out(self, why: str) -> None:
-        """Until we are welcome again: said once, and by what is asked meanwhile."""
+        """Keep why the hub refuses us, until we are welcome again: log it once, and answer requests with it."""
         if why != self._refused:
             self._refused = why
             log.error("%s: the hub refuses this worker: %s", self._name, why)
@@ -473,8 +473,8 @@ class HubLink:
             try:
                 self._socket.send(self._outbox[0], zmq.NOBLOCK)
             except zmq.Again:
-                # No hub. The last word waits for it, mostly a Hello, so that it is said as soon as one listens; what
-                # else it has missed the heartbeat finds out.
+                # No hub. Keep only the last message, mostly a Hello, so that it is sent as soon as one listens; the
+                # next heartbeat recovers what else was lost.
                 while len(self._outbox) > 1:
                     self._outbox.popleft()
                 return
@@ -506,7 +506,7 @@ PHASES = {
 }
 
 
-# Where the answer to a request is missing: how to find out whether it was carried out.
+# For a request without an answer: how to find out whether it was carried out.
 FIND_OUT: dict[type, str] = {
     messages.Publish: "if so it is taken back, and readers may have it: publish the same bytes, or a higher number",
     messages.Pin: "Client.pinned and `tensorhub status` say which version is pinned once the hub is heard",
@@ -517,7 +517,7 @@ FIND_OUT: dict[type, str] = {
 
 
 def outcome_text(request: session.Request, *, was_sent: bool) -> str:
-    """What may be so after a request that changes something was given up; empty for others."""
+    """Return what the effect may be of a request that was abandoned and changes something; empty for others."""
     if type(request) not in FIND_OUT:
         return ""
     if not was_sent:
@@ -530,9 +530,9 @@ def _refused(reply: messages.Refused, **context: Any) -> TensorHubError:
 
 
 def _checked(message: SaidT) -> SaidT:
-    """Return a message of a caller's, or raise UsageError when it cannot be encoded, or the hub would not read it:
-    before anything is kept that the link's thread would send again and again."""
-    timed: dict[str, float] = {"timeout_s": 0.0} if hasattr(message, "timeout_s") else {}  # what is left is sent
+    """Return a caller's message, or raise UsageError when it cannot be encoded, or the hub would not read it: before it
+    is kept and the link's thread sends it again and again."""
+    timed: dict[str, float] = {"timeout_s": 0.0} if hasattr(message, "timeout_s") else {}  # sent as seconds left
     try:
         messages.decode_from_client(messages.encode(msgspec.structs.replace(message, **timed)))
     except (ProtocolError, TypeError, ValueError, OverflowError) as error:
@@ -541,7 +541,7 @@ def _checked(message: SaidT) -> SaidT:
 
 
 def _described(request: session.Request) -> dict[str, Any]:
-    """What an error says of the request that failed: its phase, and the version that it was about."""
+    """Return what an error says of the failed request: its phase, and the version that it was about."""
     phase = PHASES.get(type(request), type(request).__name__.lower())
     match request:
         case messages.Publish(_, holding):

@@ -13,12 +13,12 @@ from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 
 log = logging.getLogger("tensorhub.client")
 
-READ_TIMEOUT_S = 600.0  # 70 GB at 1 Gbit/s; the lease ends before when nothing arrives
+READ_TIMEOUT_S = 600.0  # 70 GB at 1 Gbit/s; without progress the lease ends earlier
 AT_A_TIME_MAX = 4  # versions; the hub asks again
 
 
 def has_whole(keys: Iterable[ShardKey], version: int) -> bool:
-    """Whether these are all shards of the checkpoint layout of this version, in any cut."""
+    """Return whether these are all shards of the checkpoint layout of this version, for any shard count."""
     shards: dict[int, set[int]] = {}
     for key in keys:
         if (key.version, key.layout) == (version, CHECKPOINT):
@@ -27,7 +27,7 @@ def has_whole(keys: Iterable[ShardKey], version: int) -> bool:
 
 
 class Copies:
-    """read: reads the checkpoint layout of a version into memory of our own, and serves it."""
+    """The copies held for others. read: reads a version's checkpoint layout into memory of our own, and serves it."""
 
     def __init__(self, serving: Serving, read: Callable[[int], None]) -> None:
         self._serving, self._read = serving, read
@@ -43,24 +43,24 @@ class Copies:
             thread = threading.Thread(target=self._hold, args=(version,), name="tensorhub-copies", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # of the link's thread, which goes on; the hub asks again
+            except RuntimeError as error:  # do not let it end the link's thread; the hub asks again
                 log.warning("no copy of version %d is read: %s", version, resources.refusal(error) or error)
                 return
             self._threads[version] = thread
 
     def room_bytes(self) -> int:
-        """For more: what the budget leaves, and no more than half of what the machine can give."""
+        """Return the bytes free for more: what the budget leaves, and at most half of what the machine can give."""
         return self._serving.room_bytes()
 
     def _hold(self, version: int) -> None:
-        """What was read is given up at once: the hub says "keep it", and later when it may go, as of any last copy."""
+        """Read it, and unpublish it at once: the hub makes us retain it, and says when it may go, as any last copy."""
         try:
             with self._one_at_a_time:
                 if self._closed or has_whole(self._serving.keys(), version):
-                    return  # the hub did not know yet what had come
+                    return  # the hub did not know yet that it is here
                 self._read(version)
             self._serving.give_up_copies(version)
-        except Exception as error:  # also out of memory, say: the hub asks another worker
+        except Exception as error:  # out of memory, for example: the hub asks another worker
             known = isinstance(error, TensorHubError)
             text = "%s: has no copy of version %d for others: %s"
             log.warning(text, self._serving.worker, version, error, exc_info=not known)
@@ -69,7 +69,7 @@ class Copies:
                 self._threads.pop(version, None)
 
     def close(self) -> None:
-        """Take no more. What is being read ends with the connection to the hub."""
+        """Take no more. Reads in progress end with the connection to the hub."""
         with self._lock:
             self._closed = True
 

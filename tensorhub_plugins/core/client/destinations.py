@@ -1,5 +1,5 @@
-"""Where the bytes of one read go: into the caller's tensors, or into memory of the client's own; and who else may read
-them meanwhile. The shell of a `Transfer` asks for memory and says what has arrived."""
+"""Where the bytes of one read go: into the caller's tensors, or into memory of the client's own; and what of it is
+served meanwhile. The shell of a `Transfer` asks for memory and reports what has arrived."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tensorhub_plugins.core.types import CHECKPOINT, ShardKey
 class LiveMemory:
     """The caller's tensors, read into in place. repairs: what they hold already need not be read.
 
-    parts: where they lie in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
-    be passed on, and one slab is for all source shards.
+    parts: their positions in larger ones. wanted: the same, of all of them, as a table. With either, nothing of it can
+    be served to others, and one slab is for all source shards.
 
-    UsageError for what cannot be a target, before anything moves; DeadlineExceeded when so many take longer to look at.
+    Raise UsageError for what cannot be a target, before anything moves; DeadlineExceeded when checking takes too long.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LiveMemory:
         self._paced = partial(until, deadline)
         self.live = LiveTensors(tensors, deadline)
         whole = self.live.adopt()
-        self._whole: Slab | None = whole  # until a source shard has been given it
+        self._whole: Slab | None = whole  # until it was assigned to a source shard
         self._wanted = with_parts(whole.specs, parts, self._paced) if wanted is None else wanted
         self.in_part = bool(parts) or wanted is not None
         if self.in_part:
@@ -54,7 +54,7 @@ class LiveMemory:
         self._sources: dict[int, TensorTable] = {}
 
     def of(self, key: ShardKey, manifest: Manifest) -> Slab:
-        """The tensors that this source shard has. UsageError for some that would not fit, or would be missing."""
+        """Return the tensors that this source shard has. Raise UsageError for some that do not fit, or are missing."""
         self._sources[key.shard] = manifest.tensors
         if len(self._sources) == key.shard_count or key.layout != CHECKPOINT:
             self.check_cover(self._sources, self._wanted, self._paced)
@@ -62,7 +62,7 @@ class LiveMemory:
             return self._whole
         slab, self._whole = self._whole, None
         if slab is not None and slab.specs == manifest.tensors:
-            return slab  # what the rest would find out, without looking at thousands of tensors
+            return slab  # a shortcut, which need not compare thousands of names
         mine = self._wanted.of_tensor
         names = [self._wanted[k].name for name in manifest.tensors.of_tensor for k in mine.get(name, ())]
         if slab is None or len(names) < len(self._wanted):  # else one source shard has all of it
@@ -70,7 +70,7 @@ class LiveMemory:
         return slab
 
     def restart(self) -> None:
-        """What was read is void: other source shards will come."""
+        """Forget what was read: other source shards will come."""
         self._sources.clear()
 
 
@@ -79,8 +79,8 @@ class Destinations:
 
     into: tensors for `in_place` (a layout; None: whichever is read); everything else gets memory from the pool.
     wanted: all that is read of a checkpoint, into memory from the pool. serve: what arrives is offered to others.
-    for_others: it is read for them only, see copies.py. borrows: instead of the pool's, memory of a worker beside this
-    one will do, which is not written to.
+    for_others: it is read for them only, see copies.py. borrows: memory of another worker of this host may be used
+    instead of the pool's, and is not written to.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class Destinations:
         self._into = into
         self._in_place = in_place
         self._wanted = wanted
-        self._read = 0  # its number on the shelf
+        self._read = 0  # the number of this read on the shelf
         self._claims: dict[Slab, Claim] = {}
         self._room = Room()
-        self._offered: dict[int, ShardKey] = {}  # source shards that may be served on
+        self._offered: dict[int, ShardKey] = {}  # source shards that may be served to others
         self._live: LiveMemory | None = None  # `into`, once it is read into
         self.slabs: dict[int, Slab] = {}  # by source shard
-        # From the pool: by source shard, and under negative numbers what several of them hold parts of.
+        # From the pool: by source shard, and under negative numbers tensors of which several shards hold parts.
         self.allocated: dict[int, Slab] = {}
         self._parted: dict[int, TensorTable] = {}  # source shards that hold parts
         self._placed: dict[str, int] = {}  # whole tensors of which parts come: the negative number of their slab
 
     def begin(self) -> None:
-        """Sources are asked for from now on. UsageError when the memory is read into already, or published."""
+        """Prepare for the request for sources. Raise UsageError when the memory is read into already, or published."""
         if self._into is not None:
             self._claim(self._into.live.whole)
         if self.borrows:
@@ -131,7 +131,7 @@ class Destinations:
 
     @property
     def in_part(self) -> bool:
-        """Whether a checkpoint is read in part: nothing of it can be passed on."""
+        """Return whether a checkpoint is read in part: nothing of it can be served to others."""
         return self._wanted is not None or (self._into is not None and self._into.in_part)
 
     def expect(self, key: ShardKey) -> None:
@@ -148,7 +148,7 @@ class Destinations:
         return slab
 
     def missing(self, key: ShardKey, manifest: Manifest, needed: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that are not in place already, as their digests tell; the others are served from now on."""
+        """Return those that are not in place already, by their digests; the others are served from now on."""
         slab = self.slabs[key.shard]
         repairs = self._live is not None and self._live.repairs
         if not (repairs and manifest.has_digests and slab.specs == manifest.tensors):
@@ -169,7 +169,7 @@ class Destinations:
     # --- the end ---
 
     def complete(self, version: int, layout: str) -> None:
-        """Everything has arrived. UsageError when it cannot stay as it is (see tied.py)."""
+        """Finish the read: everything has arrived. Raise UsageError when it cannot stay as it is (see tied.py)."""
         if self._live is not None and self._live.live.tied:
             self._live.live.check(version)
             for offer in self._serving.arriving(self._read) if self.serve else ():
@@ -184,29 +184,29 @@ class Destinations:
             self._serving.complete(self._read)
 
     def fail(self) -> None:
-        """Nothing of what was prepared will be completed."""
+        """Discard all that was prepared: it will not be completed."""
         self._drop(restarts=False)
 
     def end(self) -> None:
-        """Nothing writes there any more, however it ended. Idempotent."""
+        """Release the memory for other reads: nothing writes there any more, however it ended. Idempotent."""
         for mine in self._claims.values():
             mine.end()
 
     def take_back(self) -> None:
-        """Everything has arrived, and nobody waits for it any more."""
+        """Withdraw what has arrived: its caller was interrupted."""
         self._serving.take_back(self._offered.values())
         self._serving.releaser(self.allocated.values())()
 
     # --- inside ---
 
     def _claim(self, slab: Slab, *, is_pooled: bool = False) -> Slab:
-        """Read into by nobody else, until the end."""
+        """Claim this memory, so that nothing else reads into it until the end."""
         what = f"{self.worker} is reading into"
         self._claims[slab] = claim(slab, what, is_written=True, is_pooled=is_pooled, deadline=self.deadline)
         return slab
 
     def _may_serve(self, key: ShardKey) -> bool:
-        """Not what is read of a checkpoint in part, in memory that is one slab for all source shards."""
+        """Return whether it may be served: not a checkpoint in part, in one slab for all source shards."""
         return self.serve and (self._wanted is None or key.layout != CHECKPOINT)
 
     def _memory_for(self, key: ShardKey, manifest: Manifest, loan: Borrowed | None) -> Slab:
@@ -225,7 +225,7 @@ class Destinations:
         return slab
 
     def _place_wanted(self, wanted: TensorTable) -> LiveMemory:
-        """Memory for it, at the first source shard that comes."""
+        """Return the memory for it, taken at the first source shard that comes."""
         if self._live is None:
             plain = (msgspec.structs.replace(spec, part=None) for spec in wanted)
             self.allocated[0] = slab = self._take(TensorTable.of(plain))
@@ -234,7 +234,7 @@ class Destinations:
         return self._live
 
     def _place_parts(self, shard: int, table: TensorTable) -> Slab:
-        """A view of the whole tensors, with memory for those of which no other shard has come with a part yet."""
+        """Return a view of the whole tensors, with memory for those whose first part this is."""
         self._parted[shard] = table
         wholes = {spec.tensor: spec for spec in table if spec.part is not None and spec.tensor not in self._placed}
         if wholes:
@@ -242,11 +242,11 @@ class Destinations:
             check_size(missing)
             wanted = TensorTable.of(missing)
             number = min((0, *self.allocated)) - 1
-            if number == -1:  # what came in parts the last time, at once: so it fits the slabs in the pool
+            if number == -1:  # all that came in parts the last time, so that it fits the slabs in the pool
                 wanted = self._serving.parts_as_before(shard, table) or wanted
             self.allocated[number] = self._take(wanted)
             self._placed.update(dict.fromkeys(wanted.positions, number))
-        # Only the slabs of its own tensors: with all of them, each of hundreds of shards would look through hundreds.
+        # Only the slabs of its own tensors: with all of them, each of hundreds of shards would search hundreds.
         numbers = {self._placed[name] for name in table.of_tensor if name in self._placed}
         blocks = [self.allocated[number] for number in sorted(numbers, reverse=True)]
         alone = TensorTable.of(spec for spec in table if spec.part is None)
@@ -266,7 +266,7 @@ class Destinations:
             if slab in self._claims:
                 self._claims.pop(slab).end()
             self._serving.recycle(slab)
-        self._serving.forget_tables()  # they may be why it failed
+        self._serving.forget_tables()  # they may be the reason why it failed
         if self._live is not None:
             self._live.restart()
         self._live, self._room = None, Room()

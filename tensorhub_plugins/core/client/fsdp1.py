@@ -1,7 +1,7 @@
-"""FSDP1's flat parameters: what a rank holds of each of the parameters that lie in them. See parts.py.
+"""FSDP1's flat parameters: what a rank holds of each parameter in them. See parts.py.
 
-FSDP1 says this in attributes that are torch's own business; torch has them since 2.1, and the tests compare all of it
-with what FSDP1 itself gathers.
+FSDP1 keeps this in private attributes of torch; they exist since 2.1, and the tests compare all of it with what FSDP1
+itself gathers.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from tensorhub_plugins.core.memory.tensors import contiguous_spec
 
 
 def is_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether FSDP1 is around this module, or around modules in it."""
+    """Return whether FSDP1 wraps this module, or modules in it."""
     return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
 
 
 def fsdp1_parts(module: FullyShardedDataParallel, turns: Turns) -> Iterator[Held]:
-    """Under the names of module.state_dict(), with use_orig_params or without, whatever the sharding strategy. Shared
-    parameters come under each of their names, as there; buffers in the dtype they had before FSDP1 cast them.
+    """Yield what this rank holds, with the names of module.state_dict(), with or without use_orig_params, for any
+    sharding strategy. Shared parameters come under each name, as there; buffers in the dtype before FSDP1's cast.
 
-    UsageError where the flat parameters are not as they are expected.
+    Raise UsageError where the flat parameters are not as expected.
     """
     problem = fsdp1_problem(module, turns.ranks)
     if problem:
@@ -53,7 +53,7 @@ def fsdp1_parts(module: FullyShardedDataParallel, turns: Turns) -> Iterator[Held
 
 
 def fsdp1_problem(module: torch.nn.Module, ranks: int) -> str:
-    """Of which flat parameter a rank cannot tell who else has it; "" for none. The same on every rank."""
+    """Return which flat parameter's other holders a rank cannot know; "" for none. The same on every rank."""
     for unit in module.modules():
         handle: Any = getattr(unit, "_handle", None) if isinstance(unit, FullyShardedDataParallel) else None
         if handle is None or not handle.uses_sharded_strategy:
@@ -72,7 +72,7 @@ def _of_unit(prefix: str, unit: FullyShardedDataParallel, handle: Any, turns: Tu
     flat = handle.flat_param
     mine, count = _replica(unit, handle, turns)
     if handle.uses_sharded_strategy:
-        local = getattr(flat, "_local_shard", flat.data)  # flat itself may be gathered, or cast, at the moment
+        local = getattr(flat, "_local_shard", flat.data)  # flat itself may be gathered, or cast, at this moment
         if local.dim() != 1 or local.numel() != flat._sharded_size.numel():
             raise UsageError(f"FSDP1 holds {list(local.shape)} of {list(flat._sharded_size)} elements of {prefix!r}")
     else:
@@ -98,7 +98,7 @@ def _of_unit(prefix: str, unit: FullyShardedDataParallel, handle: Any, turns: Tu
 
 
 def _replica(unit: FullyShardedDataParallel, handle: Any, turns: Turns) -> tuple[int, int]:
-    """Which one of those ranks this is that hold the same, and how many there are."""
+    """Return the index of this rank among those that hold the same, and how many there are."""
     if not handle.uses_sharded_strategy:
         return turns.rank, turns.ranks
     group: Any = getattr(unit, "_inter_node_pg", None)

@@ -14,9 +14,9 @@ from tensorhub_plugins.core.memory.tensors import contiguous_spec
 
 
 def fsdp2_parts(tensors: Mapping[str, torch.Tensor], turns: Turns) -> Iterator[Held]:
-    """DTensors as they are sharded; a plain tensor, which every rank has, is published by one of them.
+    """Yield DTensors as they are sharded; a plain tensor, which every rank has, is published by one of them.
 
-    tensors: a state_dict, in the same order on every rank. UsageError where there is an `fsdp2_problem`.
+    tensors: a state_dict, in the same order on every rank. Raise UsageError where there is an `fsdp2_problem`.
     """
     problem = fsdp2_problem(tensors, turns.ranks)
     if problem:
@@ -29,8 +29,8 @@ def fsdp2_parts(tensors: Mapping[str, torch.Tensor], turns: Turns) -> Iterator[H
 
 
 def fsdp2_problem(tensors: Mapping[str, torch.Tensor], ranks: int) -> str:
-    """Of which DTensor a rank cannot tell its part: not sharded or replicated but partial, cut in strides, or on a mesh
-    of some ranks only. "" for none. The same on every rank."""
+    """Return which DTensor's part a rank cannot know: it is partial, sharded with strides, or on a mesh of some ranks
+    only. "" for none. The same on every rank."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor):
             continue
@@ -52,7 +52,7 @@ def _of_dtensor(name: str, tensor: DTensor, turns: Turns) -> Held:
     mine, count = 0, 1
     for dimension in replicas:
         mine, count = mine * mesh.size(dimension) + coordinate[dimension], count * mesh.size(dimension)
-    # Of those that hold the same part; every group of such ranks decides alike.
+    # One of the ranks that hold the same part publishes it; every group of such ranks decides alike.
     if not turns.is_mine(mine, count, whole.size_bytes):
         return Held(whole)
     shape, start = compute_local_shape_and_global_offset(whole.shape, mesh, placements)

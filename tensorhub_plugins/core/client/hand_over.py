@@ -1,4 +1,4 @@
-"""A worker that leaves for good: its readers finish, and a version that nobody else has goes to somebody first."""
+"""A worker that leaves for good: its readers finish, and a version that only it has is first copied elsewhere."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ POLL_INTERVAL_S = 0.05
 
 
 class Leaving(Protocol):
-    """A client."""
+    """The methods of a client that are needed."""
 
     def serving(self) -> list[ShardKey]:
-        """What it offers."""
+        """Return the shards that it offers."""
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float) -> Any:
-        """Take a version back."""
+        """Withdraw its offer of a version."""
 
 
 def hand_over(client: Leaving, timeout_s: float) -> bool:
-    """As `Client.hand_over`."""
+    """Prepare to leave, as `Client.hand_over`."""
     deadline = Deadline.after(timeout_s)
-    problems: dict[int, TensorHubError | None] = {}  # of each version that was asked for
+    problems: dict[int, TensorHubError | None] = {}  # for each version that was unpublished
     while True:
         for version in _versions(client):
             if version in problems and not isinstance(problems[version], UsageError):
@@ -50,5 +50,5 @@ def hand_over(client: Leaving, timeout_s: float) -> bool:
 
 
 def _versions(client: Leaving) -> list[int]:
-    """Those that it offers, newest first."""
+    """Return the versions that it offers, newest first."""
     return sorted({key.version for key in client.serving()}, reverse=True)

@@ -1,11 +1,11 @@
-"""What one trainer rank holds of a model that is sharded: parts of its tensors, found without a message to the others.
+"""What one trainer rank holds of a sharded model: parts of its tensors, found without communication.
 
-Every rank asks this of the same model, and all of them decide the same: who publishes what several ranks hold, and
-that every element of every tensor is published exactly once. Nothing is gathered, cast or copied for it; the tensors
+Every rank asks this of the same model, and all of them decide the same: which rank publishes what several ranks hold,
+so that every element of every tensor is published exactly once. Nothing is gathered, cast or copied for it; the tensors
 are the model's own memory.
 
     fsdp2.py   parameters are DTensors: boxes, of any number of dimensions and any mesh
-    fsdp1.py   parameters lie one after the other in flat memory, which is cut anywhere: runs of their elements
+    fsdp1.py   parameters are concatenated in flat memory, which is split anywhere: runs of their elements
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tensorhub_plugins.core.memory.tensors import contiguous_spec
 
 
 class Held(NamedTuple):
-    """What this rank is to publish of one tensor.
+    """The part of one tensor that this rank is to publish.
 
-    whole: all of it, contiguous, in the dtype that the model has. tensor: this rank's part, on any device, None for
-    nothing. part: where that lies; None if it is all there is.
+    whole: all of it, contiguous, in the model's dtype. tensor: this rank's part, on any device; None: it has none.
+    part: its position; None if it is the whole tensor.
     """
 
     whole: TensorSpec
@@ -36,7 +36,7 @@ class Held(NamedTuple):
     part: Part | None = None
 
     def named(self, name: str) -> Held:
-        """The same under another name."""
+        """Return the same under another name."""
         return self._replace(whole=msgspec.structs.replace(self.whole, name=name))
 
 
@@ -44,7 +44,7 @@ Piece: TypeAlias = tuple[str, int, tuple[int, ...]]  # name, first element, shap
 
 
 class Ownership:
-    """Which of `ranks` trainer ranks keeps which tensor: the one with the fewest bytes so far, the lowest of equals.
+    """Assigns each tensor to one of `ranks` trainer ranks: the one with the fewest bytes so far, the lowest of equals.
 
     All ranks see the same tensors in the same order, so all of them decide the same without a message.
     """
@@ -53,41 +53,41 @@ class Ownership:
         self._next = [(0, rank) for rank in range(ranks)]  # a heap: there may be 1,000 ranks and 50,000 tensors
 
     def give(self, size_bytes: int) -> int:
-        """The owner of the next tensor."""
+        """Return the owner of the next tensor."""
         given, owner = self._next[0]
         heapq.heapreplace(self._next, (given + size_bytes, owner))
         return owner
 
 
 class Turns:
-    """Who publishes what several ranks hold alike, with as many bytes for each of them as for the others."""
+    """Decides which rank publishes what several ranks hold alike, with as many bytes for each of them."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self._among: dict[int, Ownership] = {}
 
     def is_mine(self, mine: int, count: int, size_bytes: int) -> bool:
-        """Whether it is the turn of the `mine`th of `count` that hold the next tensor of so many bytes."""
+        """Return whether it is the turn of the `mine`th of `count` that hold the next tensor of so many bytes."""
         return self._among.setdefault(count, Ownership(count)).give(size_bytes) == mine
 
     def one_of_all(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Held:
-        """A whole tensor that every rank has, which one of them publishes, in this dtype (None: its own)."""
+        """Return a whole tensor that every rank has, and one of them publishes, in this dtype (None: its own)."""
         whole = contiguous_spec(name, dtype or tensor.dtype, tensor.shape)
         mine = self.is_mine(self.rank, self.ranks, whole.size_bytes)
         if mine and dtype not in (None, tensor.dtype):
-            settle_host([tensor])  # to cast it is to read it
+            settle_host([tensor])  # casting reads it
         return Held(whole, tensor.detach().to(dtype or tensor.dtype) if mine else None)
 
 
 def held_box(whole: TensorSpec, tensor: torch.Tensor, start: tuple[int, ...]) -> Held:
-    """A box of the whole tensor whose first element is at `start`."""
+    """Return a box of the whole tensor whose first element is at `start`."""
     if tuple(tensor.shape) == whole.shape:
         return Held(whole, tensor)
     return Held(whole, tensor, Part(whole.shape, start)) if tensor.numel() else Held(whole)
 
 
 def held_run(whole: TensorSpec, flat: torch.Tensor, start: int) -> Held:
-    """Elements of the whole tensor that follow each other from `start` on, as a tensor of one dimension."""
+    """Return consecutive elements of the whole tensor from `start` on, as a tensor of one dimension."""
     count, shape = flat.numel(), whole.shape
     elements: int = prod(shape)
     if not count and elements:
@@ -102,8 +102,8 @@ def held_run(whole: TensorSpec, flat: torch.Tensor, start: int) -> Held:
 
 
 def held_split(held: Held, pieces: Sequence[Piece]) -> Iterator[Held]:
-    """The same of some smaller tensors, each of which lies in one piece in the whole one (the weights of one expert, of
-    all experts in one). UsageError for a part that does not lie in one piece itself."""
+    """Yield what is held of some smaller tensors, each contiguous in the whole one (the weights of one expert, of
+    all experts in one). Raise UsageError for a part that is not contiguous itself."""
     element = held.whole.size_bytes // max(prod(held.whole.shape), 1)
     first, flat = _flat(held)
     for name, start, shape in pieces:
@@ -116,7 +116,7 @@ def held_split(held: Held, pieces: Sequence[Piece]) -> Iterator[Held]:
 
 
 def _flat(held: Held) -> tuple[int, torch.Tensor | None]:
-    """The first element, and all that follow, in one dimension."""
+    """Return the first element's index, and all elements from there, in one dimension."""
     if held.tensor is None:
         return 0, None
     if held.part is not None and held.part.is_run:

@@ -1,4 +1,4 @@
-"""What is to be published: its memory, and its manifest."""
+"""A version that is to be published: its memory, and its manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slab_of(
     *,
     copy: bool,
 ) -> Slab:
-    """The tensors as a slab: themselves, or a copy. DeadlineExceeded, and nothing is left of it."""
+    """Return the tensors as a slab: themselves, or a copy. Raise DeadlineExceeded, which leaves nothing behind."""
     if isinstance(tensors, Slab):
         arguments.check_written(tensors, version)
         serving.pool.reclaim(tensors)
@@ -64,7 +64,7 @@ def describe(
     algorithm: str,
     strict: bool,
 ) -> tuple[Manifest, str]:
-    """The manifest, and how the tensors differ from those of the last version; empty: not at all."""
+    """Return the manifest, and how the tensors differ from those of the last version; empty: they do not."""
     described = with_parts(slab.specs, parts, partial(until, deadline))
     last, changed = serving.published(key.layout), ""
     if last is not None:

@@ -1,7 +1,7 @@
 """One trainer rank: keeps a snapshot of its share of each version and offers it to readers.
 
 A version is written straight into an allocated slab while the framework gathers it tensor by tensor, so the next
-optimizer step may change the weights at once. Old versions are withdrawn in the background: a slow reader holds up
+optimizer step may change the weights at once. Old versions are unpublished in the background: a slow reader holds up
 memory, never the training.
 """
 
@@ -53,28 +53,28 @@ from tensorhub_plugins.core.types import (
 log = logging.getLogger(__name__)
 
 SECONDS = "tensorhub/publish/seconds"
-BEGIN_S = 60.0  # at least: a former life on another host is given up after 15 s of silence
-UNPUBLISH_S = 30.0  # what a reader of an old version gets to finish before it is cut off
+BEGIN_S = 60.0  # at least: a former incarnation on another host expires after 15 s of silence
+UNPUBLISH_S = 30.0  # for readers of an old version to finish before they are disconnected
 
 
 def _start_of_ranks() -> str:
-    """What the ranks of one start share, as torch's launchers tell them: where they meet."""
+    """Return an id of this launch, shared by its ranks: the rendezvous that torch's launchers name."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     life = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     return f"{address} {port} {life}".strip()[:NAME_LENGTH_MAX]
 
 
 class Snapshot(NamedTuple):
-    """One rank's share of a version, as far as it has come."""
+    """One rank's share of a version, while it is being copied."""
 
     slab: Slab
     whole: TensorTable  # the tensors of all ranks
-    parts: dict[str, Part]  # where its own lie in them
+    parts: dict[str, Part]  # the positions of its own in them
     downloads: Downloads
 
 
 def _ranks_here() -> int:
-    """On this host, as torch's launchers say."""
+    """Return the number of ranks on this host, according to torch's launchers."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdecimal() and int(said) else 1
 
@@ -83,32 +83,32 @@ def _ranks_here() -> int:
 class Publisher:
     """Publishes the share of one trainer rank, version after version.
 
-    client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer; host memory is taken for one more,
-    which is said, or refused, before any is (`Client.budget`), for all ranks of a host as torch's launchers count them.
+    client: this rank's (shard = rank, shard_count = ranks). keep: versions on offer; host memory is used for one more,
+    which is logged, or refused, beforehand (`Client.budget`), for all ranks of a host as torch's launchers count them.
     dtype: what floating-point
-    tensors are published as, but those of which `keeps_dtype` is true; None: as they come.
+    tensors are published as, except those for which `keeps_dtype` is true; None: as they come.
 
     model: the tensors of the whole model, in the order in which they will come, where that is known: the first version
-    is then no different from the others.
+    is then handled like the others.
 
     slices: the size of the tensor parallel engines that read it. Matrices are published slice by slice (slices.py), so
     that each of their workers reads little more than what it needs; others read the same, in more pieces.
     slices_experts: experts as well: these engines are not expert parallel.
 
-    in_background: publish returns when the copies are queued on the device, and the training goes on; what is left is
-    waited for by the next call, or by `settle`, and so are its errors, which are logged at once. The copies follow what
-    the calling thread's stream has queued, and are followed by what it queues next, an optimizer's step for example:
-    the weights are to be written on that stream alone. They take up to half of the device's free memory; beyond it they
-    are waited for. None: where this process uses a device by the first version; on a CPU there is nothing to queue.
+    in_background: publish returns when the copies are queued on the device, and the training goes on; the next call, or
+    `settle`, waits for the rest and raises its errors, which are logged at once. The copies follow what the calling
+    thread's stream has queued, and precede what it queues next, an optimizer's step for example: the weights must be
+    written on that stream only. They take up to half of the device's free memory; beyond it publish waits for them.
+    None: True if this process uses a device when the first version is published; a CPU has nothing to queue.
 
     retain: how many copies of the newest version survive, and across what (`Client.retain`); None: as it was.
 
     begins: the first step that is published begins an attempt (`Client.begin`), all ranks together: a run that resumes
-    makes an end of what its former life published from that step on. Versions are those of `version` then.
+    supersedes what its former incarnation published from that step on. Versions are those of `version` then.
 
     Every version must consist of the same tensors, by name, dtype and shape; else it is a UsageError that names what is
-    missing, new or changed, and nothing is published. All ranks together are compared, which every rank sees pass: a
-    tensor that is kept by another rank than before is none the worse.
+    missing, new or changed, and nothing is published. The tensors of all ranks are compared, as every rank sees them
+    all: a tensor may be assigned to another rank than before.
     """
 
     def __init__(
@@ -132,48 +132,48 @@ class Publisher:
         if not 1 <= slices <= SLICES_MAX:
             raise UsageError(f"slices={slices}: give the tensor parallel size of the engines, 1 to {SLICES_MAX}")
         self.client = client
-        self.attempt: int | None = None if begins else 0  # None: it is begun with the first version
+        self.attempt: int | None = None if begins else 0  # None: it begins with the first version
         self.rank, self.ranks, self.worker = rank, ranks, worker
         self.keep, self.timeout_s, self.dtype, self.keeps_dtype = keep, timeout_s, dtype, keeps_dtype
         self._retain = retain if rank == 0 else None
         self._slices_of = partial(slices_of, count=slices, experts=slices_experts)
         model = [msgspec.structs.replace(spec, stride=None, part=None) for spec in model]  # as they will be published
         ownership = Ownership(ranks)
-        # This rank's, of the last version: the next one almost always has the same.
+        # This rank's tensors of the last version: the next one almost always has the same.
         self._mine = TensorTable.of(spec for spec in model if ownership.give(spec.size_bytes) == rank)
         self._is_fixed = bool(model)
         self._whole = TensorTable.of(model)  # of all ranks, of the last version
-        self._coming_whole = self._whole  # the same, in the background
+        self._coming_whole = self._whole  # the same, of the one in the background
         self._published: deque[int] = deque()
         self._sent: Manifest | None = None  # of the last version
         self._in_background, self._queued = in_background, Downloads()
         self._executor: ThreadPoolExecutor | None = None
         self._coming: Future[dict[str, float]] | None = None  # the last version, in the background
-        self._last_seconds: float | None = None  # that the one before took
-        self._is_said = False  # what memory it takes
+        self._last_seconds: float | None = None  # that the previous version took
+        self._is_said = False  # the memory it takes was reported
         if model:
             self._say_memory(sum(self._cast_spec(spec).size_bytes for spec in self._mine))
         self._retired: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        # It starts with the first version that is over.
+        # Started with the first version that is over.
         self._retiring = threading.Thread(target=self._retire, name="tensorhub-unpublish", daemon=True)
 
     @property
     def in_background(self) -> bool:
-        """Whether the training goes on before a version is there for others."""
+        """Return whether training continues before a version is available to others."""
         if self._in_background is None:
             self._in_background = here() is not None
         return self._in_background
 
     @property
     def whole_size_bytes(self) -> int:
-        """Of the last version: the shares of all ranks together."""
+        """Return the size of the last version: the shares of all ranks together."""
         return sum(spec.size_bytes for spec in self._coming_whole or self._whole)
 
     @calls.public
     def begin(self, step: int) -> None:
-        """Go on from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`.
+        """Continue from this step, on every rank: a run that resumes, or is rolled back. Errors as of `Client.begin`.
 
-        What still comes of the attempt before is over, and has said so if it failed."""
+        A version of the previous attempt that is in the background is waited for; its error was logged."""
         if self._coming is not None:
             calls.wait_for(self._coming)
             self._coming = None
@@ -184,34 +184,34 @@ class Publisher:
             self.client.retain(domains=copies, across=across, timeout_s=timeout_s)
 
     def version(self, step: int) -> int:
-        """The version that this step has, in the attempt that was begun."""
+        """Return the version of this step, in the attempt that was begun."""
         return version_of(self.attempt or 0, step)
 
     def publish(self, step: int, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
         """Take all of `weights` (each step of it is a collective of all ranks), keep this rank's share, publish it.
 
-        Returns metrics in seconds and bytes; nothing if this very version is on offer already."""
+        Return metrics in seconds and bytes; none if this very version is on offer already."""
         return self._publish(step, lambda version, _: self._snapshot(version, weights), gathers=True)
 
     def publish_parts(self, step: int, held: Iterable[Held]) -> dict[str, float]:
-        """Publish what this rank holds of a model that is sharded: no rank waits for another, and nothing is gathered.
+        """Publish what this rank holds of a sharded model: no rank waits for another, and nothing is gathered.
 
         held: every tensor of the model, on every rank in the same order, see parts.py. Metrics as from `publish`. The
-        memory it takes is the slab, and one part as it is cast. timeout_s is for all of it, once the version before is
-        settled; of `publish` it is for what comes after the collectives, which no rank may leave.
+        memory it takes is the slab, and one part as it is cast. timeout_s is for all of it, once the previous version
+        is settled; in `publish` it is for what comes after the collectives, which no rank may leave.
         """
         return self._publish(step, lambda version, deadline: self._snapshot_parts(version, held, deadline))
 
     @calls.public
     def settle(self) -> None:
-        """Wait for what is published in the background, and raise what it raises."""
+        """Wait for what is published in the background, and raise its error."""
         if self._coming is not None:
             calls.wait_for(self._coming)
             coming, self._coming = self._coming, None
             self._last_seconds = coming.result().get(SECONDS)
 
     def _say_failure(self, done: Future[dict[str, float]]) -> None:
-        """At once: the next publish, which raises it, may be minutes away, and engines wait for this one."""
+        """Log an error at once: the next publish, which raises it, may be minutes away, and engines wait."""
         error = done.exception()
         if error is not None:
             log.error("%s: a version was not published, as the next publish will say, too: %s", self.worker, error)
@@ -234,11 +234,11 @@ class Publisher:
             offer = self._offer_later if self.in_background else self._offer
             return calls.run(partial(offer, version, taken, started, deadline))
         except BaseException:
-            calls.run(self._queued.finish)  # before anything is let go of
+            calls.run(self._queued.finish)  # before anything is released
             raise
 
     def _offer_later(self, version: int, taken: Snapshot, started: float, deadline: Deadline) -> dict[str, float]:
-        """`_offer` in the background: what is known at once, and how long the version before took."""
+        """Call `_offer` in the background; return what is known at once, and how long the previous version took."""
         if self._executor is None:
             self._executor = resources.pool_of(1, "tensorhub-publish")
         size_bytes, self._coming_whole = float(taken.slab.size_bytes), taken.whole
@@ -286,7 +286,7 @@ class Publisher:
         }
 
     def _again(self, version: int, slab: Slab, parts: dict[str, Part]) -> dict[str, float]:
-        """A version that was sent before. Fine if nothing changed; else the readers would keep the old weights."""
+        """Accept a version that was sent before if nothing changed; else the readers would keep the old weights."""
         same = version == self._published[-1] and self._is_sent(slab, parts)
         slab.close()
         if same:
@@ -305,8 +305,8 @@ class Publisher:
         return msgspec.structs.replace(manifest, tensors=with_parts(slab.specs, parts)).root() == sent.root()
 
     def _snapshot(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Snapshot:
-        """A slab with this rank's tensors, what all ranks' are, and where its parts lie in them. While the names are
-        unknown until all have passed, they are buffered in ordinary memory and copied once more."""
+        """Return a slab with this rank's tensors, the tensors of all ranks, and the positions of its parts in them.
+        While the names are unknown until all have passed, they are buffered in ordinary memory and copied once more."""
         ownership = Ownership(self.ranks)
         slab, pieces = self._allocate(self._mine) if self._mine or self._is_fixed else (None, {})
         buffered: dict[str, torch.Tensor] = {}
@@ -324,7 +324,7 @@ class Publisher:
                 _write(slab, pieces[name], tensor.detach(), downloads)
             else:
                 buffered[name] = host_copy(tensor, dtype_of(spec))
-        # Only now: each step was a collective, and a rank that leaves early hangs the others.
+        # Not earlier: each step was a collective, and a rank that leaves early hangs the others.
         whole = TensorTable.of(passed.values())
         if twice or (self._whole and whole != self._whole):
             downloads.wait()
@@ -339,7 +339,7 @@ class Publisher:
         return self._reshape(slab, whole, buffered)
 
     def _snapshot_parts(self, version: int, held: Iterable[Held], deadline: Deadline) -> Snapshot:
-        """A slab with this rank's parts, what the whole tensors are, and where the parts lie in them."""
+        """Return a slab with this rank's parts, the whole tensors, and the positions of the parts in them."""
         mine = list(until(deadline, held, 1))
         whole = TensorTable.of(self._cast_spec(one.whole) for one in until(deadline, mine))
         if self._whole and whole != self._whole:
@@ -362,33 +362,33 @@ class Publisher:
         return Snapshot(slab, whole, _parts(pieces), downloads)
 
     def _downloads(self, slab: Slab | None) -> Downloads:
-        """Return what downloads all that goes into this slab."""
+        """Return what downloads everything that goes into this slab."""
         digested = slab.specs if slab is not None and self.client.digest == XXH3 else None
         self._queued = Downloads(None, digested=digested) if self.in_background else Downloads()
         return self._queued
 
     def _settled(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-        """Written, on whatever stream; in the background on this thread's, which the copies follow, and host memory,
-        which is read at once, by whatever was queued."""
+        """Return these after their writes, on any stream; in the background after those of this thread's stream, which
+        the copies follow; tensors in host memory, which are read at once, always after all."""
         return settled(weights, host_only=self.in_background)
 
     def _allocate(self, specs: Iterable[TensorSpec], deadline: float = NEVER) -> tuple[Slab, dict[str, list[Slice]]]:
-        """Memory for these, and by name how each is published."""
+        """Return memory for these, and by name the slices in which each is published."""
         pieces = {spec.name: self._slices_of(spec) for spec in until(deadline, specs)}
         plain = [msgspec.structs.replace(piece.spec, part=None) for each in pieces.values() for piece in each]
         self._say_memory(sum(spec.size_bytes for spec in plain))
         return self.client.allocate(plain, deadline=deadline), pieces
 
     def _say_memory(self, size_bytes: int) -> None:
-        """Of its share of one version, once. UsageError where it does not fit."""
+        """Report the memory of its share of one version, once. Raise UsageError where it does not fit."""
         if not self._is_said:
             mend = "keep fewer versions, publish them in a smaller dtype, or train on more hosts"
             self.client.budget.expect(Need(size_bytes, self.keep + 1), workers=_ranks_here(), mend=mend)
         self._is_said = True
 
     def _cast_spec(self, spec: TensorSpec) -> TensorSpec:
-        """What such a tensor is published as. A one-byte float is a quantized weight: a cast would lose its scale's
-        meaning."""
+        """Return what such a tensor is published as. A one-byte float is quantized: a cast would invalidate its
+        scale."""
         dtype = dtype_of(spec)
         if self.dtype is None or not dtype.is_floating_point or dtype.itemsize == 1 or self.keeps_dtype(spec):
             return spec
@@ -403,7 +403,7 @@ class Publisher:
         )
 
     def _reshape(self, slab: Slab | None, whole: TensorTable, buffered: dict[str, torch.Tensor]) -> Snapshot:
-        """The names or shapes are new: put together a slab of what there is now."""
+        """Assemble a slab of the tensors that there are now: their names or shapes are new."""
         unwritten = None if slab is None else frozenset(slab.unwritten)
         kept = [
             spec
@@ -424,7 +424,7 @@ class Publisher:
     def _retire(self) -> None:
         while (version := self._retired.get()) is not None:
             try:
-                # Until all ranks have the next one it would be kept, and then be let go of a heartbeat late.
+                # Unpublished before all ranks have the next one, it would be retained, and released a heartbeat late.
                 with contextlib.suppress(NotPublished, VersionGone):
                     self.client.wait(newer_than=version, timeout_s=UNPUBLISH_S)
                 self.client.unpublish(version, CHECKPOINT, timeout_s=UNPUBLISH_S)
@@ -433,7 +433,7 @@ class Publisher:
 
     @calls.public
     def close(self) -> None:
-        """Take the published versions back and close the client. Errors are not raised: the run is over."""
+        """Unpublish the versions and close the client. Errors are not raised: the run is over."""
         with contextlib.suppress(Exception):
             self.settle()
         if self._executor is not None:

@@ -1,4 +1,4 @@
-"""What the calls of a client return."""
+"""The reports that the calls of a client return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tensorhub_plugins.core.types import CHECKPOINT
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What `publish` did. seconds by phase: "copy" (into the slab), "digest", "announce" (until the hub knew)."""
+    """The result of `publish`. seconds by phase: "copy" (into the slab), "digest", "announce" (until the hub knew)."""
 
     version: int
     layout: str
@@ -30,11 +30,11 @@ class PublishReport:
 
 @dataclass(frozen=True)
 class UnpublishReport:
-    """What `unpublish` did, in so many seconds.
+    """The result of `unpublish`, and the seconds it took.
 
     cut_off: "replica/shard" of the readers that had not finished by the deadline. kept: it was the last copy of a
-    retained version, or may have been, and is served on from memory of the store's own. damaged: tensors that were
-    written to while they were published in place, as far as a sample of their digests tells.
+    retained version, or may have been, and is still served, from memory of the store's own. damaged: tensors that were
+    written to while they were published in place, as far as a sample of their digests shows.
     """
 
     version: int
@@ -46,9 +46,9 @@ class UnpublishReport:
 
 @dataclass(frozen=True)
 class ReplicateReport:
-    """What `replicate` or `fetch` did.
+    """The result of `replicate` or `fetch`.
 
-    size_bytes: of what is published. seconds by phase: "find" (until sources were granted), "read" (until all was
+    size_bytes: of all that is published. seconds by phase: "find" (until sources were granted), "read" (until all was
     verified). sources: "replica/shard" -> bytes that were read from it, fewer where not all was wanted. transports:
     name -> bytes. losses: the sources that failed on the way, and why.
     """
@@ -61,11 +61,11 @@ class ReplicateReport:
     transports: dict[str, int]
     losses: tuple[str, ...]
     roots: dict[int, str]  # source shard -> hex of its manifest's root
-    algorithms: dict[int, str]  # source shard -> what its digests, and the root, are made with
+    algorithms: dict[int, str]  # source shard -> the algorithm of its digests and root
 
     @classmethod
     def of(cls, outcome: Outcome) -> ReplicateReport:
-        """The report of what a transfer has come to."""
+        """Return the report of a transfer's outcome."""
         return cls(
             outcome.version,
             outcome.layout,
@@ -84,7 +84,7 @@ class Fetched:
     """One version in memory of its own. slabs and manifests are by source shard; tensors of which several shards hold
     parts are whole in slabs of their own, under negative numbers.
 
-    converts: nobody had the preferred layout, and this worker is expected to publish it, or to `abandon` it. wanted:
+    converts: no worker had the preferred layout, and this one is expected to publish it, or to `abandon` it. wanted:
     only these tensors, or parts of them, were read; None: all. The manifests are of all that is published.
     """
 
@@ -106,7 +106,7 @@ class Fetched:
         wanted: TensorTable | None,
         releaser: Callable[[Iterable[Slab]], Callable[[], None]],
     ) -> Fetched:
-        """What was read in this layout, or in the preferred one; wanted counts for a checkpoint only."""
+        """Return what was read in this layout, or in the preferred one; wanted counts for a checkpoint only."""
         converts = preferred if outcome.claimed is not None and outcome.layout != preferred else None
         wanted = wanted if outcome.layout == CHECKPOINT else None
         report, release = ReplicateReport.of(outcome), releaser(slabs.values())
@@ -114,15 +114,15 @@ class Fetched:
 
     @property
     def slab(self) -> Slab:
-        """The only slab; UsageError when the source had several shards."""
+        """Return the only slab. Raise UsageError when the source had several shards."""
         if len(self.slabs) != 1:
             raise UsageError(f"version {self.version} came in {len(self.slabs)} shards: use .slabs or .tensors()")
         return next(iter(self.slabs.values()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name, sharing the slabs' memory.
+        """Return all tensors by name, sharing the slabs' memory.
 
-        VersionRefused when two source shards have published one name with different bytes.
+        Raise VersionRefused when two source shards have published one name with different bytes.
         """
         found: dict[str, torch.Tensor] = {}
         shard_of: dict[str, int] = {}
@@ -141,9 +141,9 @@ class Fetched:
         return found
 
     def roots(self) -> dict[int, str]:
-        """Source shard -> hex of the root that the bytes in this memory have now (`report.roots` are those promised).
+        """Return, for each source shard, the hex of the root of the bytes in memory now (`report.roots`: as published).
 
-        A pass over all bytes. What came in parts is read where it lies in the whole tensors. UsageError where only
+        It takes a pass over all bytes. What came in parts is read in the whole tensors. Raise UsageError where only
         some of the bytes were `wanted`: a root is over all of them.
         """
         if self.wanted is not None:
@@ -159,11 +159,11 @@ class Fetched:
 
     @calls.public
     def release(self) -> None:
-        """Give the memory back to the client for the next fetch; what is published stays until its unpublish. Until
-        then it keeps its bytes, whatever is unpublished."""
+        """Return the memory to the client for the next fetch; what is published stays until its unpublish. Until it is
+        released it keeps its bytes, whatever is unpublished."""
         if self._release is not None:
             self._release()
-        if self.wanted is not None:  # of hundreds of shards, perhaps, whose tables the client keeps for the next fetch
+        if self.wanted is not None:  # perhaps for hundreds of shards, whose tables the client keeps for the next fetch
             for manifest in self.manifests.values():
                 manifest.tensors.forget_specs()
         self._release, self.slabs = None, {}

@@ -1,7 +1,7 @@
-"""The shell of the pure `Shelf`: serves what lies there, and tells the hub of it.
+"""The shell of the pure `Shelf`: serves what is on it, and announces it to the hub.
 
-Transports' threads look things up here (`find`, `expect`); the client's callers publish, unpublish and read. Decisions
-are taken under one lock; what they have led to, a word to the hub or a reader that is cut off, is done outside of it.
+Transports' threads look up offers here (`find`, `expect`); the client's callers publish, unpublish and read. Decisions
+are taken under one lock; their effects, messages to the hub or disconnected readers, are carried out outside of it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from tensorhub_plugins.core.types import ShardKey, printable
 
 log = logging.getLogger("tensorhub.client")
 
-BACKGROUND_TIMEOUT_S = 30.0  # for readers of a copy that is taken back
+BACKGROUND_TIMEOUT_S = 30.0  # for readers of a copy that is unpublished in the background
 RETAIN_S = 0.25  # at least, to move a last copy to host memory
-NAMES_SHOWN_MAX = 5  # of tensors, in a line of the log
-SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that has begun too early has changed nearly all of them
-OWN_KINDS = ("allocated", "view")  # of slabs, in memory of the client's own
-ANNOUNCE_S = 0.3  # a hub that is there has long answered by then; one that is away is told when it is back
+NAMES_SHOWN_MAX = 5  # of tensors, in a log line
+SAMPLED_SEGMENTS = 4  # 16 MiB at most: a training step that began too early has changed nearly all of them
+OWN_KINDS = ("allocated", "view")  # kinds of slabs in memory of the client's own
+ANNOUNCE_S = 0.3  # a hub that is up has answered long before; one that is away is notified when it is back
 
 
 class Serving:
-    """What one worker ("replica/shard") offers. `hub` is to be set before anything is published or read."""
+    """What one worker ("replica/shard") offers. Set `hub` before anything is published or read."""
 
     hub: HubLink
 
@@ -58,9 +58,9 @@ class Serving:
         self._is_over = False
         self._disowned: UsageError | None = None
         self._shelf: Shelf[Offer] = Shelf()
-        self._changed = threading.Condition()  # guards the shelf; an offer came, or one that was expected will not
-        self._fetched: WeakKeyDictionary[Slab, tuple[int, str]] = WeakKeyDictionary()  # version and layout, from others
-        self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered, and whose memory they are
+        self._changed = threading.Condition()  # guards the shelf; notified when an offer came, or will not come
+        self._fetched: WeakKeyDictionary[Slab, tuple[int, str]] = WeakKeyDictionary()  # version, layout; from others
+        self._lent: dict[Slab, tuple[Slab, ...]] = {}  # views that are offered -> the slabs of their memory
         self._covered: tuple[dict[int, TensorTable], TensorTable] | None = None  # all sources of a read, and its target
         self._parts: dict[int, TensorTable] = {}  # what came in parts in the last read, by source shard
         self._background = resources.pool_of(1, "tensorhub-background")
@@ -68,12 +68,12 @@ class Serving:
     # --- for the transports' serving threads ---
 
     def find(self, key: ShardKey) -> Offer | None:
-        """Part of the transports' Shelf protocol."""
+        """Return the offer of this shard; None: there is none. Part of the transports' Shelf protocol."""
         with self._changed:
             return self._shelf.find(key)
 
     def expect(self, key: ShardKey, request_id: int, deadline: float) -> Offer | None:
-        """Part of the transports' Shelf protocol: the hub may lend what this worker has just been told to read."""
+        """Wait for an offer that this worker was just told to read. Part of the transports' Shelf protocol."""
         until = Deadline(deadline)
         with self._changed:
             while self._shelf.find(key) is None and self._shelf.is_expected(key, request_id) and not until.expired:
@@ -83,7 +83,7 @@ class Serving:
     # --- publish and unpublish ---
 
     def keys(self) -> list[ShardKey]:
-        """The shards that are offered, sorted."""
+        """Return the shards that are offered, sorted."""
         with self._changed:
             return sorted(self._shelf.entries)
 
@@ -93,15 +93,15 @@ class Serving:
             self._shelf.check(key, returns=self._returns(key))
 
     def published(self, layout: str) -> Published | None:
-        """The newest version that was published here in this layout."""
+        """Return the newest version that was published here in this layout."""
         with self._changed:
             return self._shelf.published.get(layout)
 
     def publish(
         self, key: ShardKey, manifest: Manifest, slab: Slab, deadline: Deadline, *, lends: bool = False
     ) -> None:
-        """Offer a whole shard; returns when the hub knows of it. On an error nothing is published. lends: nobody but
-        the pool writes to its memory when it is offered no more."""
+        """Offer a whole shard; return when the hub knows of it. On an error nothing is published. lends: only the pool
+        writes to its memory once it is no longer offered."""
         check_time(deadline)
         was_read = self._fetched.get(slab) == (key.version, key.layout)
         offer = Offer(key, manifest, slab, created_after=self.hub.last_request_id + 1, lends=lends)
@@ -122,26 +122,26 @@ class Serving:
         calls.undone_by(lambda: self.take_back([key]))
 
     def take_back(self, keys: Iterable[ShardKey]) -> None:
-        """Offer these no more, and tell the hub: whoever has put them here does not know of them."""
+        """Withdraw these, and notify the hub: the caller that put them here does not know of them."""
         with self._changed:
             effects = self._shelf.take_back(keys)
         self._carry_out(effects)
 
     def unpublish(self, version: int, layout: str | None, timeout_s: float | None) -> UnpublishReport:
-        """As `Client.unpublish`."""
+        """Unpublish a version, as `Client.unpublish`."""
         with self._changed:
             ticket = self._shelf.unpublish(version, layout)
         return self._unpublish(version, ticket, timeout_s)
 
     def may_release(self, keys: Iterable[ShardKey]) -> None:
-        """The hub says that these copies need not be retained any more. Does not block."""
+        """Unpublish copies that, as the hub says, need not be retained any more. Does not block."""
         with self._changed:
             ticket = self._shelf.may_release(keys)
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._release, ticket)
 
     def give_back_borrowed(self) -> None:
-        """Offer no more what lies in borrowed memory, so that its owner may use that again. Does not block."""
+        """Stop offering what is in borrowed memory, so that its owner may reuse that. Does not block."""
         with self._changed:
             entries = self._shelf.entries.items()
             keys = [k for k, entry in entries if entry.offer.slab.borrowed is not None and not entry.is_arriving]
@@ -151,14 +151,14 @@ class Serving:
                 self._background.submit(self._release, ticket)
 
     def give_up_copies(self, version: int) -> None:
-        """What was read for others is here: whether it has to stay, and until when, says the hub. Does not block."""
+        """Unpublish what was read for others: the hub says whether and how long it has to stay. Does not block."""
         with self._changed:
             ticket = self._shelf.copies(version)
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._release, ticket)
 
     def supersede(self, lineage: Lineage) -> None:
-        """A newer attempt of the trainer has begun: what it has ended is offered no more. Does not block."""
+        """Withdraw what a newer attempt of the trainer has superseded. Does not block."""
         with suppress(RuntimeError):  # closed meanwhile
             self._background.submit(self._drop_superseded, lineage)
 
@@ -168,7 +168,7 @@ class Serving:
         self._carry_out(effects)
 
     def _release(self, ticket: shelf.Ticket) -> None:
-        with self._changed:  # there may have been others before it, and by now it is published again
+        with self._changed:  # after a wait in the queue it may be published again by now
             ticket = self._shelf.still_meant(ticket)
         try:
             self._unpublish(0, ticket)
@@ -180,7 +180,7 @@ class Serving:
             return UnpublishReport(version, 0.0)
         with self._changed:
             slabs = [entry.offer.slab for key, entry in self._shelf.entries.items() if key in ticket]
-        size_bytes = sum(slab.size_bytes for slab in slabs if slab.kind == "adopted")  # which may have to be moved
+        size_bytes = sum(slab.size_bytes for slab in slabs if slab.kind == "adopted")  # these may have to be moved
         timeout_s = timeout_for(timeout_s, size_bytes, base_s=BACKGROUND_TIMEOUT_S)
         began, deadline = time.monotonic(), Deadline.after(timeout_s)
         readers_s = timeout_s - (min(timeout_s / 2, RETAIN_S + size_s(size_bytes)) if size_bytes else 0.0)
@@ -188,7 +188,7 @@ class Serving:
             until_read = Deadline.after(readers_s)
             reply = self.hub.ask(lambda n: messages.Unpublish(n, tuple(ticket), readers_s), until_read).result()
             assert isinstance(reply, messages.Unpublished)
-        except HubUnreachable:  # it may be the last copy; the hub says when it is back
+        except HubUnreachable:  # it may be the last copy; a hub that is back says when it may go
             log.warning("%s: version %d is kept, the hub does not answer", self.worker, next(iter(ticket)).version)
             reply = messages.Unpublished(0, must_retain=True)
         damaged = self._check_sample(ticket)  # a few segments
@@ -208,18 +208,18 @@ class Serving:
         kept = reply.must_retain and not damaged
         return UnpublishReport(version, time.monotonic() - began, reply.cut_off, kept, damaged)
 
-    # --- whether what is offered is what was published ---
+    # --- check that what is offered is what was published ---
 
     def recheck(self, version: int, layout: str | None) -> tuple[str, ...]:
-        """As `Client.recheck`."""
+        """Compare a version with its digests, as `Client.recheck`."""
         with self._changed:
             entries = self._shelf.entries.items()
             keys = [k for k, e in entries if k.version == version and layout in (None, k.layout) and not e.is_arriving]
         return tuple(dict.fromkeys(name for key in keys for name in self._check(key, None)))
 
     def doubt(self, effect: Doubted | Disowned) -> None:
-        """A reader says that it got other bytes than were published, or the hub that it takes a shard for not held.
-        Does not block."""
+        """Handle a reader's report that it got other bytes than were published, or the hub's that it does not accept a
+        shard. Does not block."""
         with suppress(RuntimeError):  # closed meanwhile
             if isinstance(effect, Doubted):
                 self._background.submit(self._look_into, effect.key, effect.segments)
@@ -227,7 +227,7 @@ class Serving:
                 self._background.submit(self._disown, effect)
 
     def _disown(self, effect: Disowned) -> None:
-        """Offered no more: nobody is sent here for it, and its number may mean other bytes there."""
+        """Withdraw a shard: the hub sends no reader here for it, and its number may mean other bytes there."""
         text = f"{effect.key} is offered no more: the hub does not take it: {printable(effect.why)}"
         log.error("%s: %s", self.worker, text)
         with self._changed:
@@ -237,7 +237,7 @@ class Serving:
         self._carry_out(effects)
 
     def take_disowned(self) -> UsageError | None:
-        """Return, once, the error for what was published here and a later hub does not take."""
+        """Return, once, the error for what was published here and a later hub does not accept."""
         with self._changed:
             problem, self._disowned = self._disowned, None
         return problem
@@ -250,7 +250,7 @@ class Serving:
             log.info("%s: cannot look into what a reader says of %s: %s", self.worker, key, error)
 
     def _check_sample(self, keys: Iterable[ShardKey]) -> tuple[str, ...]:
-        """Of tensors that were published in place: whoever has written to them meanwhile is to hear of it."""
+        """Check some segments of tensors published in place, so that writes to them meanwhile are reported."""
         with self._changed:
             found = {key: self._shelf.find(key) for key in keys}
         offers = {key: offer for key, offer in found.items() if offer is not None and offer.slab.kind == "adopted"}
@@ -261,14 +261,14 @@ class Serving:
         )
 
     def _check(self, key: ShardKey, segments: Sequence[int] | None) -> tuple[str, ...]:
-        """The tensors that lie where the bytes (None: all) are not what their digests say: then the shard is offered no
-        more."""
+        """Return the tensors whose bytes, in these segments (None: all), do not have their digests: then the shard is
+        no longer offered."""
         with self._changed:
             ticket, offer = self._shelf.offering(key), self._shelf.find(key)
         if offer is None:
             return ()
         try:
-            reader = offer.attach(lambda: None)  # while it is looked at, nobody uses its memory for anything else
+            reader = offer.attach(lambda: None)  # while it is checked, its memory is not reused
         except VersionGone:
             return ()
         try:
@@ -293,15 +293,15 @@ class Serving:
         self._carry_out(effects)
         return names
 
-    # --- what is read is served on ---
+    # --- serve what is being read ---
 
     def begin_read(self, *, for_others: bool) -> int:
-        """A transfer begins: its number, by which the calls below name it."""
+        """Begin a transfer; return its number, by which the calls below name it."""
         with self._changed:
             return self._shelf.begin_read(self.hub.last_request_id + 1, is_for_others=for_others)
 
     def grant(self, read: int, key: ShardKey) -> None:
-        """This transfer was just told to read this shard: readers may be sent here for it, and wait."""
+        """Note that this transfer will read this shard: readers may be sent here for it, and wait."""
         with self._changed:
             self._shelf.grant(read, key)
             self._changed.notify_all()
@@ -321,12 +321,12 @@ class Serving:
         self._carry_out(effects)
 
     def arriving(self, read: int) -> list[Offer]:
-        """What this transfer passes on while it arrives."""
+        """Return what this transfer serves to others while it arrives."""
         with self._changed:
             return self._shelf.arriving(read)
 
     def complete(self, read: int) -> None:
-        """Everything is here. The hub hears of it, which the caller need not wait for."""
+        """Finish a transfer: everything is here. The hub is notified, without making the caller wait for it."""
         with self._changed:
             effects = self._shelf.complete(read)
             self._changed.notify_all()
@@ -334,7 +334,7 @@ class Serving:
             log.info("%s: the hub has not heard yet what was read", self.worker)
 
     def drop(self, read: int, *, restarts: bool) -> None:
-        """Take back what this transfer was passing on. restarts: it begins anew, in another layout or other memory."""
+        """Withdraw what this transfer was serving. restarts: it begins anew, in another layout or other memory."""
         with self._changed:
             effects = self._shelf.drop(read, restarts_after=self.hub.last_request_id + 1 if restarts else None)
             self._changed.notify_all()
@@ -351,11 +351,11 @@ class Serving:
         for_others: bool = False,
         of_read: Room | None = None,
     ) -> Slab:
-        """A slab for these tensors, a used one where there is one. UsageError when there is no room, for what is taken
-        for others also within the budget. is_read: it is read into, which is not refused. of_read: what that read may
-        still take."""
+        """Return a slab for these tensors, a used one where there is one. Raise UsageError without free memory, and for
+        copies for others also beyond the budget. is_read: it is read into, which is not refused. of_read: what that
+        read may still take."""
         table = TensorTable.of(specs)
-        if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when the hub was told
+        if for_others and table.size_bytes > (room := self.room_bytes()):  # it was more when reported to the hub
             raise UsageError(f"a copy of {table.size_bytes / 1e6:.1f} MB, and room for {room / 1e6:.1f} MB is left")
         if not for_others:
             self._spend(table.size_bytes, refuses=self._budget.refuses and not is_read)
@@ -364,14 +364,14 @@ class Serving:
         return slab
 
     def _spend(self, size_bytes: int, *, refuses: bool) -> None:
-        """So much is about to be added to what is offered from memory of our own. Copies for others do not count: they
+        """Check the budget for so many more bytes offered from memory of our own. Copies for others do not count: they
         were made in what was left."""
         with self._changed:
             entries = [(k, e) for k, e in self._shelf.entries.items() if not e.is_for_others]
         offered = [(key, entry) for key, entry in entries if entry.offer.slab.kind in OWN_KINDS]
         spent = sum(entry.offer.slab.size_bytes for _, entry in offered)
         was_over, self._is_over = self._is_over, spent + size_bytes > self._budget.size_bytes
-        if not self._is_over or (was_over and not refuses):  # said once, until it was below again
+        if not self._is_over or (was_over and not refuses):  # logged once, until it was below again
             return
         newest = [
             f"version {key.version} {key.layout} {entry.offer.slab.size_bytes / 1e6:.1f} MB"
@@ -388,21 +388,21 @@ class Serving:
         log.warning("%s", text)
 
     def room_bytes(self) -> int:
-        """For copies that others need: what the budget leaves, and no more than half of what is free."""
+        """Return the bytes free for copies that others need: what the budget leaves, at most half of what is free."""
         with self._changed:
             offered = [e.offer.slab for e in self._shelf.entries.values() if e.offer.slab.kind in OWN_KINDS]
         left = self._budget.size_bytes - sum(slab.size_bytes for slab in offered)
         return max(0, min(left, machine.available_bytes() // 2))
 
     def holds_fetched(self, slabs: Iterable[Slab], version: int, layout: str) -> None:
-        """These slabs hold what was read from others, until they are used for something else: by nobody, whatever is
-        unpublished, before they are released."""
+        """Note that these slabs hold what was read from others. They are not reused, whatever is unpublished, before
+        they are released."""
         for slab in slabs:
             self._fetched[slab] = version, layout
             self.pool.hold(slab)
 
     def recycle(self, slab: Slab, hand_out: int | None = None) -> None:
-        """Nobody uses this slab any more, unless it is on the shelf. hand_out: as in `SlabPool.give_back`."""
+        """Return this slab to the pool, unless it is on the shelf. hand_out: as in `SlabPool.give_back`."""
         with self._changed:
             blocks = self._lent.pop(slab, ())
             is_offered = any(entry.offer.slab is slab for entry in self._shelf.entries.values())
@@ -415,7 +415,7 @@ class Serving:
             self.pool.release(slab)
 
     def releaser(self, slabs: Iterable[Slab]) -> Callable[[], None]:
-        """Recycles these slabs as they are handed out now: not if that has happened, and they are in use again."""
+        """Return a function that recycles these slabs as handed out now: not those recycled and reused since."""
         handed_out = [(slab, self.pool.hand_out(slab)) for slab in slabs]
 
         def release() -> None:
@@ -425,45 +425,45 @@ class Serving:
         return release
 
     def lend(self, view: Slab, blocks: Iterable[Slab]) -> None:
-        """The memory of these slabs is offered as the view, and goes back to the pool with the last view of it."""
+        """Offer the memory of these slabs as the view; it returns to the pool with the last view of it."""
         with self._changed:
             self._lent[view] = tuple(blocks)
 
     def check_parts(self, tables: Mapping[int, TensorTable], deadline: float = NEVER) -> None:
-        """What has come in parts, by source shard. UsageError if they do not make whole tensors; those that did are
-        remembered, as the next version will almost always come in the same."""
+        """Check what has come in parts, by source shard. Raise UsageError if they do not make whole tensors; those that
+        do are remembered, as the next version will almost always come in the same parts."""
         if self._parts != tables:
             check_whole(tables, deadline)
             self._parts = dict(tables)
 
     def check_cover(self, tables: Mapping[int, TensorTable], wanted: TensorTable, paced: Paced) -> None:
-        """As `moves.check_cover`, of source shards. What was right is remembered: to look at all tensors of hundreds of
-        shards takes seconds, and to know that they are those of the last version nothing."""
+        """Do `moves.check_cover` for source shards. What was right is remembered: checking all tensors of hundreds of
+        shards takes seconds, and comparing them with those of the last version almost nothing."""
         if self._covered != (tables, wanted):
             check_cover(tables, wanted, paced)
             self._covered = dict(tables), wanted
 
     def forget_tables(self) -> None:
-        """What will come next is unlike what came before."""
+        """Forget the tables of the last read: the next one will be different."""
         self._parts, self._covered = {}, None
 
     def parts_as_before(self, shard: int, table: TensorTable) -> TensorTable | None:
-        """All whole tensors of which parts came the last time; None if this shard had others."""
+        """Return all whole tensors of which parts came the last time; None if this shard had others."""
         before = self._parts
         if before.get(shard) != table:
             return None
-        # One part of each will do: hundreds of shards have a million.
+        # One part of each is enough: hundreds of shards have a million.
         parts = {spec.tensor: spec for each in before.values() for spec in each if spec.part is not None}
         return TensorTable.of(map(whole_of, parts.values()))
 
     def close(self) -> None:
-        """Nothing more is promised: what waits for an offer hears so. Idempotent."""
+        """Expect no more offers: readers that wait for one are notified. Idempotent."""
         with self._changed:
             self._shelf.closed = True
             self._changed.notify_all()
 
     def free(self) -> None:
-        """Cut readers off and let go of all memory. The transports serve no more."""
+        """Disconnect readers and release all memory. The transports serve no more."""
         self._background.shutdown(wait=True, cancel_futures=True)
         with self._changed:
             effects = self._shelf.close()
@@ -475,7 +475,7 @@ class Serving:
     def _carry_out(
         self, effects: list[shelf.Effect[Offer]], deadline: Deadline = NEVER
     ) -> list[Future[messages.Reply]]:
-        """Returns what the hub will answer."""
+        """Carry out effects; return the futures of the hub's answers."""
         answers = []
         for effect in effects:
             match effect:
@@ -506,12 +506,12 @@ class Serving:
         return self.hub.ask(lambda n: messages.Publish(n, holding), deadline)
 
     def _retract(self, keys: tuple[ShardKey, ...]) -> None:
-        with suppress(UsageError):  # closed meanwhile: the hub knows, or will
+        with suppress(UsageError):  # closed meanwhile: the hub knows, or will know
             deadline = Deadline.after(BACKGROUND_TIMEOUT_S)
             self.hub.ask(lambda n: messages.Unpublish(n, keys, 0.0, gone=True), deadline)
 
     def _give_way(self, offer: Offer, *, is_arriving: bool) -> None:
-        """Its read may be about to give its memory back, so that nobody else is to get it before."""
+        """Withdraw an offer and discard its memory, which its read may still be about to return."""
         offer.withdraw()
         with self._changed:
             blocks = self._lent.pop(offer.slab, (offer.slab,))
@@ -519,11 +519,11 @@ class Serving:
             self.pool.discard(block)
 
     def _retain(self, key: ShardKey, offer: Offer, deadline: Deadline) -> None:
-        """Rule 4: serve the last copy on, from memory that the caller does not touch."""
+        """Serve the last copy from memory that the caller does not touch (rule 4)."""
         if offer.slab.kind != "adopted":
             return
-        self._spend(offer.slab.size_bytes, refuses=False)  # rule 4 counts more
-        # With their strides: the published bytes are the storage's.
+        self._spend(offer.slab.size_bytes, refuses=False)  # rule 4 takes precedence
+        # With their strides: the published bytes are those of the storage.
         copy = self.pool.take_once(offer.manifest.tensors, deadline)
         try:
             for name, tensor in offer.slab.tensors().items():
@@ -542,12 +542,12 @@ class Serving:
         offer.withdraw()
 
     def _returns(self, key: ShardKey) -> bool:
-        """Whether operators make the fleet go back from the newest version that was published here to this one."""
+        """Return whether operators make the fleet go back from the newest version published here to this one."""
         directive, last = self.hub.directive, self._shelf.published.get(key.layout)
         return key.version == directive.pin or (last is not None and last.version in directive.withdrawn)
 
 
 def sample(count: int, seed: int) -> list[int]:
-    """SAMPLED_SEGMENTS of so many, spread over all of them, and others for the next seed."""
+    """Return SAMPLED_SEGMENTS of so many, spread over all of them, and others for the next seed."""
     taken = min(count, SAMPLED_SEGMENTS)
     return sorted({(seed * 7919 + each * count // taken) % count for each in range(taken)})

@@ -1,20 +1,20 @@
 """The client's protocol state. PURE: events in, effects out, `now` as an argument.
 
-It numbers requests, sends them again when they or their answers were lost, sends heartbeats, and remembers all that the
-hub must be told after it has been restarted: what this worker holds, reads, and has promised to convert, and what
-operators have decided. The truth is here, in the workers; the hub only has a copy (rule 6).
+It numbers requests, sends them again when they or their answers were lost, sends heartbeats, and remembers all that a
+restarted hub must be told: what this worker holds, reads, and has claimed to convert, and what operators have decided.
+The workers have the authoritative state; the hub only has a copy (rule 6).
 
-What a deadline that passes without the hub's answer means
-    Publish: it is taken back, unless the shard was announced before (it arrives, and is here whatever the hub says).
+A deadline that passes without the hub's answer
+    Publish: it is withdrawn, unless the shard was announced before (it arrives, and is here whatever the hub says).
     Unpublish: the copy is retained, as if the hub had said so, because it may be the last one (rule 4); MayRelease
-    follows when the hub is heard again. Only shards that are `gone` are told to the hub until it has understood.
+    follows when the hub is heard again. Only shards that are `gone` are reported to the hub until it has answered.
 
-What has expired has no effect later
-    Every request that changes something says until when it is meant, on the hub's clock, and the hub drops what it
-    finds after that, or what was said to a hub before it: a request may lie in a buffer while the hub is stopped or the
-    link is cut. What was dropped too soon is asked for again at the next heartbeat. We know the hub's clock from its
-    last word, which takes time to get here, so that we think it earlier than it is, never later. Of what is unanswered
-    a Hello brings nothing into effect but the shards of Publishes, and it says until when it may.
+An expired request has no effect later
+    Every request that changes something says until when it is valid, on the hub's clock, and the hub drops what it
+    receives after that, or what was sent to a previous hub: a request may wait in a buffer while the hub is stopped or
+    the link is cut. What was dropped too soon is sent again at the next heartbeat. We know the hub's clock from its
+    last message, which takes time to get here, so that we estimate it too early, never too late. Among unanswered
+    requests a Hello puts only the shards of Publishes into effect, and it says until when it may.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tensorhub_plugins.core.types import (
 
 HELLO_EVERY_S = 0.5
 HUB_QUIET_S = 2.0  # two heartbeats without an answer: a request that has none has not reached it
-HUB_SILENT_S = 5.0  # five heartbeats without an answer: say that the hub is away
-REDIAL_S = 20.0  # without a word: the connection may be dead without knowing it, or lead to where the hub was
+HUB_SILENT_S = 5.0  # five heartbeats without an answer: report that the hub is away
+REDIAL_S = 20.0  # without a message: the connection may be half-open, or lead to where the hub was
 REDIAL_SEVERAL_S = 5.0  # the same where the hub may be at several addresses
-ANSWER_MARGIN_S = 0.4  # beyond a request's own deadline, for the hub's answer that it has passed: it says more
+ANSWER_MARGIN_S = 0.4  # beyond a request's own deadline, for the hub's refusal, which explains more
 FORMER_HUBS_MAX = 64
-DRIFT_MAX = 1e-3  # of two clocks, per second: NTP slews each by half of that at most
+DRIFT_MAX = 1e-3  # of two clocks, per second: NTP slews each by at most half of that
 
 Request: TypeAlias = m.Request
 
@@ -65,13 +65,13 @@ class EndLease(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """The hub has sent this."""
+    """A message from the hub has arrived."""
 
     message: m.HubMessage
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed: timers are looked at."""
+    """Time has passed: check the timers."""
 
 
 Event: TypeAlias = Ask | EndLease | Heard | Tick
@@ -93,8 +93,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """No answer by the deadline. hub_silent: because no hub answers at all. was_sent: so that it may have been carried
-    out, and the answer was lost; it will not be any more."""
+    """No answer by the deadline. hub_silent: because no hub answers at all. was_sent: it may have been carried out, and
+    the answer was lost; from now on it will not be."""
 
     request_id: int
     hub_silent: bool
@@ -108,7 +108,7 @@ class SourceGone(msgspec.Struct, frozen=True):
 
 
 class MayRelease(msgspec.Struct, frozen=True):
-    """Retained copies that are worth another attempt to unpublish."""
+    """Retained copies for which another unpublish may succeed."""
 
     keys: tuple[ShardKey, ...]
 
@@ -120,14 +120,14 @@ class Directed(msgspec.Struct, frozen=True):
 
 
 class Doubted(msgspec.Struct, frozen=True):
-    """A reader says that it got other bytes from us than were published."""
+    """A reader has reported that it got other bytes from us than were published."""
 
     key: ShardKey
     segments: tuple[int, ...]
 
 
 class Disowned(msgspec.Struct, frozen=True):
-    """The hub takes this shard, of which it was told in a Hello, for not held: nobody will be sent here for it."""
+    """The hub does not accept this shard, which a Hello has announced: no reader will be sent here for it."""
 
     key: ShardKey
     why: str
@@ -141,12 +141,12 @@ class HubAway(msgspec.Struct, frozen=True):
 
 
 class Redial(msgspec.Struct, frozen=True):
-    """Nothing was heard for so long that a new connection is worth a try, to the next address if there are several."""
+    """After so long a silence try a new connection, to the next address if there are several."""
 
 
 class HubBack(msgspec.Struct, frozen=True):
-    """The hub is heard again. restarted: it had forgotten this worker, which has told it everything anew. former: it
-    is one that another has taken the place of before: there are two."""
+    """The hub is heard again. restarted: it had forgotten this worker, which has reported everything anew. former: it
+    is one that another hub had replaced before: there are two."""
 
     restarted: bool
     former: bool = False
@@ -164,7 +164,7 @@ class _Asked:
     message: Request
     deadline: float
     asked_at: float
-    announced: bool = False  # Publish: the hub was told of this shard before
+    announced: bool = False  # Publish: this shard was announced to the hub before
     was_sent: bool = False
 
 
@@ -180,38 +180,38 @@ class _Lease:
 
 @dataclass
 class Session:
-    """`identity` names the hub-side facts of this worker's Hello; `now` is the time of creation."""
+    """The protocol state of one worker. `identity`: its Hello, without what changes; `now`: the time of creation."""
 
     identity: m.Hello
     now: float
-    hub: bytes | None = None  # the hub's life that has welcomed us
-    addressed: bytes = b""  # the one that we say Hello to: the last that we have heard of
+    hub: bytes | None = None  # the incarnation of the hub that has welcomed us
+    addressed: bytes = b""  # the one that we send Hello to: the last one known
     last_request_id: int = 0
     asked: dict[int, _Asked] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
     holdings: dict[ShardKey, m.Holding] = field(default_factory=dict)
-    offered: dict[ShardKey, int] = field(default_factory=dict)  # of the holdings: the Publish that said so last
+    offered: dict[ShardKey, int] = field(default_factory=dict)  # for each holding: its last Publish
     retained: set[ShardKey] = field(default_factory=set)  # for retention only
     claims: dict[ShardKey, None] = field(default_factory=dict)
-    retain: m.Retain | None = None  # the last that was answered
-    retain_serial: int = 0  # of it
-    seen: int = 0  # the newest version the hub has told us of
-    resolved: int = 0  # what our replica's "latest" was, in `generation`, the last one of it
+    retain: m.Retain | None = None  # the last one that was answered
+    retain_serial: int = 0  # of that one
+    seen: int = 0  # the newest version that the hub has named
+    resolved: int = 0  # our replica's "latest" in `generation`, the last one
     generation: int = 0
     directive: m.Directive = m.NO_DIRECTIVE
     mark: bytes = b""  # of the attempt that we have begun
-    name_proof: bytes = b""  # that our name is ours, as a hub has seen
+    name_proof: bytes = b""  # a hub's proof that our name is ours
     heartbeat_s: float = 1.0
     redial_s: float = REDIAL_S
     room_bytes: int = 0  # for copies that others need; the shell keeps it up to date
     leaving: bool = False  # what we hold is about to go
-    gate: Gate | None = None  # knows which leases on us were used
+    gate: Gate | None = None  # records which leases on us were used
 
     def __post_init__(self) -> None:
         self._welcomed = False
-        self._former_hubs: dict[bytes, None] = {}  # lives that have welcomed us, before another one did; newest first
-        self._clock: tuple[bytes, float] | None = None  # a hub's life, and its clock's lead on ours, at least
-        self._hello_first = 0  # the number of the first Hello to `addressed` since we were welcome last
+        self._former_hubs: dict[bytes, None] = {}  # that had welcomed us before another one did; newest first
+        self._clock: tuple[bytes, float] | None = None  # a hub, and the least lead of its clock on ours
+        self._hello_first = 0  # the first Hello to `addressed` since the last Welcome
         self._retry_retained = False
         self.heard_at = self._dialed_at = self.now
         self._away = False
@@ -220,12 +220,12 @@ class Session:
         self._effects: list[Effect] = []
 
     def next_request_id(self) -> int:
-        """A number that no request has had."""
+        """Return a number that no request has had."""
         self.last_request_id += 1
         return self.last_request_id
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event at time `now` (seconds of a monotonic clock); returns what the shell is to do, in order."""
+        """Take one event at time `now` (seconds of a monotonic clock); return what the shell is to do, in order."""
         self._effects = []
         match event:
             case Ask(message, deadline):
@@ -241,17 +241,17 @@ class Session:
         return self._effects
 
     def renew(self, requests: Iterable[int]) -> None:
-        """What is read under the leases of these requests goes on: the next heartbeat says so."""
+        """Count progress of the reads under the leases of these requests, for the next heartbeat."""
         for request_id in requests:
             if request_id in self.leases:
                 self.leases[request_id].progress += 1
 
     def leave(self, now: float) -> None:
-        """What we hold is about to go: the hub hears of it with the next Tick."""
+        """Note that what we hold is about to go: the hub is notified with the next Tick."""
         self.leaving, self._next_heartbeat = True, now
 
     def next_deadline(self) -> float:
-        """When the next Tick is due."""
+        """Return when the next Tick is due."""
         due = self._next_heartbeat if self._welcomed else self._next_hello
         return min([due, *(a.deadline + ANSWER_MARGIN_S for a in self.asked.values())])
 
@@ -272,13 +272,13 @@ class Session:
         self._send_asked(message.request_id, now)
 
     def _send_asked(self, request_id: int, now: float) -> None:
-        """Unless no hub listens, or it has to hear of something else first."""
+        """Send a request, unless no hub listens, or another one has to be answered first."""
         if self._welcomed and not self._publishing(self.asked[request_id].message):
             self.asked[request_id].was_sent = True
             self._send(self._dated(request_id, now))
 
     def _publishing(self, message: Request) -> list[int]:
-        """Unanswered Publishes of the shards of this Unpublish: the hub must know what it is asked to give up."""
+        """Return the unanswered Publishes of the shards of this Unpublish: the hub must know of them first."""
         if not isinstance(message, m.Unpublish):
             return []
         return [
@@ -290,13 +290,13 @@ class Session:
         ]
 
     def _overtaken(self, request_id: int, keys: tuple[ShardKey, ...]) -> m.Reply:
-        """The answer to a Publish of what is not here any more: perhaps because a newer attempt has just begun."""
+        """Return the answer to a Publish of what is gone: perhaps because a newer attempt has just begun."""
         if not any(self.directive.is_over(key.version) for key in keys):
             return m.Done(request_id)
         return m.Refused(request_id, "Superseded", "a newer attempt of the trainer has begun: end this process")
 
     def _dated(self, request_id: int, now: float) -> Request:
-        """The request with the seconds that are left of its deadline, and until when it is meant."""
+        """Return the request with the seconds that are left of its deadline, and until when it is valid."""
         asked = self.asked[request_id]
         dated = asked.message
         if isinstance(dated, m.Dated):
@@ -306,8 +306,8 @@ class Session:
         return dated
 
     def _until(self, deadline: float, now: float) -> m.Until | None:
-        """When a request is given up, or somewhat before, on the hub's clock; None: never, or a hub that has not said
-        what its clock says, as it is older than that."""
+        """Return when a request is abandoned, or slightly earlier, on the hub's clock; None: never, or its clock is not
+        known, as the hub is older than that field."""
         if self._clock is None or deadline == float("inf"):
             return None
         hub, lead = self._clock
@@ -315,8 +315,8 @@ class Session:
         return m.Until(hub, given_up + lead - DRIFT_MAX * remaining_s(given_up, now))
 
     def _hear_clock(self, hub: bytes, clock: float, now: float) -> None:
-        """This hub's clock said so, at most now. The last word counts: one that took long only makes us think it
-        earlier, and a hub whose machine stood still has not the clock that it had."""
+        """Take this hub's clock, read at `now` or before. The last reading counts: a delayed one only makes our
+        estimate too early, and after its machine stood still a hub's clock is different."""
         if clock:
             self._clock = hub, clock - now
 
@@ -350,9 +350,9 @@ class Session:
                 if wanted:
                     self._effects.append(MayRelease(wanted))
             case _:
-                # Who is not welcome has just said all there is, and asks again all that is unanswered: an answer to
-                # what was said before would change what the hub has been told.
-                # So would one of a hub before this one: this hub is asked again, and may begin another attempt.
+                # While not welcome we have just sent a Hello with everything, and will repeat all that is unanswered:
+                # an answer to an earlier message would contradict that Hello.
+                # So would one of a previous hub: this hub is asked again, and may begin another attempt.
                 late = isinstance(message, m.Granted | m.Begun) and message.hub not in (b"", self.hub)
                 if (self._welcomed and not late) or message.request_id == 0:
                     self._answered(message, now)
@@ -361,9 +361,9 @@ class Session:
         hub = welcome.hub
         self._direct(welcome.directive)
         if self._welcomed or welcome.request_id < self._hello_first:
-            return  # doubled or late on the way: it answers an older Hello, perhaps an older hub's
+            return  # duplicated or late: it answers an older Hello, perhaps an older hub's
         if self.addressed not in (b"", hub):
-            self._hello_to(hub, now)  # it did not heed whom we said Hello to, or is of a hub before that one
+            self._hello_to(hub, now)  # it ignored whom the Hello was for, or is a previous hub's
             return
         restarted = self.hub is not None and hub != self.hub
         if self._away or restarted:
@@ -381,7 +381,7 @@ class Session:
         self._retry_retained = True
 
     def _disown(self, key: ShardKey, why: str) -> None:
-        """Unless a Publish of it is to be answered, which will say so."""
+        """Drop a holding that the hub refuses, unless a Publish of it is unanswered, whose answer will tell."""
         held = self.holdings.get(key)
         publishes = (a.message for a in self.asked.values() if isinstance(a.message, m.Publish))
         if held is not None and not any(publish.holding.key == key for publish in publishes):
@@ -389,7 +389,7 @@ class Session:
             self._effects.append(Disowned(key, why, held.origin == "published"))
 
     def _hub_lives(self, alive: m.Alive, now: float) -> None:
-        """The answer to a heartbeat: what the hub has not heard."""
+        """Handle the answer to a heartbeat: send what the hub has missed."""
         directive = alive.directive
         if self._welcomed and alive.hub == self.hub:
             self._hear_clock(alive.hub, alive.clock, now)
@@ -400,7 +400,7 @@ class Session:
             self._away = False
             self._effects.append(HubBack(False))
         if directive is not None and not self._direct(directive) and self._welcomed:
-            self._hello_to(self.addressed, now)  # it has not heard all that we have
+            self._hello_to(self.addressed, now)  # it does not know all that we do
         for request_id in alive.resend:
             if request_id in self.asked:
                 self._send_asked(request_id, now)
@@ -410,13 +410,13 @@ class Session:
                 self._effects.append(MayRelease(tuple(sorted(self.retained))))
 
     def _hello_to(self, hub: bytes, now: float) -> None:
-        """This life of the hub does not know all of us that it should."""
+        """Send a Hello to this incarnation of the hub, which does not know all of us that it should."""
         self.addressed, self._welcomed = hub, False
         self._hello_first = self.last_request_id + 1
         self._hello(now)
 
     def _direct(self, directive: m.Directive) -> bool:
-        """Whether this is all that operators have decided, as far as we know."""
+        """Merge a directive; return whether it contains all that operators have decided, as far as we know."""
         merged = m.merge(self.directive, directive)
         if merged != self.directive:
             self.directive = merged
@@ -425,7 +425,7 @@ class Session:
         return merged == directive
 
     def _has_seen(self, version: int) -> None:
-        """What is over is forgotten: nothing has to be newer than that."""
+        """Note a version that was seen, and forget one that is over: nothing has to be newer than that."""
         self.seen = max((n for n in (self.seen, version) if not self.directive.is_over(n)), default=0)
 
     def _answered(self, reply: m.Reply, now: float) -> None:
@@ -464,7 +464,7 @@ class Session:
         self._send_unblocked(asked.message, now)
 
     def _answered_in_vain(self, reply: m.Reply, now: float) -> None:
-        """No caller waits for this any more."""
+        """Handle an answer for which no caller waits any more."""
         if isinstance(reply, m.Granted) and reply.request_id not in self.leases:
             self._send(m.Release(reply.request_id))
             if reply.claim is not None and reply.claim not in self.claims:
@@ -474,7 +474,7 @@ class Session:
             self._effects.append(Answered(0, reply))
 
     def _unpublished(self, request_id: int, keys: Iterable[ShardKey], *, must_retain: bool) -> None:
-        # A shard that was unpublished twice at the same time may have been read again after the first answer.
+        # A shard that was unpublished twice concurrently may have been read again after the first answer.
         for key in (key for key in keys if self.offered.get(key, 0) < request_id):
             if must_retain and key in self.holdings:
                 self.retained.add(key)
@@ -592,13 +592,13 @@ class Session:
         )
 
     def _is_announced_by_hello(self, asked: _Asked) -> bool:
-        """Whether this is a Publish that has no effect yet, and that a Hello would bring into effect."""
+        """Return whether this is a Publish without effect so far, which a Hello would put into effect."""
         message = asked.message
         return isinstance(message, m.Publish) and not asked.announced and message.holding.key in self.holdings
 
     def _settle_unpublishes(self) -> None:
-        """A Hello says all that is held, so it gives up what is not here; what has been offered again meanwhile stays.
-        Sent again after it, an Unpublish would take back what the Hello has just announced."""
+        """Settle unpublishes, which a Hello with all holdings carries out; what was offered again meanwhile stays. Sent
+        again after it, an Unpublish would withdraw what the Hello has just announced."""
         for request_id, asked in list(self.asked.items()):
             if not isinstance(asked.message, m.Unpublish):
                 continue
