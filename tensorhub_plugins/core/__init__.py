@@ -1,7 +1,7 @@
-"""The reference-oriented store: publish a version of a model's weights, replicate it from whoever holds it.
+"""The reference-oriented store: publish a version of a model's weights, replicate it from any worker that holds it.
 
-`Client` is a worker's way in, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
-framework; torch comes with the first name that needs it, so that the hub, which never sees a tensor, does without.
+`Client` is a worker's interface, `start_server` or `tensorhub server` the hub. Importing this needs ZeroMQ and no
+framework; torch is imported with the first name that needs it: the hub, which never sees a tensor, does without.
 
 Adapters and recipes import from here, and from `options`, `log` and `run_log`; all other modules may change.
 """

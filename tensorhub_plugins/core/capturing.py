@@ -10,19 +10,19 @@ from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
-CLOSED_S_MAX = 1800.0  # as long as an engine may take to compile and capture; then we go on and say so
+CLOSED_S_MAX = 1800.0  # as long as an engine may take to compile and capture; then calls go on, with an error logged
 
 _acting = threading.local()
 
 
 def acting() -> int:
-    """The thread that the calling one works for, which is itself unless it `acts_for` another."""
+    """Return the thread that the calling one works for, which is itself unless it `acts_for` another."""
     return getattr(_acting, "thread", None) or threading.get_ident()
 
 
 @contextmanager
 def acts_for(thread: int) -> Iterator[None]:
-    """The calling thread does what another one waits for, and may do what that may."""
+    """Make the calling thread act for another one, which waits for it, with that thread's rights at the gate."""
     before, _acting.thread = getattr(_acting, "thread", None), thread
     try:
         yield
@@ -31,7 +31,7 @@ def acts_for(thread: int) -> Iterator[None]:
 
 
 class Gate:
-    """Open, but while a thread captures: all others' calls are out before that begins, and wait until it ends."""
+    """A gate that a thread closes while it captures: all others' calls have ended before, and wait until it opens."""
 
     def __init__(self, closed_s_max: float = CLOSED_S_MAX) -> None:
         self._changed = threading.Condition()
@@ -44,7 +44,7 @@ class Gate:
 
     @property
     def closed(self) -> bool:
-        """Whether a thread has closed it."""
+        """Return whether a thread has closed it."""
         return self._owner is not None
 
     @contextmanager
@@ -75,11 +75,11 @@ class Gate:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """From now on only this thread calls the device. Closing twice is fine. At the interpreter's exit it opens."""
+        """Admit only this thread's calls to the device. Closing twice is fine. It opens at the interpreter's exit."""
         with self._changed:
             if not self._opens_at_exit:
                 # An engine may end between its load and its warm-up. The interpreter then joins the threads that wait
-                # here, and what atexit has comes after that.
+                # here, before it runs what is registered with atexit.
                 getattr(threading, "_register_atexit", atexit.register)(self.open)
                 self._opens_at_exit = True
             self._owner = acting()
@@ -92,7 +92,7 @@ class Gate:
                 raise
 
     def open(self) -> None:
-        """Whoever waits goes on."""
+        """Let the waiting threads go on."""
         with self._changed:
             self._owner = None
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """`tensorhub server` starts a hub, `status` shows what one knows, `doctor` tries an engine, `fleet` changes a run.
 
-`tensorhub keygen` makes a secret. `tensorhub pin`, `unpin` and `withdraw` say which version of a model the followers
-run, see `Client.pin`.
+`tensorhub keygen` makes a secret. `tensorhub pin`, `unpin` and `withdraw` determine which version of a model the
+followers run, see `Client.pin`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tensorhub_plugins.core.types import (
 HUB_ENVIRONMENT = "TENSORHUB_HUB"
 OPEN, LOOPBACK = "tcp://0.0.0.0:7070", "tcp://127.0.0.1:7070"
 ALIVE_CHECK_S = 1.0
-CONNECTIONS_FEW = 256  # that a hub has room for; below that its status says so
+CONNECTIONS_FEW = 256  # free connections of a hub; its status warns below that
 STATUS_CHECK_S = 0.1
 # `tensorhub doctor NAME ARGUMENTS...`: the module whose `main` takes the arguments.
 DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugins.openrlhf.doctor"}
@@ -55,8 +55,8 @@ DOCTORS = {"verl": "tensorhub_plugins.verl.doctor", "openrlhf": "tensorhub_plugi
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status. arguments: without the program's name; None: this process's.
 
-    What its output has no letters for is written with escapes; an output that takes no more ends it, without a trace of
-    calls, with 1, or as a signal would where the reader has closed the pipe."""
+    Characters that its output cannot encode are escaped; an output that fails ends it, without a traceback, with 1, or
+    as a signal would where the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return _main(sys.argv[1:] if arguments is None else arguments)
         finally:
-            if sys.stdout is not None:  # closed by who has started us
+            if sys.stdout is not None:  # closed by the parent process
                 sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
@@ -76,13 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    """Print this on stderr; where nobody can read it, nothing happens."""
+    """Print this on stderr, and ignore that it is closed."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _discard_output() -> None:
-    """Discard what is still to be written to stdout, which takes no more: Python would try again at its end."""
+    """Discard what is still to be written to stdout, which has failed: Python would try again at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -193,7 +193,7 @@ def _keys(options: argparse.Namespace) -> Keys | None:
 
 
 def make_key(file: Path, role: Role, source: Path | None) -> int:
-    """A secret, or a role's key made from one, in a new file."""
+    """Write a secret, or a role's key made from one, to a new file."""
     if role != "publisher" and source is None:
         raise UsageError(f"a {role}'s key is made from the run's secret: name its file with --from")
     keys = secret.generate() if source is None else secret.read(source)
@@ -265,10 +265,10 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
         with Server(address, limits=limits, keys=keys, insecure=options.insecure) as server:
             try:
                 print(f"tensorhub server at {server.address}", flush=True)
-            except OSError as error:  # the hub's log says it, too
+            except OSError as error:  # the hub's log has it, too
                 _discard_output()
                 _say(f"tensorhub: cannot write where the hub listens: {error}")
-            gc.freeze()  # what was imported is never garbage: else every full collection looks at all of it
+            gc.freeze()  # what was imported is never garbage: else every full collection scans all of it
             while server.is_alive() and not stop.wait(ALIVE_CHECK_S):
                 pass
             if not server.is_alive():
@@ -281,7 +281,7 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
 
 
 def check_sync(model: Path, settings: dict[str, Any]) -> int:
-    """See vllm/doctor/check_sync.py."""
+    """Run the check of an engine, see vllm/doctor/check_sync.py."""
     doctor = _adapter("vllm.doctor.check_sync", "check-sync starts vLLM engines: install vLLM")
     if not (model / "config.json").is_file():
         raise UsageError(f"{model} holds no config.json: give the folder of a Hugging Face model")
@@ -289,12 +289,12 @@ def check_sync(model: Path, settings: dict[str, Any]) -> int:
 
 
 def change_fleet(options: argparse.Namespace) -> int:
-    """See vllm/ray/fleet_cli.py."""
+    """Run a fleet command, see vllm/ray/fleet_cli.py."""
     return int(_adapter("vllm.ray.fleet_cli", "fleet talks to a Ray cluster: install ray").run(options))
 
 
 def _adapter(module: str, lacking: str) -> Any:
-    """Beside DOCTORS the only place where the core names an adapter, and only when asked to."""
+    """Import an adapter: besides DOCTORS the only place where the core names one, and only on request."""
     try:
         return import_module(f"tensorhub_plugins.{module}")
     except ImportError as error:
@@ -311,8 +311,8 @@ def _framework_doctor(name: str, arguments: list[str]) -> int:
 
 
 def fetch_status(address: str, *, timeout_s: float = 5.0, keys: Keys | None = None) -> dict[str, Any]:
-    """The hub's report; HubUnreachable when none answers in time, UsageError when it does not let us in, or has no such
-    name. address: or several, with commas between them: they share timeout_s."""
+    """Return the hub's report. Raise HubUnreachable when none answers in time, UsageError when it does not admit us, or
+    its name does not exist. address: one or several, separated by commas, which share timeout_s."""
     deadline, addresses = Deadline.after(timeout_s), hub_addresses(address)
     keys = secret.from_environment() if keys is None else keys
     problems: list[TensorHubError] = []
@@ -348,7 +348,7 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
         socket.setsockopt(zmq.IDENTITY, new_session())
         socket.setsockopt(zmq.MAXMSGSIZE, messages.FROM_HUB_SIZE_BYTES_MAX)
         try:
-            for each in found:  # the first that lets us in is asked
+            for each in found:  # ZeroMQ asks the first one that admits us
                 handshakes.connect(each, port)
         except zmq.ZMQError as error:
             raise UsageError(f"{address!r} is no hub address: use tcp://host:port") from error
@@ -377,7 +377,7 @@ def _fetch_status(address: str, deadline: Deadline, keys: Keys | None) -> dict[s
 def direct(
     address: str, run: str, model: str, command: str, version: int, timeout_s: float, keys: Keys | None = None
 ) -> str:
-    """Carry out pin, unpin (version 0) or withdraw, and say what is so now. The same as Client's, without torch."""
+    """Carry out pin, unpin (version 0) or withdraw; return the new state. The same as Client's, without torch."""
     deadline = Deadline.after(timeout_s)
     identity = messages.Hello(
         run=check_name("run", run),
@@ -405,7 +405,7 @@ def direct(
 
 
 def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[int]) -> str:
-    """One line for people."""
+    """Return one line for users."""
     words = f"{run}/{model}: " + (
         f"version {version_label(pin)} is pinned" if pin else "no version is pinned, followers run the newest"
     )
@@ -413,7 +413,7 @@ def directive_text(run: str, model: str, pin: int | None, withdrawn: Sequence[in
 
 
 def _escaped(found: Any) -> Any:
-    """With no text in it that would control how it is printed: any hub may have sent it."""
+    """Return it without characters that control how it is printed: any hub may have sent it."""
     match found:
         case str():
             return printable(found)
@@ -437,7 +437,7 @@ def _worker_lines(worker: dict[str, Any]) -> list[str]:
 
 
 def status_text(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text for users."""
     report = _escaped(report)
     lines = [f"hub {report['hub'][:8]}, up {report['up_s']:.0f} s, {len(report['models'])} models"]
     if (room := report.get("connections_left", CONNECTIONS_FEW)) < CONNECTIONS_FEW:

@@ -1,4 +1,4 @@
-"""An instant by which something must have ended. A duration is a `timeout_s`; this is what it becomes, once."""
+"""Deadlines: instants by which something must have ended. A duration is a `timeout_s`, converted to one once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tensorhub_plugins.core.errors import DeadlineExceeded, UsageError
 T = TypeVar("T")
 
 TIMEOUT_S = 60.0  # of calls that move weights, for what does not depend on their size
-SIZE_BYTES_PER_S = 500_000_000  # what any host copies and digests, and 5 Gbit/s bring, with room to spare
-TIMEOUT_S_MAX = 31_536_000.0  # a year: nothing is meant to wait longer, and every clock and message can hold it
+SIZE_BYTES_PER_S = 500_000_000  # what any host copies and digests, and 5 Gbit/s transfer, with a margin
+TIMEOUT_S_MAX = 31_536_000.0  # a year: no call needs more, and every clock and message can hold it
 
 
 class Deadline(float):
@@ -29,26 +29,26 @@ class Deadline(float):
 
     @classmethod
     def after(cls, timeout_s: float) -> Deadline:
-        """So many seconds from now: 0 at least, a year at most. UsageError for what is no number."""
+        """Return the instant so many seconds from now, from 0 to a year. Raise UsageError for what is no number."""
         return cls(time.monotonic() + bounded(timeout_s))
 
     def remaining(self) -> float:
-        """Seconds that are left, never below 0."""
+        """Return the seconds that are left, never below 0."""
         return remaining_s(self, time.monotonic())
 
     @property
     def expired(self) -> bool:
-        """Whether it has passed."""
+        """Return whether it has passed."""
         return time.monotonic() >= self
 
 
 NEVER = Deadline("inf")
-STEPS = 128  # between two looks at the clock: a few milliseconds of the slowest loop
+STEPS = 128  # between two readings of the clock: a few milliseconds of the slowest loop
 
 
 def until(deadline: float, items: Iterable[T], steps: int | None = None) -> Iterator[T]:
-    """These items. DeadlineExceeded at the deadline: for loops over as many as a peer or a caller says. steps: so many
-    of them take milliseconds."""
+    """Yield these items. Raise DeadlineExceeded at the deadline: for loops as long as a peer or a caller determines.
+    steps: how many of them take milliseconds."""
     rest = iter(items)
     while some := list(islice(rest, steps or STEPS)):
         check_time(deadline)
@@ -56,37 +56,37 @@ def until(deadline: float, items: Iterable[T], steps: int | None = None) -> Iter
 
 
 def check_time(deadline: float) -> None:
-    """DeadlineExceeded at the deadline."""
+    """Raise DeadlineExceeded at the deadline."""
     if time.monotonic() >= deadline:
         raise DeadlineExceeded("the deadline passed", phase="prepare")
 
 
 def timeout_for(timeout_s: float | None, size_bytes: int, *, base_s: float = TIMEOUT_S) -> float:
-    """The seconds of a call that moves so many bytes: those that are given, which are strict; None: `base_s`, and what
+    """Return the seconds of a call that moves so many bytes: the given ones, which are strict; None: `base_s`, and what
     the size adds."""
     return base_s + size_s(size_bytes) if timeout_s is None else bounded(timeout_s)
 
 
 def size_s(size_bytes: int) -> float:
-    """Seconds that so many bytes add to a timeout that nobody has given."""
+    """Return the seconds that so many bytes add to a timeout that the caller has not given."""
     return size_bytes / SIZE_BYTES_PER_S
 
 
 def remaining_s(deadline: float, now: float) -> float:
-    """Seconds from `now` to `deadline`, on one clock; never below 0."""
+    """Return the seconds from `now` to `deadline`, on one clock; never below 0."""
     return max(0.0, deadline - now)
 
 
 def bounded(timeout_s: float, name: str = "timeout_s") -> float:
-    """Seconds that every clock and message can hold: at most a year. UsageError for what is no number."""
+    """Return seconds that every clock and message can hold: at most a year. Raise UsageError for what is no number."""
     if not isinstance(timeout_s, (int, float)) or timeout_s != timeout_s:  # the latter: not a number
         raise UsageError(f"{name}={timeout_s!r}: pass a number of seconds, float('inf') to wait as long as it takes")
     return min(max(0.0, timeout_s), TIMEOUT_S_MAX)
 
 
 def aside(work: Callable[[], T]) -> Future[T]:
-    """Begin in a thread of its own what a library may do for longer than anybody should wait: it is left behind then.
-    The future has an OSError where there can be no thread."""
+    """Run work that may block for longer than any caller should wait in a thread of its own, which is then abandoned.
+    The future has an OSError where no thread can be started."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,17 +1,17 @@
-"""The devices: how bytes are copied between them and the host, and which of them a tensor lies on.
+"""The devices: how bytes are copied between them and the host, and on which of them a tensor is.
 
 Order
-    Bytes are copied on streams of their own, one down (to the host) and one up for each device, made at first use. Work
-    of others is waited for where it is named: `after` an event of `mark` (this thread's stream), or `synchronize` (all
-    that is queued on the device, by whomever). A copy has arrived when the call returns, or when `pieces` yields it.
-    Host memory may be written by a copy of others that is only queued (`tensor.to("cpu", non_blocking=True)`, as of an
-    offload). Nothing tells which: `settle_host` waits for every device that this process uses.
+    Bytes are copied on streams of their own, one down (to the host) and one up for each device, made at first use. All
+    other work is waited for where it is named: `after` an event of `mark` (this thread's stream), or `synchronize` (all
+    that is queued on the device, by any thread). A copy has arrived when the call returns, or when `pieces` yields it.
+    Host memory may be written by a foreign copy that is only queued (`tensor.to("cpu", non_blocking=True)`, as of an
+    offload). Nothing shows which: `settle_host` waits for every device that this process uses.
 Threads
     A new thread's current device is 0, and the first call would make a context there. Each call takes its own device.
 Graphs
     While an engine captures CUDA graphs, any other thread's call invalidates the capture: they wait at `gate`.
 
-`Device` puts copies together; a driver (drivers.py) carries them out.
+`Device` composes copies; a driver (drivers.py) carries them out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tensorhub_plugins.core.kernels.moving import move
 
 logger = logging.getLogger(__name__)
 
-PIECE_SIZE_BYTES = 32 << 20  # at this size a copy has reached the bus's speed, and others wait a millisecond for it
-SMALL_SIZE_BYTES = 64 << 10  # to launch a copy takes as long as to copy this; smaller ones are gathered on the device
+PIECE_SIZE_BYTES = 32 << 20  # a copy of this size reaches the bus's speed, and delays others by a millisecond
+SMALL_SIZE_BYTES = 64 << 10  # copying this takes as long as a launch; smaller ones are gathered on the device
 
 Key = TypeVar("Key")
 Cut = Callable[[int, int], Sequence[torch.Tensor]]  # the device's memory of a range, as uint8 tensors
@@ -45,7 +45,7 @@ Cut = Callable[[int, int], Sequence[torch.Tensor]]  # the device's memory of a r
 
 class Device:
     """Copies between host memory and one device. Any thread may call; flats are uint8 tensors in the device's memory,
-    one after the other in a stream of bytes."""
+    which are consecutive in a stream of bytes."""
 
     def __init__(self, name: str, driver: Driver, *, piece_size_bytes: int = PIECE_SIZE_BYTES) -> None:
         self.name = name
@@ -59,19 +59,19 @@ class Device:
 
     @contextmanager
     def calling(self) -> Iterator[Driver]:
-        """Around every call: this thread's device, and no graph is captured."""
+        """Enter this thread's device for a call, while no graph is captured."""
         with gate.passing(), self._driver.current():
             yield self._driver
 
     def stream(self, direction: str) -> Stream:
-        """That of all copies "down" to the host, or "up". Within `calling`."""
+        """Return the stream of all copies "down" to the host, or "up". Call it within `calling`."""
         with self._lock:
             if direction not in self._streams:
                 self._streams[direction] = self._driver.make_stream()
             return self._streams[direction]
 
     def mark(self) -> Event:
-        """An event of what this thread has queued on its stream."""
+        """Return an event of what this thread has queued on its stream."""
         with self.calling() as driver:
             return driver.record(None)
 
@@ -86,50 +86,50 @@ class Device:
             driver.synchronize()
 
     def free_size_bytes(self) -> int:
-        """Its memory that is not in use."""
+        """Return the bytes of its memory that are not in use."""
         with self.calling() as driver:
             return driver.free_size_bytes()
 
     def numa_node(self) -> int | None:
-        """The host's node that it is on; None: not known."""
+        """Return the host's NUMA node that it is attached to; None: not known."""
         with self.calling() as driver:
             return driver.numa_node()
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """uint8[size_bytes] of host memory, pinned: what has been used before is used again."""
+        """Return uint8[size_bytes] of pinned host memory; freed buffers are reused."""
         with self.calling() as driver:
             return driver.buffer(size_bytes)
 
     def down(self, flats: Sequence[torch.Tensor], host: torch.Tensor, *, after: Event | None = None) -> None:
-        """Copy to host memory of the same size; it is there when this returns. after: what must have been done."""
+        """Copy to host memory of the same size; return when it has arrived. after: what must be done before."""
         with self.calling() as driver:
             driver.wait(self._queue("down", flats, host, after))
 
     def begin_down(self, flats: Sequence[torch.Tensor], host: torch.Tensor, *, after: Event | None = None) -> Event:
-        """`down`, which is done at this event: see `wait`. Until then nobody may let go of any of the memory."""
+        """Begin `down`, which is done at the returned event: see `wait`. Keep all of the memory until then."""
         with self.calling():
             return self._queue("down", flats, host, after)
 
     def up(self, host: torch.Tensor, flats: Sequence[torch.Tensor], *, after: Event | None = None) -> None:
-        """Copy host memory to the device; it is there when this returns. after: what must have been done."""
+        """Copy host memory to the device; return when it has arrived. after: what must be done before."""
         with self.calling() as driver:
             driver.wait(self._queue("up", flats, host, after))
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """The first address and the one behind the last of the allocation that this lies in. OSError."""
+        """Return the first address and the one after the last of the allocation around this one. Raise OSError."""
         with self.calling() as driver:
             return driver.allocation(address)
 
     def export_dma_buf(self, address: int, size_bytes: int) -> tuple[int, int]:
-        """(descriptor, which the caller closes, and offset in it) of a range of the device's memory, for a network
-        card. OSError, with the driver's reason."""
+        """Return (descriptor, which the caller closes, and offset in it) of a range of the device's memory, for a
+        network card. Raise OSError, with the driver's reason."""
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         stop = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self.calling() as driver:
             return driver.export_dma_buf(start, stop - start), address - start
 
     def pieces(self, cut: Cut, ranges: Iterable[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """Host copies of these ranges, each good until the next one is asked for: that one is on its way meanwhile."""
+        """Yield host copies of these ranges, each valid until the next is requested, which is on its way meanwhile."""
         buffers: dict[int, torch.Tensor] = {}
         coming: tuple[Event, torch.Tensor] | None = None
         try:
@@ -149,7 +149,7 @@ class Device:
                 yield coming[1]
         finally:
             if coming is not None:
-                self.wait(coming[0])  # a buffer that is still written to must not be anybody else's
+                self.wait(coming[0])  # a buffer that is still written to must not be reused
 
     def _queue(self, direction: str, flats: Sequence[torch.Tensor], host: torch.Tensor, after: Event | None) -> Event:
         driver, stream = self._driver, self.stream(direction)
@@ -162,7 +162,7 @@ class Device:
                 at += size_bytes
                 self._queue_group(direction, group, part, stream)
         except BaseException:
-            driver.wait(driver.record(stream))  # the caller lets go of memory that some of it may still be writing
+            driver.wait(driver.record(stream))  # the caller releases memory that a queued copy may still write
             raise
         return driver.record(stream)
 
@@ -189,7 +189,7 @@ class Device:
 
 
 def _groups(flats: Iterable[torch.Tensor], size_bytes_max: int) -> Iterator[tuple[list[torch.Tensor], int]]:
-    """What is copied at once, and its size: a large one, or a part of it; several small ones that follow each other."""
+    """Yield what is copied at once, and its size: a large one, or a part of it; several consecutive small ones."""
     small: list[torch.Tensor] = []
     size_bytes = 0
     for flat in flats:
@@ -216,20 +216,20 @@ class Platform(Protocol):
     """All devices of this process."""
 
     def of(self, tensor: torch.Tensor) -> Device | None:
-        """The device whose memory this is; None: the host's."""
+        """Return the device whose memory this is; None: the host's."""
 
     def here(self, *, begins: bool = False) -> Device | None:
-        """The calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
+        """Return the calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
 
     def in_use(self) -> Sequence[Device]:
-        """All devices that this process uses already."""
+        """Return all devices that this process uses already."""
 
     def carried(self) -> Callable[[], AbstractContextManager[None]]:
-        """The device and the streams of the calling thread, for another one, which enters this."""
+        """Return a context with the calling thread's device and streams, for another thread to enter."""
 
 
 class _Torch:
-    """torch's own."""
+    """The devices of torch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -262,18 +262,18 @@ _platforms: list[Platform] = [_Torch()]
 
 
 def of(tensor: torch.Tensor) -> Device | None:
-    """The device whose memory this tensor is; None: the host's."""
+    """Return the device whose memory this tensor is; None: the host's."""
     return _platforms[-1].of(tensor)
 
 
 def here(*, begins: bool = False) -> Device | None:
-    """The calling thread's device; None where this process has not begun to use one. begins: it may begin now."""
+    """Return the calling thread's device; None where this process does not use one yet. begins: it may begin now."""
     return _platforms[-1].here(begins=begins)
 
 
 def carried() -> Callable[[], AbstractContextManager[None]]:
-    """What the calling thread has chosen, for a thread that does its work, which enters it: devices, streams, torch's
-    modes, and that it may call a device while it captures graphs."""
+    """Return a context with what the calling thread has chosen, for a thread that works for it to enter: devices,
+    streams, torch's modes, and the right to call a device while it captures graphs."""
     chosen, thread, count = _platforms[-1].carried(), acting(), torch.get_num_threads()
     infers, differentiates = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -289,7 +289,7 @@ def carried() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def using(platform: Platform) -> Iterator[None]:
-    """For tests: these devices, in all threads, instead of torch's."""
+    """Use these devices, in all threads, instead of torch's. For tests."""
     _platforms.append(platform)
     try:
         yield
@@ -297,12 +297,12 @@ def using(platform: Platform) -> Iterator[None]:
         _platforms.remove(platform)
 
 
-# --- tensors, wherever they lie ---
+# --- tensors, on the host or on devices ---
 
 
 def settle_host(tensors: Iterable[torch.Tensor]) -> None:
-    """Where some of these are host memory, wait for all that is queued on the devices in use: a copy from one may still
-    write it. Nothing is waited for, and no device is begun to be used, where none is."""
+    """Wait for all that is queued on the devices in use, where some of these are in host memory: a copy from a device
+    may still write it. Where no device is in use, wait for nothing, and begin to use none."""
     if any(isinstance(tensor, torch.Tensor) and of(tensor) is None for tensor in tensors):
         for device in _platforms[-1].in_use():
             device.synchronize()
@@ -311,15 +311,15 @@ def settle_host(tensors: Iterable[torch.Tensor]) -> None:
 def settled(
     named: Iterable[tuple[Key, torch.Tensor]], *, host_only: bool = False
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """These, when all that was queued on their devices before the first of them is done, on whatever stream: an
-    optimizer or an offload that still runs would be copied half way. Host memory likewise, whichever device writes it:
-    once for a collection, whose tensors are all there, and else for each, which may just have been offloaded.
+    """Yield these once all that was queued on their devices before the first of them is done, on any stream: else the
+    copy could see half of an optimizer step or an offload. Host memory likewise, whichever device writes it: once for a
+    collection, whose tensors all exist, and else for each, which may just have been offloaded.
 
-    host_only: what lies on a device is waited for otherwise."""
+    host_only: the caller itself waits for tensors on a device."""
     waited: set[Device] = set()
     is_settled = False
     for name, tensor in named:
-        device = of(tensor) if isinstance(tensor, torch.Tensor) else None  # who asks for it will refuse what is none
+        device = of(tensor) if isinstance(tensor, torch.Tensor) else None  # the consumer will refuse what is no tensor
         if device is None and not is_settled:
             settle_host([tensor])
             is_settled = isinstance(named, Collection)
@@ -330,8 +330,8 @@ def settled(
 
 
 def copy_flat(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy one uint8 tensor over another of the same size, behind what this thread has queued, and wait for it. At
-    least one of them is on a device."""
+    """Copy one uint8 tensor over another of the same size, after what this thread has queued, and wait for it. At least
+    one of them is on a device."""
     origin, destination = of(source), of(target)
     if origin is not None and destination is None:
         origin.down([source], target, after=origin.mark())
@@ -358,14 +358,14 @@ def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def host_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy in ordinary host memory, cast to this dtype."""
+    """Return a contiguous copy in ordinary host memory, cast to this dtype."""
     host = torch.empty(tensor.shape, dtype=dtype)
     copy_all([(host, tensor.detach())])
     return host
 
 
 def on_host(flat: torch.Tensor) -> torch.Tensor:
-    """A uint8 tensor's bytes in host memory: itself where it lies there."""
+    """Return a uint8 tensor's bytes in host memory: the tensor itself where it is there."""
     device = of(flat)
     if device is None:
         return flat
@@ -375,7 +375,7 @@ def on_host(flat: torch.Tensor) -> torch.Tensor:
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for all that is queued on the devices of these tensors; of host memory, on all that are in use."""
+    """Wait for all that is queued on the devices of these tensors; for host memory, on all that are in use."""
     tensors = list(tensors)
     for device in {device for tensor in tensors if (device := of(tensor)) is not None}:
         device.synchronize()

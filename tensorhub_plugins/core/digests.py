@@ -1,10 +1,10 @@
-"""PURE: what tells the published bytes from others. A manifest names the algorithm of its digests.
+"""PURE: digests, which distinguish the published bytes from others. A manifest names the algorithm of its digests.
 
-xxh3_128   at the memory's speed. Finds every accident: a flipped bit, a torn write, two blocks that changed places.
-           Somebody who wants to can make other bytes of the same digest.
-blake3     cryptographic, and slower (recipes/bench/README.md). Nobody can: for versions that are passed on by hosts
-           which the run does not trust. 128 bits of it, because who would forge has to hit a digest that is given.
-none       random bytes, which stand for one publish and nothing else: nothing is compared.
+xxh3_128   at the memory's speed. Detects every accident: a flipped bit, a torn write, two blocks that were swapped.
+           An attacker can construct other bytes of the same digest.
+blake3     cryptographic, and slower (recipes/bench/README.md). No attacker can: for versions that are passed on by
+           hosts which the run does not trust. 128 bits of it suffice, as a forgery is a second preimage.
+none       random bytes, which identify one publish and nothing else: nothing is compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KNOWN = (XXH3, BLAKE3, NO_DIGESTS)
 
 
 def chosen(algorithm: str, *, verify: bool) -> str:
-    """What a worker publishes with. UsageError for what there is not. verify: False for no digests at all."""
+    """Return the algorithm to publish with. Raise UsageError for an unknown one. verify: False for no digests."""
     if algorithm not in get_args(Algorithm):
         raise UsageError(f"digest={algorithm!r}: choose one of {', '.join(get_args(Algorithm))}")
     if algorithm == BLAKE3 and not verify:
@@ -36,7 +36,7 @@ def chosen(algorithm: str, *, verify: bool) -> str:
 
 
 def digest_of(views: Iterable[memoryview | bytes], algorithm: str = XXH3) -> bytes:
-    """Digest of these bytes, one after the other: DIGEST_SIZE_BYTES that depend on every byte and its position."""
+    """Return the digest of these bytes, concatenated: DIGEST_SIZE_BYTES that depend on every byte and its position."""
     if algorithm == BLAKE3:
         strong = blake3()
         for view in views:

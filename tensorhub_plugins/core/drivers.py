@@ -1,9 +1,9 @@
-"""What one device is asked for, and who does it: nothing else here calls torch.cuda, pins memory or makes streams.
+"""The calls of one device, and their implementations: nothing else calls torch.cuda, pins memory or makes streams.
 
 Drivers
-    Cuda       one device of CUDA's
+    Cuda       one CUDA device
     Other      any accelerator that torch knows: it copies, and waits for all that is queued
-    Plain      what has no queues
+    Plain      a device without queues
     Simulated  checks the order in which it is used (testing/simulated.py)
 """
 
@@ -33,23 +33,23 @@ Stream = Any
 
 
 class Driver(Protocol):
-    """One device's calls, each of which only queues what it says. Tensors are uint8, contiguous, but those of a single
-    copy. stream: None is the calling thread's own."""
+    """One device's calls, each of which only queues work. Tensors are uint8 and contiguous, except in a single copy.
+    stream: None is the calling thread's own."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Within it this is the calling thread's device."""
+        """Make this the calling thread's device within the context."""
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        """Host memory that copies are fast from and to."""
+        """Return host memory that copies are fast from and to."""
 
     def make_stream(self) -> Stream:
-        """A stream that is ordered with no other."""
+        """Return a stream that is not ordered with any other."""
 
     def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
-        """Device memory for this stream. torch.OutOfMemoryError."""
+        """Return device memory for this stream. Raise torch.OutOfMemoryError."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
-        """One copy, from where to where the two lie."""
+        """Copy source to target, each on the host or the device."""
 
     def launch(
         self, computation: Computation, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
@@ -57,39 +57,39 @@ class Driver(Protocol):
         """Compute on the device's memory."""
 
     def record(self, stream: Stream | None) -> Event:
-        """An event behind all that is queued on the stream."""
+        """Return an event after all that is queued on the stream."""
 
     def order(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on runs after the event."""
+        """Make what is queued on the stream from now on run after the event."""
 
     def wait(self, event: Event) -> None:
-        """The host waits for the event."""
+        """Make the host wait for the event."""
 
     def synchronize(self) -> None:
-        """The host waits for all streams of the device."""
+        """Make the host wait for all streams of the device."""
 
     def free_size_bytes(self) -> int:
-        """Memory that `scratch` can have."""
+        """Return the bytes of memory that `scratch` can have."""
 
     def numa_node(self) -> int | None:
-        """The host's node that it is on; None: not known."""
+        """Return the host's NUMA node that it is attached to; None: not known."""
 
     def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
-        """Pin this host memory; why that failed, "" when it is done. A failure leaves no error behind. read_only: it
-        must not be written to."""
+        """Pin this host memory; return why that failed, "" when it is done. A failure leaves no error behind.
+        read_only: it must not be written to."""
 
     def unregister(self, memory: torch.Tensor) -> None:
         """Undo `register`."""
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """The first address and the one behind the last of the allocation that this lies in. OSError."""
+        """Return the first address and the one after the last of the allocation around this one. Raise OSError."""
 
     def export_dma_buf(self, start: int, size_bytes: int) -> int:
-        """A descriptor of whole pages of the device's memory, which the caller closes. OSError."""
+        """Return a descriptor of whole pages of the device's memory, which the caller closes. Raise OSError."""
 
 
 def driver_of(device: torch.device) -> Driver:
-    """A new one, of a device that is not the host."""
+    """Return a new driver of a device that is not the host."""
     if device.type == "cuda":
         return Cuda(device)
     accelerator = torch.accelerator.current_accelerator()
@@ -97,7 +97,7 @@ def driver_of(device: torch.device) -> Driver:
 
 
 class Plain:
-    """Copies as torch makes them, done when the call returns: what has no queues."""
+    """The driver of a device without queues: copies are torch's, and done when the call returns."""
 
     def current(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -144,15 +144,15 @@ class Plain:
         pass
 
     def allocation(self, address: int) -> tuple[int, int]:
-        return 0, 1 << 64  # nothing is known of it
+        return 0, 1 << 64  # not known
 
     def export_dma_buf(self, start: int, size_bytes: int) -> int:
         raise OSError("this device's memory is not exported")
 
 
 class Other(Plain):
-    """A device of which we know what torch knows of every accelerator: its copies follow the calling thread's stream,
-    those to and from the host are done when the call returns, and all of its streams can be waited for."""
+    """The driver of any accelerator, by what torch offers for all: copies follow the calling thread's stream, those to
+    and from the host are done when the call returns, and all of its streams can be waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,7 +162,7 @@ class Other(Plain):
 
 
 class Cuda(Plain):
-    """One CUDA device."""
+    """The driver of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -172,13 +172,13 @@ class Cuda(Plain):
         return guard
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)  # torch keeps pinned blocks, and frees them
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)  # torch caches pinned blocks, and frees them
 
     def make_stream(self) -> Stream:
         return _cuda.Stream(self._device)
 
     def scratch(self, size_bytes: int, stream: Stream | None) -> torch.Tensor:
-        with _cuda.stream(stream):  # whose memory it is: it is used again behind what is queued there
+        with _cuda.stream(stream):  # the stream that owns it: it is reused after what is queued there
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, stream: Stream | None) -> None:
@@ -195,7 +195,7 @@ class Cuda(Plain):
         return torch.from_numpy(table).to(self._device, non_blocking=True)  # pageable memory is read before it returns
 
     def record(self, stream: Stream | None) -> Event:
-        event = _cuda.Event(blocking=True)  # who waits for it leaves its core to others
+        event = _cuda.Event(blocking=True)  # a thread that waits for it does not spin
         event.record(_cuda.current_stream(self._device) if stream is None else stream)
         return event
 
@@ -209,7 +209,7 @@ class Cuda(Plain):
         _cuda.synchronize(self._device)
 
     def free_size_bytes(self) -> int:
-        free, _ = _cuda.mem_get_info(self._device)  # and what torch keeps of it
+        free, _ = _cuda.mem_get_info(self._device)  # and what torch has cached
         return int(free + _cuda.memory_reserved(self._device) - _cuda.memory_allocated(self._device))
 
     def numa_node(self) -> int | None:
@@ -217,19 +217,19 @@ class Cuda(Plain):
             node = int(Path(f"/sys/bus/pci/devices/{_pci_address(self._device)}/numa_node").read_text())
         except (OSError, ValueError):
             return None
-        return node if node >= 0 else None  # -1: the host has one, or does not say
+        return node if node >= 0 else None  # -1: the host has only one, or does not report it
 
     def register(self, memory: torch.Tensor, *, read_only: bool = False) -> str:
         flags = HOST_REGISTER_READ_ONLY if read_only else 0
         code = int(_cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), flags))
         if not code:
             return ""
-        # torch only returns it, and the next kernel that this thread launches would fail with it.
+        # torch only returns it, and the next kernel launch of this thread would fail with it.
         get_last_error = _get_last_error()
         if get_last_error is not None:
             get_last_error()
         else:
-            with contextlib.suppress(RuntimeError):  # that of torch raises it, and it is gone
+            with contextlib.suppress(RuntimeError):  # torch's next call raises it, which clears it
                 torch.zeros(1, device=self._device)
         return f"error {code}"
 
@@ -245,13 +245,13 @@ class Cuda(Plain):
         return libcuda.export_dma_buf(start, size_bytes)
 
     def _get_context(self) -> None:
-        """From the runtime: torch makes a new thread none on device 0, which it takes to be chosen already."""
+        """Make the runtime's context: on device 0, which counts as chosen already, torch makes a new thread none."""
         _cuda.current_stream(self._device).query()
 
 
 @cache
 def _get_last_error() -> Callable[[], int] | None:
-    """cudaGetLastError of the library that torch has loaded: it says the calling thread's error, and forgets it."""
+    """Return cudaGetLastError of torch's CUDA library: it returns the calling thread's error, and clears it."""
     with contextlib.suppress(OSError, AttributeError):
         paths = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line]
         if paths:
@@ -264,12 +264,12 @@ def _get_last_error() -> Callable[[], int] | None:
 
 
 def is_there() -> bool:
-    """Whether torch finds a CUDA device. It makes no context, and begins to use none."""
+    """Return whether torch finds a CUDA device. Makes no context, and does not begin to use one."""
     return bool(_cuda.is_available())
 
 
 def cuda_in_use(*, begins: bool = False) -> torch.device | None:
-    """The calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
+    """Return the calling thread's device, if this process uses one already, or, with `begins`, if there is one."""
     # A forked child of a process that uses CUDA cannot, and is_initialized() knows.
     if not _cuda.is_initialized() and not (begins and _cuda.is_available()):
         return None
@@ -277,10 +277,10 @@ def cuda_in_use(*, begins: bool = False) -> torch.device | None:
 
 
 def devices_in_use() -> list[torch.device]:
-    """Return the devices that this process has begun to use, of CUDA or of another accelerator; begin to use none."""
+    """Return the devices, CUDA's or another accelerator's, that this process uses already; begin to use none."""
     if _cuda.is_initialized():  # not in a forked child
         count = range(_cuda.device_count())
-        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # of the builds that have CUDA or ROCm
+        has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # in builds with CUDA or ROCm
         used = [_cuda.current_device()] if has_context is None else [index for index in count if has_context(index)]
         return [torch.device("cuda", index) for index in used]
     other = torch.accelerator.current_accelerator()
@@ -291,12 +291,12 @@ def devices_in_use() -> list[torch.device]:
 
 
 def carried() -> Callable[[], AbstractContextManager[None]]:
-    """The calling thread's CUDA device and streams, for a thread that works for it, which enters this."""
+    """Return a context with the calling thread's CUDA device and streams, for a thread that works for it to enter."""
     if not _cuda.is_initialized():
         return contextlib.nullcontext
     device = _cuda.current_device()
     streams = [_cuda.current_stream(index) for index in range(_cuda.device_count())]
-    chosen = [stream for stream in streams if stream.cuda_stream]  # the default one is every thread's
+    chosen = [stream for stream in streams if stream.cuda_stream]  # the default stream is shared by all threads
 
     @contextlib.contextmanager
     def there() -> Iterator[None]:
@@ -310,14 +310,14 @@ def carried() -> Callable[[], AbstractContextManager[None]]:
 
 
 def release_cached_memory() -> None:
-    """Give what torch keeps of freed device memory back; nothing where no device is used."""
+    """Return torch's cached device memory to the system; do nothing where no device is used."""
     if _cuda.is_initialized():
         with gate.passing():
             _cuda.empty_cache()
 
 
 def pci_address() -> str:
-    """Of the calling thread's CUDA device, as in sysfs ("0000:3b:00.0"); "" where none is in use, or torch is old."""
+    """Return the calling thread's CUDA device ("0000:3b:00.0"); "" where none is in use, or torch is too old."""
     if not _cuda.is_initialized():
         return ""
     return _pci_address(_cuda.current_device())

@@ -1,20 +1,20 @@
 """One root, one class per remedy.
 
-Every error says what was being done, to which version, with whom, and what to do about it. Code that catches one
-of these decides by class alone; the fields are for people and for logs.
+Every error says what was being done, to which version, with which peer, and what to do about it. Code that catches one
+of these decides by class alone; the fields are for users and for logs.
 
 | class            | remedy                                                    |
 | ---------------- | --------------------------------------------------------- |
 | SourceLost       | retry elsewhere; `Client` does so by itself               |
 | CorruptBytes     | the same, and distrust that source                        |
 | NotPublished     | wait: it may still appear                                 |
-| VersionGone      | give up on this version                                   |
+| VersionGone      | abandon this version                                      |
 | UsageError       | fix your code or configuration                            |
 | ResourceRefused  | give this process more of what is named, and call again   |
 | Superseded       | end this process: a newer attempt of its trainer runs     |
 | VersionRefused   | publish a version that fits; the old one goes on          |
 | ProtocolError    | fix the peer: it speaks another protocol, or is broken    |
-| DeadlineExceeded | raise the deadline, or look at the peer that is named     |
+| DeadlineExceeded | raise the deadline, or check the peer that is named       |
 | HubUnreachable   | start the hub, or fix its address                         |
 """
 
@@ -64,18 +64,18 @@ class TensorHubError(Exception):
         phase: str | None = None,
         timeout_s: float | None = None,
     ) -> TensorHubError:
-        """The same error, told by an operation that knows more: same class, same remedy, this message and context."""
+        """Return the same error (class, remedy) with the message and context of an operation that knows more."""
         return type(self)(message, version=version, peer=peer, phase=phase, timeout_s=timeout_s)
 
 
 class SourceLost(TensorHubError):
-    """A source died, froze, withdrew or was cut off while it was read: read from another."""
+    """A source died, froze, withdrew or was disconnected while it was read: read from another."""
 
 
 class CorruptBytes(SourceLost):
     """Bytes arrived whose digest is not the published one: a broken contract or a broken wire.
 
-    segment: of the source's stream; None: its manifest is not the published one. tensors: that lie in it.
+    segment: of the source's stream; None: its manifest is not the published one. tensors: those in that segment.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class CorruptBytes(SourceLost):
 
 
 class NotPublished(TensorHubError):
-    """Nobody has made this version visible yet."""
+    """No worker has made this version visible yet."""
 
 
 class VersionGone(TensorHubError):
-    """The version was visible and is not any more: unpublished, withdrawn, or lost with its last holder."""
+    """The version was visible and no longer is: unpublished, withdrawn, or lost with its last holder."""
 
 
 class Superseded(TensorHubError):
@@ -103,11 +103,11 @@ class UsageError(TensorHubError, ValueError):
 
 class ResourceRefused(UsageError):
     """The system refuses this process what it needs: threads, open files, memory, a call. The message names the limit,
-    and what raises it. No peer is to blame."""
+    and how to raise it. No peer is at fault."""
 
 
 class VersionRefused(UsageError):
-    """This version cannot be installed in this engine; the old one goes on."""
+    """This version cannot be installed in this engine; the old one stays."""
 
 
 class ProtocolError(TensorHubError):
@@ -122,7 +122,7 @@ class HubUnreachable(TensorHubError, ConnectionError):
     """No hub answers at the address."""
 
 
-# What a hub may refuse a request with, by its name on the wire. A name that is not here is no hub of this protocol.
+# The errors with which a hub may refuse a request, by name on the wire. Any other name breaks the protocol.
 REFUSALS: dict[str, type[TensorHubError]] = {
     "NotPublished": NotPublished,
     "VersionGone": VersionGone,
@@ -133,5 +133,5 @@ REFUSALS: dict[str, type[TensorHubError]] = {
 
 
 def refusal(name: str, message: str, **context: Any) -> TensorHubError:
-    """A refusal on the wire as the error that it names: the only place where one becomes the other."""
+    """Return the error that a refusal on the wire names: the only place where one becomes the other."""
     return REFUSALS.get(name, ProtocolError)(message, **context)

@@ -1,5 +1,5 @@
-"""What CUDA's driver alone knows of device memory, by ctypes. For drivers.py, which sees to it that the calling thread
-has a context."""
+"""Facts about device memory that only CUDA's driver has, by ctypes. For drivers.py, which makes sure that the calling
+thread has a context."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1  # cuda.h
 
 
 def allocation(address: int) -> tuple[int, int]:
-    """The first address and the one behind the last of the allocation that this lies in. OSError."""
+    """Return the first address and the one after the last of the allocation around this one. Raise OSError."""
     start, size_bytes = ctypes.c_uint64(), ctypes.c_size_t()
     _ask("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size_bytes), ctypes.c_uint64(address))
     return start.value, start.value + size_bytes.value
 
 
 def export_dma_buf(start: int, size_bytes: int) -> int:
-    """A descriptor of whole pages. OSError."""
+    """Return a descriptor of whole pages. Raise OSError."""
     fd = ctypes.c_int(-1)
     where = ctypes.c_uint64(start), ctypes.c_size_t(size_bytes)
     kind = ctypes.c_int(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD)

@@ -8,9 +8,9 @@ CORE = "tensorhub_plugins.core"
 
 
 def get_logger(module: str) -> logging.Logger:
-    """Of core: named as the module. Of an adapter: below "vllm".
+    """Return the logger of a module: in core named as the module, in an adapter below "vllm".
 
-    vLLM gives handlers to the logger "vllm" alone, and what its API server imports sets the root logger to ERROR: in
+    vLLM gives handlers only to the logger "vllm", and what its API server imports sets the root logger to ERROR: in
     its processes no other name is shown.
     """
     is_core = module == CORE or module.startswith(f"{CORE}.")

@@ -1,8 +1,8 @@
 """How much memory this process may have, how much of it is free now, and how many cores it may use.
 
-/proc/meminfo is the machine's, in a container too. What a container, a job or a service may have is the limit of a
-control group: of the one that this process is in, or of one above it. All processes of a group share it, so what is
-free is the least that any of them leaves. Version 1 and 2 of control groups say the same in other files.
+/proc/meminfo is the machine's, in a container too. A container, a job or a service is limited by a control group: the
+one that this process is in, or one above it. All processes of a group share it, so what is free is the least that any
+of these groups leaves. Versions 1 and 2 of control groups report the same in different files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROOT = Path("/")
 
 
 class _Files(NamedTuple):
-    """Where one version of control groups lies, and what it calls things."""
+    """The mount point of one version of control groups, and its names of files."""
 
     mount: str
-    limits: tuple[str, ...]  # the least counts; memory.high is one beyond which all are slowed down
+    limits: tuple[str, ...]  # the least counts; beyond memory.high all are throttled
     used: str
-    cache: tuple[str, ...]  # in memory.stat, with what is in groups below: pages of files, which are given up first
+    cache: tuple[str, ...]  # in memory.stat, with groups below: page cache, which is reclaimed first
 
 
 V1 = _Files(
@@ -38,13 +38,13 @@ V2 = _Files("sys/fs/cgroup", ("memory.max", "memory.high"), "memory.current", ("
 
 
 def total_bytes(root: Path = ROOT) -> int:
-    """What this process may have: of the machine, and of each group that it is in, the least."""
+    """Return the memory limit of this process: the least of the machine and of each group that it is in."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for _, _, limit in _limited(root))])
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """What it could take now without swapping or being killed; 0 where the system does not say."""
+    """Return what it could take now without swapping or being killed; 0 where the system does not report it."""
     free = [_machine_free(root)]
     for folder, files, limit in _limited(root):
         used = _number(folder / files.used)
@@ -54,8 +54,8 @@ def available_bytes(root: Path = ROOT) -> int:
 
 
 class Room:
-    """What one call may take of host memory: what is free when it takes the first of it. What it has taken counts from
-    then on, though pages are made as they are written."""
+    """The host memory that one call may take: what is free when it takes the first of it. What it has taken counts from
+    then on, though pages are allocated as they are written."""
 
     def __init__(self) -> None:
         self._size_bytes, self._taken_bytes = 0, 0
@@ -73,8 +73,8 @@ class Room:
 
 
 def cores(root: Path = ROOT) -> int:
-    """How many this process may use at a time: those that it may run on, as far as its control groups give it their
-    time (`docker run --cpus`, a pod's limit), rounded up."""
+    """Return how many cores this process may use at a time: those that it may run on, limited by its control groups'
+    CPU time (`docker run --cpus`, a pod's limit), rounded up."""
     try:
         most = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -111,7 +111,7 @@ def _machine_free(root: Path) -> int:
 
 
 def _limited(root: Path) -> Iterator[tuple[Path, _Files, int]]:
-    """The groups with a limit that this process is in, from its own upwards."""
+    """Yield the groups with a limit that this process is in, from its own upwards."""
     for files, path in _groups(root):
         for folder in _upwards(root, files.mount, path):
             limits = [limit for limit in (_number(folder / name) for name in files.limits) if limit is not None]
@@ -126,7 +126,7 @@ def _groups(root: Path) -> Iterator[tuple[_Files, str]]:
 
 def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
     """Yield the folder of a group, then those of the groups that it is in."""
-    # Without a namespace of its own a container sees the machine's path, and mounts only what is below it.
+    # Without a cgroup namespace a container sees the machine's path, and mounts only what is below it.
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for depth in range(len(parts), -1, -1):
         yield root.joinpath(mount, *parts[:depth])
@@ -134,7 +134,7 @@ def _upwards(root: Path, mount: str, path: str) -> Iterator[Path]:
 
 def groups_of(controller: str, root: Path = ROOT) -> Iterator[tuple[bool, str]]:
     """Yield the groups that may limit this process: whether it is of version 2, and its path."""
-    with suppress(OSError, ValueError):  # ValueError: no lines of these
+    with suppress(OSError, ValueError):  # ValueError: other lines than expected
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             hierarchy, controllers, path = line.split(":", 2)
             if hierarchy == "0" or controller in controllers.split(","):
@@ -142,14 +142,14 @@ def groups_of(controller: str, root: Path = ROOT) -> Iterator[tuple[bool, str]]:
 
 
 def _number(path: Path) -> int | None:
-    """None: there is no such file, or it says "max"."""
+    """Return the number in a file; None: there is no such file, or it contains "max"."""
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return None
 
 
 def _field(path: Path, name: str) -> int:
-    """Of a table with a name and a number in each line; 0: it has none."""
+    """Return a field of a table with a name and a number in each line; 0: there is none."""
     with suppress(OSError, ValueError):
         rows = (line.split() for line in path.read_text().splitlines())
         return next((int(row[1]) for row in rows if len(row) > 1 and row[0] == name), 0)

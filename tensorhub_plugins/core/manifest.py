@@ -3,8 +3,8 @@
 One flat stream
     A shard's tensors are sorted by name. The shard's *stream* is the concatenation of their raw bytes in that order,
     without padding. Segment k is the stream's bytes [k*S, min((k+1)*S, size)), where S is `segment_size_bytes`. Big
-    tensors are thus split and tiny ones share a segment, with no table to send: names, sizes and S say it all. Every
-    offset in this package is a stream offset; where a tensor physically lies is its slab's private matter.
+    tensors are thus split and tiny ones share a segment, with no table to send: names, sizes and S determine it. Every
+    offset in this package is a stream offset; the physical position of a tensor is private to its slab.
 
 What makes two shards interchangeable
     Equal layout and equal `Manifest.root()`: same tensors, same bytes, checked segment by segment by every reader.
@@ -26,22 +26,22 @@ from tensorhub_plugins.core.digests import DIGEST_SIZE_BYTES, KNOWN, NO_DIGESTS,
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.types import DECODE_ERRORS
 
-SEGMENT_SIZE_BYTES = 4 << 20  # at most: per-segment work vanishes at 10 GB/s, and a repair stays small
+SEGMENT_SIZE_BYTES = 4 << 20  # at most: the work per segment is negligible at 10 GB/s, and a repair stays small
 SEGMENT_SIZE_BYTES_MIN = 256 << 10
 SEGMENTS_AIM = 256  # of one shard: a chain of readers delays its end by one segment each
 TENSORS_MAX = 1 << 20  # a 1T-parameter mixture-of-experts checkpoint has about 200,000 tensors
 SHARD_SIZE_BYTES_MAX = 1 << 44  # 16 TiB: far above any one worker's memory, far below overflow
-LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: at once they would keep all other threads waiting
+LARGE_SIZE_BYTES = 4 << 20  # of a table, about 50,000 tensors: decoding all at once would block other threads
 ELEMENTS_MAX = 1 << 62  # that torch's numbers can hold
-KEPT_OF_TABLES = ("encoded", "size_bytes", "_holds_together")  # when all else is forgotten
+KEPT_OF_TABLES = ("encoded", "size_bytes", "_holds_together")  # all else is forgotten
 ALIGNMENT_BYTES = 64  # of tensors in a block: a cache line, the widest vector, and what torch's own allocator gives
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a tensor lies in a larger one: that one's shape, and where this one's first element is.
+    """The position of a tensor in a larger one: that one's shape, and the index of this one's first element.
 
     A box has a start in every dimension. A run has one number, whatever the shape of the larger one: it is a
-    tensor of one dimension, whose elements follow that many of the larger one's in row-major order. Trainers that cut
+    tensor of one dimension, whose elements follow that many of the larger one's in row-major order. Trainers that shard
     parameters as flat memory (FSDP1, ZeRO-3) hold runs that begin and end anywhere in a row.
 
     tensor: the larger one's name; "": the same. A shard that holds several parts of one has each under another name.
@@ -53,7 +53,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_run(self) -> bool:
-        """Of one dimension in a larger tensor of another number of them. In a vector a run is a box."""
+        """Return whether it is a run: of one dimension, in a tensor of more (or none). In a vector a run is a box."""
         return len(self.start) == 1 != len(self.global_shape)
 
 
@@ -62,7 +62,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
 
     dtype is torch's name without the prefix ("bfloat16"); shape counts elements; stride is None for row-major
     contiguous tensors, else a dense permutation in elements (no overlap, no holes), whose bytes are the storage's.
-    part: None when it is all there is of that name.
+    part: None when it is the whole tensor of that name.
     """
 
     name: str
@@ -74,7 +74,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):  # tho
 
     @property
     def tensor(self) -> str:
-        """The name of the tensor that this is all or a part of."""
+        """Return the name of the tensor that this is all or a part of."""
         return self.name if self.part is None else self.part.tensor or self.name
 
 
@@ -88,25 +88,25 @@ class Span(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """Where they lie in the block."""
+        """Return where the bytes are in the block."""
         return slice(self.offset, self.offset + self.size_bytes)
 
 
 class TensorTable(Sequence[TensorSpec]):
     """The tensors of one shard in stream order, and all that follows from them, each computed once.
 
-    A model has the same thousands of tensors in every version, and to describe, decode or compare them takes longer
-    than to read their bytes. So equal tables made by `of` and `decode` are one object, as long as anything uses it:
-    to compare two costs nothing, and what is computed of one is there for the next version. Immutable.
+    A model has the same thousands of tensors in every version, and describing, decoding or comparing them takes longer
+    than reading their bytes. So equal tables made by `of` and `decode` are one object, as long as anything uses it:
+    comparing two costs nothing, and what is computed for one is reused for the next version. Immutable.
     """
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
-        """As they are, unchecked and with an identity of its own. Use `of`."""
+        """Take specs as they are, unchecked, as an object of their own. Use `of`."""
         self.__dict__["specs"] = tuple(specs)
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec]) -> TensorTable:
-        """The table of these tensors, sorted by name. UsageError for a name that comes twice."""
+        """Return the table of these tensors, sorted by name. Raise UsageError for a name that comes twice."""
         if isinstance(specs, TensorTable):
             return specs
         made = cls(sorted(specs, key=lambda spec: spec.name))
@@ -117,13 +117,13 @@ class TensorTable(Sequence[TensorSpec]):
 
     @classmethod
     def decode(cls, encoded: bytes) -> TensorTable:
-        """The table that `encoded` stands for. ProtocolError, or msgspec's, for one that does not hold together."""
+        """Return the table that was encoded. Raise ProtocolError, or msgspec's, for an inconsistent one."""
         known = _tables.get(encoded)
         if known is None:
             is_large = len(encoded) > LARGE_SIZE_BYTES
             known = cls(map(_spec.decode, _raws.decode(encoded)) if is_large else _specs.decode(encoded)).check()
             known = _tables.setdefault(known.encoded, known)
-            if is_large:  # it takes seconds: here, in the thread of who has sent it, and not where a deadline is kept
+            if is_large:  # it takes seconds: do it here, in the thread of its sender, not where a deadline is kept
                 _ = known.block_offsets, known.offsets, known.spans
         return known.check()
 
@@ -146,12 +146,12 @@ class TensorTable(Sequence[TensorSpec]):
         return True
 
     def forget_specs(self) -> None:
-        """Keep the encoding, which takes a fifth of the memory, and find all else again when it is asked for.
+        """Keep the encoding, which takes a fifth of the memory, and compute all else again when it is asked for.
 
-        Who reads from hundreds of shards needs their tables, from one version to the next, only to know that they are
+        A worker that reads from hundreds of shards needs their tables, between versions, only to see that they are
         still the same.
         """
-        _ = self.encoded, self.size_bytes  # found before, and kept
+        _ = self.encoded, self.size_bytes  # computed before, and kept
         for found in [name for name in self.__dict__ if name not in KEPT_OF_TABLES]:
             del self.__dict__[found]
 
@@ -159,37 +159,37 @@ class TensorTable(Sequence[TensorSpec]):
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors themselves. Decoded only after `forget_specs`."""
+        """Return the tensors themselves. Decoded only after `forget_specs`."""
         return _specs.decode(self.encoded)
 
     @cached_property
     def encoded(self) -> bytes:
-        """msgpack, as it is part of a manifest on the wire."""
+        """Return its msgpack encoding, which is part of a manifest on the wire."""
         return msgspec.msgpack.encode(self.specs)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Stream offset of every tensor, in bytes."""
+        """Return the stream offset of every tensor, in bytes."""
         return tuple(accumulate((spec.size_bytes for spec in self.specs[:-1]), initial=0)) if self.specs else ()
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of the stream."""
+        """Return the size of the stream in bytes."""
         return self.offsets[-1] + self.specs[-1].size_bytes if self.specs else 0
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Which one in the table a tensor is, by its name."""
+        """Return the index of each tensor in the table, by its name."""
         return {spec.name: position for position, spec in enumerate(self.specs)}
 
     def get(self, name: str) -> TensorSpec | None:
-        """The tensor of this name; None: there is none."""
+        """Return the tensor of this name; None: there is none."""
         position = self.positions.get(name)
         return None if position is None else self.specs[position]
 
     @cached_property
     def of_tensor(self) -> dict[str, tuple[int, ...]]:
-        """Which ones in the table are all or a part of a tensor, by its name."""
+        """Return the indexes of all entries that are all or a part of a tensor, by its name."""
         found: dict[str, list[int]] = {}
         for position, spec in enumerate(self.specs):
             found.setdefault(spec.tensor, []).append(position)
@@ -197,13 +197,13 @@ class TensorTable(Sequence[TensorSpec]):
 
     @cached_property
     def block_offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins in an allocated block, in bytes. Part of the shm protocol: a process
-        that is passed the block knows its layout from the manifest alone."""
+        """Return where each tensor begins in an allocated block, in bytes. Part of the shm protocol: a process that is
+        passed the block knows its layout from the manifest alone."""
         return self._block_ends[:-1]
 
     @property
     def block_size_bytes(self) -> int:
-        """Of an allocated block, paddings included."""
+        """Return the size of an allocated block in bytes, paddings included."""
         return self._block_ends[-1]
 
     @cached_property
@@ -213,10 +213,10 @@ class TensorTable(Sequence[TensorSpec]):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The layout of an allocated block in as few spans as possible: neighbours without a gap are one. Tensors whose
-        sizes are multiples of ALIGNMENT_BYTES are a single span."""
+        """Return the layout of an allocated block in as few spans as possible: neighbours without a gap are one.
+        Tensors whose sizes are multiples of ALIGNMENT_BYTES are a single span."""
         merged: list[Span] = []
-        begin, end, size_bytes = 0, -1, 0  # of the span in hand: where in the stream, where it ends in the block
+        begin, end, size_bytes = 0, -1, 0  # the current span: start in the stream, end in the block
         for spec, start, offset in zip(self.specs, self.offsets, self.block_offsets, strict=True):
             if not spec.size_bytes:
                 continue
@@ -259,8 +259,8 @@ class TensorTable(Sequence[TensorSpec]):
 
 
 def _is_consistent(spec: TensorSpec) -> bool:
-    """Whether its sizes agree with each other: whoever plans a read divides by them. Without a generator: there may be
-    a million of them, of all shards that one worker reads from."""
+    """Return whether its sizes agree with each other: a reader's plan divides by them. Without a generator: there may
+    be a million specs, of all shards that one worker reads from."""
     shape, part, count = spec.shape, spec.part, prod(spec.shape)
     if spec.size_bytes % count if count else spec.size_bytes:
         return False
@@ -285,16 +285,16 @@ def _is_consistent(spec: TensorSpec) -> bool:
 
 
 def _elements(shape: Sequence[int], count: int) -> int:
-    """What torch computes of a shape, also of what is empty. count: 0 where it, or what is part of it, may be."""
+    """Return the number that torch computes for a shape, even an empty one. count: 0 where it, or a part of it, is."""
     return prod(shape) if count else prod(max(size, 1) for size in shape)
 
 
 def holds_run(part: Part, shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is a run of the larger one's elements."""
+    """Return whether a tensor of this shape is a run of the larger one's elements."""
     return len(shape) == 1 and 0 <= part.start[0] <= prod(part.global_shape) - shape[0]
 
 
-_tables: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()  # by their encoding, while they are used
+_tables: WeakValueDictionary[bytes, TensorTable] = WeakValueDictionary()  # by their encoding, while they are in use
 _specs = msgspec.msgpack.Decoder(tuple[TensorSpec, ...])
 _raws = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _spec = msgspec.msgpack.Decoder(TensorSpec)
@@ -311,26 +311,26 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Stream offset of every tensor, in bytes."""
+        """Return the stream offset of every tensor, in bytes."""
         return self.tensors.offsets
 
     @property
     def size_bytes(self) -> int:
-        """Of the stream."""
+        """Return the size of the stream in bytes."""
         return self.tensors.size_bytes
 
     @property
     def segment_count(self) -> int:
-        """How many segments the stream has; the last one may be shorter than the others."""
+        """Return the number of segments of the stream; the last one may be shorter than the others."""
         return -(-self.size_bytes // self.segment_size_bytes)
 
     def segment_range(self, segment: int) -> tuple[int, int]:
-        """Stream range [start, stop) of a segment, in bytes."""
+        """Return the stream range [start, stop) of a segment, in bytes."""
         start = segment * self.segment_size_bytes
         return start, min(start + self.segment_size_bytes, self.size_bytes)
 
     def specs_in(self, segments: Iterable[int]) -> tuple[TensorSpec, ...]:
-        """The tensors that have bytes in these segments, in the stream's order."""
+        """Return the tensors that have bytes in these segments, in the stream's order."""
         positions: dict[int, None] = {}
         for start, stop in map(self.segment_range, segments):
             first, last = bisect_right(self.offsets, start) - 1, bisect_left(self.offsets, stop)
@@ -339,16 +339,16 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def has_digests(self) -> bool:
-        """Whether `digest` has something to say; else a reader trusts the source's word that nothing changed."""
+        """Return whether there are digests; else a reader has to trust the source that nothing changed."""
         return self.digest_algorithm != NO_DIGESTS
 
     def digest(self, segment: int) -> bytes:
-        """Of a segment's bytes, DIGEST_SIZE_BYTES long; every bit and its position counts. segment: from 0 to
-        segment_count - 1; meaningless without `has_digests`."""
+        """Return the digest of a segment's bytes, DIGEST_SIZE_BYTES long; every bit and its position counts. segment:
+        from 0 to segment_count - 1; meaningless without `has_digests`."""
         return self.digests[segment * DIGEST_SIZE_BYTES : (segment + 1) * DIGEST_SIZE_BYTES]
 
     def root(self) -> bytes:
-        """16 bytes that stand for all of it: equal roots mean equal tensors with equal bytes."""
+        """Return 16 bytes that identify all of it: equal roots mean equal tensors with equal bytes."""
         return self._root
 
     @cached_property
@@ -357,25 +357,25 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def encoded(self) -> bytes:
-        """For the wire; `decode` turns it back."""
+        """Return its encoding for the wire, which `decode` reverses."""
         table = msgspec.Raw(self.tensors.encoded)
         outline = _Outline(table, self.digests, self.segment_size_bytes, self.digest_algorithm)
         return msgspec.msgpack.encode(outline)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Manifest:
-        """A manifest that holds together, or ProtocolError."""
+        """Return a consistent manifest, or raise ProtocolError."""
         try:
             outline = _outlines.decode(encoded)
             tensors = TensorTable.decode(bytes(outline.tensors))
         except DECODE_ERRORS as error:
             raise ProtocolError(f"a manifest that does not decode: {error}") from error
         manifest = cls(tensors, outline.digests, outline.segment_size_bytes, outline.digest_algorithm)
-        manifest.__dict__["encoded"] = encoded  # passed on, and its root taken, as it came
+        manifest.__dict__["encoded"] = encoded  # served to others, and hashed for its root, as it came
         return manifest._check_segments()
 
     def check(self) -> Manifest:
-        """Return self, or raise ProtocolError when it does not hold together."""
+        """Return self, or raise ProtocolError when it is inconsistent."""
         self.tensors.check()
         return self._check_segments()
 
@@ -404,7 +404,7 @@ _outlines = msgspec.msgpack.Decoder(_Outline)
 
 
 def segment_size_for(size_bytes: int) -> int:
-    """How a shard of this size is cut: into about `SEGMENTS_AIM` segments, a power of two bytes each."""
+    """Return the segment size for a shard of this size: about `SEGMENTS_AIM` segments, a power of two bytes each."""
     size = SEGMENT_SIZE_BYTES_MIN
     while size < SEGMENT_SIZE_BYTES and size * SEGMENTS_AIM < size_bytes:
         size *= 2

@@ -1,6 +1,6 @@
-"""PURE: the options that all adapters have in common, and what users write into a Struct.
+"""PURE: the options that all adapters have in common, and the conversion of users' input to a Struct.
 
-Every refusal is a UsageError that names the option, says what was given and what is allowed.
+Every refusal is a UsageError that names the option, what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -16,63 +16,63 @@ from tensorhub_plugins.core.digests import Algorithm
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.types import DOMAINS_MAX, Across
 
-# What a worker uses when it names none, best first, as far as its machine has them.
+# The default of a worker, best first; those that its machine lacks are skipped.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
 
-FLEET_MAX = 1024  # replicas of one run; one report of its dispatcher names them all every second
-# name, or name:number,...; a name without a dot is one that we ship
+FLEET_MAX = 1024  # replicas of one run; its dispatcher reports them all every second
+# name, or name:number,...; a name without a dot is a built-in one
 POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
 
 LocationPart = Literal["data_center", "rack", "host"]
 
 
 class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which store, and how an engine uses it."""
+    """Options: which store, and how an engine uses it."""
 
     hub: str | None = None  # "tcp://host:port" of a `tensorhub server`; None: the run starts one itself
     run: str | None = None  # names the history at the hub; None: unique for this run
     model: str = "actor"
-    # Where this is. What a node says of itself comes first: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, and Ray's labels.
+    # The location. What a node itself sets takes precedence: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, and Ray's labels.
     location: dict[LocationPart, str] = {}
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.
     serve_from: Literal["host", "live"] | None = None
-    digest: Algorithm = "xxh3_128"  # blake3: nobody on the way can forge it, and engines take nothing else
+    digest: Algorithm = "xxh3_128"  # blake3: cannot be forged on the way, and engines accept no other
     verify: bool = False  # record digests of every version on both sides (costs a pass over the bytes)
     memory_budget_bytes: int | None = None  # of each worker, for versions in host memory; None: half of its machine's
-    over_budget: Literal["warn", "refuse"] = "warn"  # what becomes of more, at the start and later
+    over_budget: Literal["warn", "refuse"] = "warn"  # what to do about more, at the start and later
 
     @property
     def source(self) -> Literal["host", "live"]:
-        """What peers read."""
+        """Return what peers read."""
         return self.serve_from or ("host" if self.install == "staged" else "live")
 
     @property
     def copies(self) -> int:
-        """Of what it runs, in host memory, that an engine's worker takes: one that arrives, and one that is served, or
-        staged. Who reads from an engine beside it takes none; a third one is taken while somebody still reads the last
-        when the next is there."""
+        """Return how many copies of its version an engine's worker keeps in host memory: one that arrives, and one that
+        is served, or staged. A worker that borrows an engine's memory on its host needs none; a third one is needed
+        while the last one is still read when the next has arrived."""
         return 2
 
 
 class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
-    """What the frameworks that train have besides."""
+    """Additional options of frameworks that train."""
 
     keep: int = 1  # versions each trainer rank holds for readers; its host memory is keep + 1 of its share
     retain_copies: int = 1  # in so many hosts (racks, data centres) the newest version survives, see Client.retain
     retain_across: Across = "host"
     timeout_s: float = 120.0  # for one publish, one fetch, one installation, and for an engine to be up to date
-    # The training goes on while a version is copied from its GPU, and the next publish raises what fails (Publisher);
+    # Training continues while a version is copied from its GPU, and the next publish raises its error (Publisher);
     # None: where a trainer rank has a GPU.
     in_background: bool | None = None
-    restarts: int = 10  # of one engine before it is given up
-    engine_timeout_s: float = 60.0  # an engine that served and has not answered for this long is started again
-    staleness_s: float | None = None  # an engine that has not heard of the hub for longer takes no new work
+    restarts: int = 10  # of one engine before it is abandoned
+    engine_timeout_s: float = 60.0  # an engine that served and has not answered for so long is restarted
+    staleness_s: float | None = None  # an engine without contact to the hub for longer takes no new work
     pull_until: int | None = None  # the last step whose weights engines take, for experiments with staleness
     allow_untested: bool = False  # run with versions of the framework and of vLLM that were not tested
     # How many replicas a run has, see vllm/ray/fleet.py. External servers do not count.
-    fleet_min: int = 1  # so many others must be ready before one that is drained by its name leaves
+    fleet_min: int = 1  # so many others must be ready before one that is drained by name leaves
     fleet_max: int = FLEET_MAX
     fleet_target: int | None = None  # None: as many as the framework has started
     # What sets the target instead: constant:4, free_resources, queue_length:16, or yours: package.module.function
@@ -85,8 +85,8 @@ class TrainingOptions(StoreOptions, frozen=True, kw_only=True):
 
 
 class Need(NamedTuple):
-    """Host memory that a worker will take: so many copies of what it has of a version, old and new ones together, and
-    for a while `more_bytes`, `for_` what people are told."""
+    """Host memory that a worker will take: so many copies of its share of a version, old and new ones together, and
+    for a while `more_bytes`, with their purpose (`for_`) as text for users."""
 
     version_bytes: int
     copies: int
@@ -95,12 +95,12 @@ class Need(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of all of it."""
+        """Return the size of all of it in bytes."""
         return self.version_bytes * self.copies + self.more_bytes
 
 
 def says_memory(worker: str, need: Need, workers: int = 1) -> str:
-    """What a worker takes, and so many on its host, for people."""
+    """Return what a worker takes, and so many workers on its host, as text for users."""
     one = f"{worker} takes up to {gigabytes(need.size_bytes)} of host memory"
     copies = f"{need.copies} copies of the {gigabytes(need.version_bytes)} that it has of a version"
     copies += f", and {gigabytes(need.more_bytes)} {need.for_}" if need.more_bytes else ""
@@ -109,7 +109,7 @@ def says_memory(worker: str, need: Need, workers: int = 1) -> str:
 
 
 def says_need(given: StoreOptions, worker: str, need: Need, workers: int) -> str:
-    """The same before the run. UsageError for what is above a budget that is kept."""
+    """Return the same before the run. Raise UsageError for what exceeds a strict budget."""
     said, budget = says_memory(worker, need, workers), given.memory_budget_bytes
     if budget is not None and need.size_bytes > budget:
         said = f"{said}, above memory_budget_bytes={budget}"
@@ -119,7 +119,7 @@ def says_need(given: StoreOptions, worker: str, need: Need, workers: int) -> str
 
 
 def gigabytes(size_bytes: int) -> str:
-    """Or megabytes, below one."""
+    """Return the size in GB, or in MB below one, as text."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
@@ -127,10 +127,9 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 def convert(given: Mapping[str, Any], kind: type[Options], *, where: str, hidden: Sequence[str] = ()) -> Options:
-    """where: what the user wrote them in, as errors name it. hidden: fields that are not options there.
+    """Convert a user's options. where: the place of the input, for errors. hidden: fields that are not options there.
 
-    Texts are taken for what they spell ("3" for 3, "shm,tcp" for a list). Raises UsageError, with a hint for a misspelt
-    name.
+    Strings are parsed ("3" for 3, "shm,tcp" for a list). Raise UsageError, with a hint for a misspelt name.
     """
     fields = {field.name: field for field in msgspec.structs.fields(kind) if field.name not in hidden}
     for name in given:
@@ -159,7 +158,7 @@ def _value(given: Any, kind: Any, where: str) -> Any:
 
 
 def check_store(given: StoreOptions, *, where: str) -> None:
-    """UsageError for what cannot be a hub, or is there and empty."""
+    """Raise UsageError for a hub that is no address, and for options that are empty."""
     if given.hub is not None and not given.hub.startswith("tcp://"):
         raise UsageError(
             f"{where}: option hub is {given.hub!r}: give the address `tensorhub server` prints, e.g. "
@@ -176,7 +175,7 @@ def check_store(given: StoreOptions, *, where: str) -> None:
 def check_training(
     given: TrainingOptions, *, where: str, limits: Mapping[str, tuple[float, float]] | None = None
 ) -> None:
-    """`check_store`, and what must hold where one set of options is for all nodes. limits: of further options."""
+    """Do `check_store`, and check what has to hold for options that all nodes share. limits: of further options."""
     check_store(given, where=where)
     common = {"keep": (1, 64), "restarts": (0, 1000), "timeout_s": (0.1, 86_400), "fleet_min": (1, FLEET_MAX)}
     common |= {"engine_timeout_s": (1, 86_400), "retain_copies": (1, DOMAINS_MAX)}
@@ -196,7 +195,7 @@ def check_training(
 
 
 def check_limits(options: msgspec.Struct, limits: Mapping[str, tuple[float, float]], *, where: str) -> None:
-    """UsageError for the first option outside its limits, both of which are allowed."""
+    """Raise UsageError for the first option outside its limits, both of which are allowed."""
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:
@@ -204,7 +203,7 @@ def check_limits(options: msgspec.Struct, limits: Mapping[str, tuple[float, floa
 
 
 def check_numbers(limits: msgspec.Struct, *, above_0: Sequence[str] = ()) -> None:
-    """UsageError for the first field that is no finite number from 0 on, or is 0 and may not be."""
+    """Raise UsageError for the first field that is no finite number from 0 on, or is 0 and may not be."""
     kind = type(limits).__name__
     for name in limits.__struct_fields__:
         value = getattr(limits, name)
@@ -215,8 +214,8 @@ def check_numbers(limits: msgspec.Struct, *, above_0: Sequence[str] = ()) -> Non
 
 
 def check_tested(package: str, version: str, tested: Sequence[str], *, way_out: str) -> None:
-    """UsageError unless `version` is one of `tested`, which may be prefixes. way_out: how a user runs others all the
-    same."""
+    """Raise UsageError unless `version` is one of `tested`, which may be prefixes. way_out: how a user runs others
+    nevertheless."""
     if not any(version == one or version.startswith((f"{one}.", f"{one}+")) for one in tested):
         raise UsageError(
             f"{package} {version} was not tested with this adapter: install {package} {' or '.join(tested)}, or "

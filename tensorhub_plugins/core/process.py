@@ -1,9 +1,9 @@
-"""What happens to open connections when this process forks, and when its interpreter exits.
+"""Open connections when this process forks, and when its interpreter exits.
 
-A forked child has the parent's sockets and none of its threads: whoever is connected would not notice the parent's
-death, and what waits for a thread would wait for ever. So a child closes the sockets and refuses to use what the parent
-has made. A fork that runs no hook (a C library's) is seen as well: who makes something remembers its process. And how
-many files it may have open, of which each connection is one.
+A forked child has the parent's sockets and none of its threads: peers would not notice the parent's death, and a wait
+for one of its threads would never end. So a child closes the sockets and refuses to use the parent's objects. A fork
+that runs no hook (a C library's) is detected as well: an object remembers the process that made it. Also here: the
+number of files that it may have open, of which each connection is one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tensorhub_plugins.core.errors import UsageError
 
 
 class Closable(Protocol):
-    """A socket, or what has a last word to say."""
+    """A socket, or an object that has a last message to send."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close it. Idempotent."""
 
 
-FILES_MAX = 1 << 20  # more nobody needs, and what looks at all of them (a program that is started) is slow then
+FILES_MAX = 1 << 20  # more than needed; scanning all descriptors, as starting a program does, gets slow beyond
 _in_children: WeakSet[Closable] = WeakSet()  # to be closed in a forked child
 _at_exit: WeakSet[Closable] = WeakSet()  # to be closed when the interpreter exits
 
 
 def close_in_children(*sockets: Closable) -> None:
-    """A forked child does not keep these open."""
+    """Close these in a forked child."""
     _watch()
     _in_children.update(sockets)
 
@@ -49,7 +49,7 @@ class Descriptor:
         close_in_children(self)
 
     def close(self) -> None:
-        """Without a lock, which another thread may have held when a child was forked."""
+        """Close it, without a lock, which another thread may have held when a child was forked."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -57,27 +57,27 @@ class Descriptor:
 
 class ForeignSocket:
     """A library's connection, by its descriptor, that a forked child does not keep as long as this object lives. The
-    library closes it in this process: the child looks whether the number is still that of the same socket."""
+    library closes it in this process: the child checks that the number is still that of the same socket."""
 
     def __init__(self, number: int) -> None:
         self._number, self._inode = number, _inode_of(number)
         close_in_children(self)
 
     def close(self) -> None:
-        """In a child."""
+        """Close it in a child."""
         if self._inode and self._inode == _inode_of(self._number):
             os.close(self._number)
 
 
 class ForeignPort:
-    """A library's listening socket and all that it accepts, by their port: as `ForeignSocket`."""
+    """A library's listening socket and all that it accepts, by their port: handled as `ForeignSocket`."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         close_in_children(self)
 
     def close(self) -> None:
-        """In a child."""
+        """Close them in a child."""
         for number in filter(_inode_of, map(int, os.listdir("/proc/self/fd"))):
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
                 name = found.getsockname()
@@ -86,7 +86,7 @@ class ForeignPort:
 
 
 def _inode_of(number: int) -> int:
-    """0: it is no socket."""
+    """Return a socket's inode; 0: it is no socket."""
     with suppress(OSError):
         status = os.fstat(number)
         return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
@@ -94,7 +94,7 @@ def _inode_of(number: int) -> int:
 
 
 def close_at_exit(link: Closable) -> None:
-    """Unless it is closed before, which it then is not a second time."""
+    """Close it at the interpreter's exit, unless it is closed before."""
     _watch()
     _at_exit.add(link)
 
@@ -110,7 +110,7 @@ def check_not_forked(pid: int, what: str) -> None:
 
 @cache
 def _here() -> str:
-    """This boot of this machine, and this namespace of its processes; "": unknown."""
+    """Return an id of this boot of this machine, and of this PID namespace; "": unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -118,7 +118,7 @@ def _here() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process of this host was started, in ticks since the boot; None: there is none that runs."""
+    """Return when a process of this host was started, in ticks since the boot; None: no such process runs."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -128,25 +128,25 @@ def _started(pid: int) -> str | None:
 
 @cache
 def _word(pid: int) -> str:
-    """Return a random word that tells this process from one of a cloned machine with the same pid and start."""
+    """Return a random word, as a cloned machine may have a process with the same pid and start."""
     return os.urandom(8).hex()
 
 
 def identity() -> str:
-    """This process, to be told from all others, also from a later one with its number; "": unknown."""
+    """Return a text that identifies this process, even among later ones with its pid; "": unknown."""
     return f"{_here()} {os.getpid()} {_started(os.getpid())} {_word(os.getpid())}" if _here() else ""
 
 
 def is_gone(process: str) -> bool:
-    """Return whether no process with this `identity` is here, where it was; False if that cannot be seen. It may live
-    on a machine of which this one is a copy (a snapshot), which shows the same: only the hub knows which is heard."""
+    """Return whether no process with this `identity` is here, where it was; False if that cannot be seen. It may be
+    alive on a machine of which this one is a copy (a snapshot), which looks the same: only the hub hears which is."""
     here, pid, started = (process.rsplit(" ", 3) + ["", "", ""])[:3]
     return here != "" and here == _here() and pid.isdigit() and _started(int(pid)) != started
 
 
 @cache
 def _watch() -> None:
-    """Once, and not before there is something: importing has no effects."""
+    """Register the hooks once, at the first use: importing has no effects."""
     os.register_at_fork(after_in_child=_forked)
     atexit.register(_exits, os.getpid())
 
@@ -166,7 +166,7 @@ def _exits(pid: int) -> None:
 
 
 def raise_files_max() -> int:
-    """Let this process have as many files open as the system permits, and return how many those are."""
+    """Raise this process's limit of open files as far as the system permits, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -177,7 +177,7 @@ def raise_files_max() -> int:
 
 
 def files_left(most: int) -> int:
-    """Return about how many more can be opened of so many: the system gives the lowest number that is free."""
+    """Return about how many more files can be opened of so many: the system assigns the lowest free number."""
     try:
         probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

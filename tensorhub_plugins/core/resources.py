@@ -1,8 +1,8 @@
-"""What the system may refuse a process: threads, open files, memory, a system call. Said in one way.
+"""Resources that the system may refuse a process: threads, open files, memory, a system call. One error for all.
 
-A library that gets none may end the process (ZeroMQ aborts where it cannot start a thread), and what Python raises
-names neither the limit nor what raises it. So what a library is about to take is tried before, and what is refused to
-our own calls becomes a `ResourceRefused` at each public call.
+A library that gets none may end the process (ZeroMQ aborts where it cannot start a thread), and Python's errors name
+neither the limit nor how to raise it. So what a library is about to take is tried before, and a refusal to our own
+calls becomes a `ResourceRefused` at each public call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tensorhub_plugins.core.process import raise_files_max
 ClassT = TypeVar("ClassT")
 
 ZMQ_THREADS = 2  # of each context, started with its first socket: where one is refused, ZeroMQ ends the process
-ZMQ_FILES = 16  # of a context with one connection that is monitored, and some to spare: it aborts without an epoll
+ZMQ_FILES = 16  # of a context with one monitored connection, and some spare: it aborts without an epoll
 NO_THREAD = "can't start new thread"  # Python's RuntimeError
 NO_MEMORY = "can't allocate memory"  # torch's
 
@@ -77,7 +77,7 @@ def _call() -> str:
     )
 
 
-# By the number of the error: what this process has too little of, whatever it asks for.
+# The scarce resource by the number of the error, whatever call has failed.
 SCARCE: dict[int, Callable[[], str]] = {
     errno.EMFILE: _files,
     errno.ENFILE: _files_of_system,
@@ -85,13 +85,13 @@ SCARCE: dict[int, Callable[[], str]] = {
     errno.ENOBUFS: _memory,
     errno.EFBIG: _file_size,
 }
-# A peer, a firewall or a file may answer so, too: this is no lack where one was asked.
+# A peer, a firewall or a file may answer so, too: where one was involved, this is no lack of resources.
 FORBIDDEN = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EAFNOSUPPORT)
 
 
 def refusal(error: BaseException | None, *, forbidden: bool = False) -> ResourceRefused | None:
-    """This error, or what has caused it, as a resource that this process lacks; None: it is something else. forbidden:
-    no peer was asked, so that a call that is not permitted is such a lack, too."""
+    """Return this error, or its cause, as a resource that this process lacks; None: it is something else. forbidden: no
+    peer was involved, so that a call that is not permitted counts, too."""
     while error is not None:
         if isinstance(error, ResourceRefused):
             return error
@@ -103,7 +103,7 @@ def refusal(error: BaseException | None, *, forbidden: bool = False) -> Resource
 
 
 def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
-    number = getattr(error, "errno", None)  # of ZeroMQ's errors, too, which are no OSError
+    number = getattr(error, "errno", None)  # ZeroMQ's errors have one, too, and are no OSError
     if number in SCARCE:
         return SCARCE[number]()
     if forbidden and number in FORBIDDEN and not isinstance(error, TensorHubError):
@@ -117,7 +117,7 @@ def _lacks(error: BaseException, *, forbidden: bool) -> str | None:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """The seam: what the system refuses within is raised as `ResourceRefused`. Decorates each public call."""
+    """Raise what the system refuses within as `ResourceRefused`. Decorates each public call."""
     try:
         yield
     except Exception as error:
@@ -128,7 +128,7 @@ def named() -> Iterator[None]:
 
 
 def in_each_call(of: type[ClassT]) -> type[ClassT]:
-    """Decorate a class: `named` is around each of its public methods, and around its beginning."""
+    """Decorate a class: `named` is around each of its public methods, and around its constructor."""
     for name, method in vars(of).copy().items():
         if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
             setattr(of, name, named()(method))
@@ -136,20 +136,20 @@ def in_each_call(of: type[ClassT]) -> type[ClassT]:
 
 
 def begin_client() -> None:
-    """Raise what may be raised, and try what is needed: before names are looked up, which do not say what they lack."""
+    """Raise limits, and try what is needed, before name look-ups, whose errors do not name what is lacking."""
     raise_files_max()
     try_for_zmq(threads=1)
 
 
 def try_for_zmq(threads: int = 0) -> None:
-    """Try to take what a ZeroMQ context with one connection needs, and so many threads of ours. ResourceRefused."""
+    """Try to take what a ZeroMQ context with one connection needs, and so many threads. Raise ResourceRefused."""
     try_files(ZMQ_FILES)
     try_threads(ZMQ_THREADS + threads)
 
 
 def pool_of(threads: int, name: str) -> ThreadPoolExecutor:
-    """A pool whose threads are there, so that `submit` starts none: one that failed would have queued its work all the
-    same. Fewer, where the system gives fewer; ResourceRefused where it gives none."""
+    """Return a pool whose threads are started, so that `submit` starts none: one that failed would have queued its work
+    nevertheless. It has fewer where the system allows fewer; raise ResourceRefused where it allows none."""
     for fewer in range(threads, 0, -1):
         try:
             try_threads(fewer)

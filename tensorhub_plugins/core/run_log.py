@@ -12,8 +12,8 @@ publish        a trainer rank has published and the optimizer goes on.
                version, layout, bytes; seconds: all that this rank waited in update_weights
 fetch          a rollout worker has a version's bytes, verified (if staged: nothing was paused for it).
                version, layout, bytes, seconds, sources {worker: bytes}, transports {name: bytes}
-pause          a replica's engine stands still.
-               version: the one it had; seconds: to come to a stop; in_flight: requests frozen
+pause          a replica's engine is paused.
+               version: the one it had; seconds: until it had stopped; in_flight: requests frozen
 install        a rollout worker's bytes are in its live parameters.
                version, layout ("checkpoint": converted here; "runtime:...": copied raw), seconds,
                by ("reload" or "copy": how it was converted)
@@ -21,19 +21,19 @@ resume         a replica generates again.
                version: the new one; seconds: since the pause was asked for (it could not generate);
                in_flight: requests that go on; lost: requests frozen by the pause and not there after it
 serve          a rollout worker became a source. version, layout, bytes
-digests        what a worker's weights are. version, layout, digests {"root" (of several shards
+digests        identify a worker's weights. version, layout, digests {"root" (of several shards
                "root of shard 0/2"): hex of that layout's Manifest.root()}, computed from the bytes in the
                worker's own memory, never from those it was promised. A converter reports "checkpoint" (as
                received) and its runtime layout (as installed). Digests of different workers must be equal
                where version, layout and key are
 request        one request ended at a replica. seconds, outcome ("stop", "length", "abort", "error"),
                versions [first, last] that its tokens came from, tokens
-prompt         OpenRLHF: all samples of one prompt are there. number: of the prompt in this run, samples
-request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goes on elsewhere. tokens: that are kept
+prompt         OpenRLHF: all samples of one prompt have come. number: of the prompt in this run, samples
+request_given_back  OpenRLHF: an engine has to leave, and one of its prompts goes on elsewhere. tokens: those kept
 update_failed  an update of a replica ended in an error. version, error
-member         a member of the fleet is in another state, or at another version (vllm/ray/fleet_types.py).
+member         a member of the fleet has changed its state or version (vllm/ray/fleet_types.py).
                state, kind, version, node, why
-target         the fleet shall have another number of replicas. target, by ("people", or the policy's name)
+target         the fleet's target number of replicas was changed. target, by ("people", or the policy's name)
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def record(event: str, *, worker: str = "", **fields: object) -> None:
 
 
 def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
-    """Record "fetch", with what a client's `ReplicateReport` says."""
+    """Record "fetch", with the contents of a client's `ReplicateReport`."""
     record(
         "fetch",
         worker=worker,
@@ -90,12 +90,12 @@ def record_fetch(report: Any, *, worker: str, seconds: float) -> None:
 
 
 def root_key(shard: int, shard_count: int) -> str:
-    """What the root of one of a version's shards is called in "digests", by who published it and by all who hold it."""
+    """Return the name of a shard's root in "digests", the same for its publisher and for all its holders."""
     return "root" if shard_count == 1 else f"root of shard {shard}/{shard_count}"
 
 
 def enabled() -> bool:
-    """Whether events are recorded: ask before computing something only an event needs."""
+    """Return whether events are recorded: ask before computing something only an event needs."""
     return bool(os.environ.get(VARIABLE))
 
 

@@ -10,30 +10,30 @@ import msgspec
 from tensorhub_plugins.core.errors import UsageError
 
 VERSION_MAX = 1 << 48  # what a message can hold
-STEPS_PER_ATTEMPT = 10**9  # version = attempt * STEPS_PER_ATTEMPT + step: a trainer that starts again makes newer ones
+STEPS_PER_ATTEMPT = 10**9  # version = attempt * STEPS_PER_ATTEMPT + step: a restarted trainer makes newer ones
 STEPS_AHEAD_MAX = (
     10**6
-)  # above the newest version of a model: more is a slip, and readers would never go below it again
+)  # above the newest version of a model: more is a mistake, and readers would never go below it again
 ATTEMPTS_MAX = VERSION_MAX // STEPS_PER_ATTEMPT  # 281,474 starts of one trainer
 SHARDS_MAX = 1 << 16
 NAME_LENGTH_MAX = 256  # characters of a run, model, replica, layout
 LATEST = "latest"
-# What decoding of a stranger's bytes raises: text that is no UTF-8, and arrays in arrays in arrays, among them.
+# What decoding untrusted bytes raises, for example for text that is no UTF-8, and for deeply nested arrays.
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 CHECKPOINT = "checkpoint"  # the layout of Hugging Face names, unfused
-Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key lets its owner do, see hub/permissions.py
-Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a whole
-DOMAINS_MAX = 16  # in which copies are kept
+Role: TypeAlias = Literal["publisher", "reader", "observer"]  # what a key permits, see hub/permissions.py
+Across: TypeAlias = Literal["host", "rack", "data_center"]  # what may fail as a unit
+DOMAINS_MAX = 16  # failure domains in which copies are kept
 HOST, DATA_CENTER, FAR = 0, 2, 3  # distances
 
 
-# What moves the cursor, ends a line or turns the direction of writing has no place in a name: it would forge lines of
-# logs.
+# Characters that move the cursor, end a line or change the direction of writing are not allowed in a name: they would
+# forge lines of logs.
 CONTROL = (
     r"\x00-\x1f\x7f-\x9f\xad\u061c\u115f\u1160\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb"
     r"\U000e0000-\U000e007f"
 )
-PRINTABLE = rf"^[^{CONTROL}]*\Z"  # of a name, where one is decoded
+PRINTABLE = rf"^[^{CONTROL}]*\Z"  # the pattern of a name, checked where one is decoded
 Place: TypeAlias = Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX, pattern=PRINTABLE)]
 
 
@@ -46,7 +46,7 @@ class Location(msgspec.Struct, frozen=True, gc=False):
 
 
 def distance(a: Location, b: Location) -> int:
-    """0 same host, 1 same rack, 2 same data centre, 3 farther. Unknown data centres count as one."""
+    """Return 0 for the same host, 1 same rack, 2 same data centre, 3 farther. Unknown data centres count as one."""
     if a.data_center != b.data_center:
         return FAR
     if a.host and a.host == b.host:
@@ -57,7 +57,7 @@ def distance(a: Location, b: Location) -> int:
 
 
 def domain(place: Location, across: Across) -> tuple[str, ...]:
-    """What fails together with this place. Places of which that is not known count as one."""
+    """Return what fails together with this location. Locations where that is unknown count as one."""
     parts = place.data_center, place.rack, place.host
     return parts[: {"data_center": 1, "rack": 2, "host": 3}[across]]
 
@@ -90,17 +90,17 @@ def check_version(version: object, what: str = "version") -> int:
 
 
 def attempt_of(version: int) -> int:
-    """Which attempt of its trainer made this version; 0: of one that has named none. Later attempts are newer."""
+    """Return the trainer's attempt that made this version; 0: one that never began any. Later attempts are newer."""
     return version // STEPS_PER_ATTEMPT
 
 
 def step_of(version: int) -> int:
-    """The framework's global step: what people see of a version. 0 for no version."""
+    """Return the framework's global step, which users see of a version. 0 for no version."""
     return version % STEPS_PER_ATTEMPT
 
 
 def version_of(attempt: int, step: int) -> int:
-    """The version of this step in this attempt: ordered as (attempt, step). UsageError for what no version can hold."""
+    """Return the version of this step in this attempt, ordered as (attempt, step). Raise UsageError out of bounds."""
     are_numbers = type(step) is int and type(attempt) is int
     if not are_numbers or not 0 <= step < STEPS_PER_ATTEMPT or not 0 <= attempt < ATTEMPTS_MAX:
         raise UsageError(
@@ -111,25 +111,25 @@ def version_of(attempt: int, step: int) -> int:
 
 
 def steps_behind(version: int, newest: int) -> int:
-    """By how many steps a version is behind the newest one: 1 at least, when it is of a former attempt."""
+    """Return by how many steps a version is behind the newest one: 1 at least, when it is of a former attempt."""
     steps = step_of(newest) - step_of(version)
     return steps if attempt_of(version) == attempt_of(newest) else max(1, steps)
 
 
 def version_text(version: int) -> str:
-    """For people: "6", or "6 of attempt 1"."""
+    """Return a version as text for users: "6", or "6 of attempt 1"."""
     attempt, step = attempt_of(version), step_of(version)
     return f"{step} of attempt {attempt}" if attempt else str(step)
 
 
 def version_label(version: int) -> str:
-    """The same, short, for tables: "6", or "1/6" (attempt/step)."""
+    """Return the same, short, for tables: "6", or "1/6" (attempt/step)."""
     attempt, step = attempt_of(version), step_of(version)
     return f"{attempt}/{step}" if attempt else str(step)
 
 
 def parse_version(text: str) -> int:
-    """The version that people mean by a number, or by `version_label`; UsageError for anything else."""
+    """Return the version that users write as a number, or as `version_label`. Raise UsageError for anything else."""
     attempt, slash, step = text.rpartition("/")
     if not (text.isascii() and step.isdigit() and (attempt.isdigit() if slash else True)):
         raise UsageError(f"version {text!r:.80}: give a step, or attempt/step as `tensorhub status` shows it: 1/6")
@@ -146,14 +146,14 @@ def check_name(what: str, name: object) -> str:
 
 
 def printable(text: str) -> str:
-    """With escapes in the place of characters that control how it is printed."""
+    """Return the text with escapes in place of characters that control how it is printed."""
     if text.isascii() and text.isprintable():
         return text
     return re.sub(f"[{CONTROL}]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def is_text(name: object) -> TypeGuard[str]:
-    """Whether a message can hold it as a text: no subclass of str, and no half of a surrogate pair."""
+    """Return whether a message can hold it as text: no subclass of str, and no half of a surrogate pair."""
     if type(name) is not str:
         return False
     try:

@@ -179,7 +179,7 @@ class Client:
 
         Raise UsageError for what can never be published, VersionGone for a withdrawn version, DeadlineExceeded when it
         was not copied and digested in time, HubUnreachable without an answer: then nothing is published later; it says
-        whether the request may have reached the hub, in which case it is withdrawn.
+        whether the request may have reached the hub, in which case it is unpublished.
         """
         allowed = Allowed.begin(timeout_s, tensors)
         arguments.check_flags(copy=copy, strict=strict)
@@ -224,7 +224,7 @@ class Client:
         return PublishReport(version, key.layout, manifest.size_bytes, seconds, manifest)
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float | None = None) -> UnpublishReport:
-        """Withdraw this worker's offer of a version (layout None: in every layout). Afterwards its memory may change.
+        """Stop offering a version (layout None: in every layout). Afterwards its memory may change.
 
         Return when its last reader has finished, or after timeout_s, when the remaining readers are disconnected. The
         last copy of a retained version is moved to host memory first and served from there until it is not needed; so
@@ -467,8 +467,8 @@ class Client:
         return self._serving.find(arguments.check_key(key))
 
     def close(self) -> None:
-        """Leave: readers are disconnected and go elsewhere. Closing twice is fine, and waits for the first, which may
-        have been interrupted; in a forked child it does nothing."""
+        """Leave, and disconnect the readers, which go elsewhere. Closing twice is fine, and waits for the first, which
+        may have been interrupted; in a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
         with self._lock:

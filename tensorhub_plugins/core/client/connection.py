@@ -84,7 +84,7 @@ class Copies(Protocol):
 
 
 class HubLink:
-    """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: None: the hub has
+    """A session with the hub at `address`, or at the one of several (with commas) that answers. keys: None, if it has
     no secret. gate: receives the hub's clock. redial_s: connect anew after so much silence.
 
     on_source_gone, on_may_release, on_directive, on_doubted, and the methods of copies: called in the link's thread,
@@ -177,7 +177,7 @@ class HubLink:
         return future
 
     def answer(self, make: Callable[[int], session.Request], deadline: float) -> messages.Reply:
-        """Ask, and wait for the answer; the session bounds this by ending every request at its deadline."""
+        """Ask the hub and wait for the answer; the session bounds this by ending every request at its deadline."""
         numbers: list[int] = []
 
         def numbered(number: int) -> session.Request:

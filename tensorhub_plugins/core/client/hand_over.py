@@ -22,7 +22,7 @@ class Leaving(Protocol):
         """Return the shards that it offers."""
 
     def unpublish(self, version: int, layout: str | None = None, *, timeout_s: float) -> Any:
-        """Withdraw its offer of a version."""
+        """Stop offering a version."""
 
 
 def hand_over(client: Leaving, timeout_s: float) -> bool:

@@ -141,7 +141,7 @@ class Fetched:
         return found
 
     def roots(self) -> dict[int, str]:
-        """Return, for each source shard, the hex of the root of the bytes in memory now (`report.roots`: as published).
+        """Return the roots of the bytes in memory now, in hex, by source shard (`report.roots`: as published).
 
         It takes a pass over all bytes. What came in parts is read in the whole tensors. Raise UsageError where only
         some of the bytes were `wanted`: a root is over all of them.

@@ -237,7 +237,7 @@ class Serving:
         self._carry_out(effects)
 
     def take_disowned(self) -> UsageError | None:
-        """Return, once, the error for what was published here and a later hub does not accept."""
+        """Return the error for what was published here and a later hub does not accept; once, then None."""
         with self._changed:
             problem, self._disowned = self._disowned, None
         return problem
