@@ -8,10 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from client_processes import hold_back, let_go
@@ -39,7 +41,7 @@ from tensorhub_plugins.core import (
 )
 from tensorhub_plugins.core.memory.adoption import Adoption
 from tensorhub_plugins.vllm.worker import contract, reload, weights
-from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, hook
+from tensorhub_plugins.vllm.worker.extension import TensorHubWorkerExtension, compare_unnamed, hook
 from tensorhub_plugins.vllm.worker.external_change import external_change
 from tensorhub_plugins.vllm.worker.update_state import BrokenWeights
 from tensorhub_plugins.vllm.worker.updater import Updater
@@ -496,6 +498,55 @@ def test_what_others_do_to_the_weights_leaves_them_served_or_of_no_version(how: 
         if how == "half way":
             with pytest.raises(BrokenWeights, match="reload_weights failed half way: RuntimeError: no such checkpoint"):
                 updater.guard()
+
+
+class Zeroing:
+    """What no list of names knows."""
+
+    def _zero(self: Any) -> None:
+        with torch.no_grad():
+            self.model_runner.get_model().fused.zero_()
+
+
+@pytest.mark.parametrize(
+    "asked", ["_zero", Zeroing._zero, partial(Zeroing._zero), cloudpickle.dumps(lambda each: each._zero())]
+)
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_function_that_somebody_runs_in_a_worker_is_told_by_the_bytes(
+    asked: Any, is_wrapped: bool, engines: Engines
+) -> None:
+    """vLLM takes one where it takes a method's name; the weights were zeroed and went on under their number."""
+    pytest.importorskip("vllm")
+
+    class Worker(Zeroing, TensorHubWorkerExtension):
+        def __new__(cls) -> Any:
+            return object.__new__(cls)
+
+        def load_model(self) -> None:
+            raise AssertionError("another model")
+
+    updater = engines("first", serve_from="live")
+    hook(Worker)
+    worker = Worker()
+    vars(updater._model)["tensorhub_updater"] = updater
+    worker.model_runner = SimpleNamespace(model=updater._model, get_model=lambda: updater._model)
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+    from vllm.v1.serial_utils import run_method
+
+    core = SimpleNamespace(
+        collective_rpc=lambda method, args=(), kwargs=None: [run_method(worker, method, args, kwargs or {})]
+    )
+    if is_wrapped:
+        compare_unnamed(core)
+    with engines.trainer() as trainer:
+        trainer.publish(1, toy_checkpoint(1.0))
+        update(updater, 1)
+        assert core.collective_rpc(lambda each: each.model_runner.get_model().fused.unique().tolist()) == [[1.0]]
+        assert updater.poll()["version"] == 1
+        with pytest.raises(UsageError, match="load_model: this engine's weights are in the store"):
+            core.collective_rpc("load_model")
+        core.collective_rpc(asked)
+        assert updater.poll()["version"] == (0 if is_wrapped else 1)  # the control: as vLLM calls it
 
 
 @pytest.mark.parametrize("method", ["zero", "read", "peek", "get_model"])

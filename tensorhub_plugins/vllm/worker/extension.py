@@ -219,10 +219,11 @@ def hook(worker_class: type) -> None:
         "sleep": _sleep,
         "wake_up": _wake_up,
         "discard": _discard,
+        "load_model": _load_again,
     }
     only_read = getattr(worker_class, "tensorhub_leave_weights", ())
     for name in dir(worker_class):
-        is_method = isinstance(inspect.getattr_static(worker_class, name), FunctionType)
+        is_method = not name.startswith("_") and isinstance(inspect.getattr_static(worker_class, name), FunctionType)
         if is_method and may_change_weights(name) and name not in only_read:
             wrappers[name] = partial(_external_change, name)
     for name, wrapper in wrappers.items():
@@ -307,6 +308,34 @@ def _external_change(name: str, original: Any, worker: Any, *args: Any, **kwargs
     is_certain = name in CHANGE_WEIGHTS
     with external_change(updater, name, worker.model_runner.get_model(), worker.vllm_config, is_certain=is_certain):
         return original(*args, **kwargs)
+
+
+def _load_again(original: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Another model would answer than the one that the store has, and that updates would go on to write to."""
+    if attached(worker) is not None:
+        raise UsageError("load_model: this engine's weights are in the store: publish a version, or use reload_weights")
+    return original(*args, **kwargs)
+
+
+def compare_unnamed(core: Any) -> None:
+    """Wrap what vLLM's engine core asks of its workers for others. A function, or a private method, is on no list of
+    names, and is not among the methods that `hook` wraps: the bytes are compared around it."""
+    original = core.collective_rpc
+
+    @wraps(original)
+    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+        is_named = isinstance(method, str) and not method.startswith("_")
+        return original(method if is_named else partial(run_unnamed, method), *args, **kwargs)
+
+    core.collective_rpc = collective_rpc
+
+
+def run_unnamed(method: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """Do in a worker what vLLM would, between the comparisons."""
+    from vllm.v1.serial_utils import run_method
+
+    name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
+    return _external_change(name, partial(run_method, worker, method, args, kwargs), worker)
 
 
 def _loses_weights(level: int = 1, *args: Any, **kwargs: Any) -> bool:

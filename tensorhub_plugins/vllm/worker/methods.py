@@ -8,7 +8,8 @@ LEAVE_WEIGHTS = frozenset(
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
         *("annotate_profile", "profile", "check_health", "handle_ft_command", "synchronize_device", "shutdown"),
         *("checkpoint_prepare", "checkpoint_restore"),  # of connections between ranks
-        *("compile_or_warm_up_model", "determine_available_memory", "init_device", "init_worker", "load_model"),
+        *("compile_or_warm_up_model", "determine_available_memory", "init_device", "init_worker"),
+        "load_model",  # extension.py refuses it where there is a model already
         *("compute_weight_checksums", "save_sharded_state", "save_tensorized_model"),
         *("execute_dummy_batch", "execute_model", "randomize_dummy_inputs", "sample_tokens", "take_draft_token_ids"),
         *("get_cache_block_size_bytes", "get_compilation_match_table", "get_draft_model", "get_encoder_timing_stats"),
@@ -27,5 +28,5 @@ CHANGE_WEIGHTS = ("reload_weights", "start_weight_update")
 
 
 def may_change_weights(method: object) -> bool:
-    """Whether a method of this name, called by somebody else than the store, may."""
-    return isinstance(method, str) and method not in LEAVE_WEIGHTS and not method.startswith(("_", "tensorhub_"))
+    """Whether what somebody else than the store asks of workers may: a method by its name, or a function."""
+    return not isinstance(method, str) or (method not in LEAVE_WEIGHTS and not method.startswith("tensorhub_"))
