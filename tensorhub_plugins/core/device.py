@@ -315,7 +315,7 @@ def settled(
     copy could see half of an optimizer step or an offload. Host memory likewise, whichever device writes it: once for a
     collection, whose tensors all exist, and else for each, which may just have been offloaded.
 
-    host_only: the caller itself waits for tensors on a device."""
+    host_only: tensors on a device are waited for by other means."""
     waited: set[Device] = set()
     is_settled = False
     for name, tensor in named:

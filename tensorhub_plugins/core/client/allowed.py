@@ -16,7 +16,7 @@ from tensorhub_plugins.core.memory.slab import Slab
 
 @dataclass(frozen=True)
 class Allowed:
-    """The time limit of a call. began: its first line. timeout_s: with its caller's tensors. begins_with: the deadline
+    """The time limit of a call. began: its first line. timeout_s: for tensors of its caller. begins_with: the deadline
     before it is known how much is read, which extends it if it grows: where the caller has given no timeout."""
 
     began: float

@@ -467,7 +467,7 @@ class Client:
         return self._serving.find(arguments.check_key(key))
 
     def close(self) -> None:
-        """Leave, and disconnect the readers, which go elsewhere. Closing twice is fine, and waits for the first, which
+        """Leave and disconnect the readers, which go elsewhere. Closing twice is fine, and waits for the first, which
         may have been interrupted; in a forked child it does nothing."""
         if os.getpid() != self._pid:
             return

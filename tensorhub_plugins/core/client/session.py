@@ -363,7 +363,7 @@ class Session:
         if self._welcomed or welcome.request_id < self._hello_first:
             return  # duplicated or late: it answers an older Hello, perhaps an older hub's
         if self.addressed not in (b"", hub):
-            self._hello_to(hub, now)  # it ignored whom the Hello was for, or is a previous hub's
+            self._hello_to(hub, now)  # it ignored the Hello's addressee, or is a previous hub's
             return
         restarted = self.hub is not None and hub != self.hub
         if self._away or restarted:

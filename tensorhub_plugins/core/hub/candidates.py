@@ -57,7 +57,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """session: the best source; None: there is none, or waiting is better. uplink_full: a distant one has to wait."""
+    """The result of a search. session: the best source; None: none, or waiting is better. uplink_full: one waits."""
 
     session: bytes | None
     uplink_full: bool = False

@@ -63,7 +63,7 @@ class Following:
         else:
             number = history.newest(history.floor(installed), target.refused)
             if number is not None and number < installed and self._registry.recovering(now):
-                number = None  # a worker that has not said Hello yet may hold a newer one
+                number = None  # a worker whose Hello has not come yet may hold a newer one
         if number is not None and number != installed:
             pending.worker.seen_version = max(pending.worker.seen_version, number)
             return m.Visible(target.request_id, number)

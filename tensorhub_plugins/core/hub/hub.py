@@ -364,7 +364,7 @@ class Hub:
         """Return whether this was sent to us, and so is not older than this incarnation: what it says was true in our
         time. Not believed is what was sent in it and abandoned meanwhile.
 
-        The first Hello of a worker that is all of its replica, and takes nobody's place, is believed at once: if it
+        The first Hello of a worker that is all of its replica, and replaces no other, is believed at once: if it
         comes late, it says nothing that could be wrong by then.
         """
         if hello.hub == b"":

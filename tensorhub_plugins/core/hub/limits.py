@@ -51,10 +51,10 @@ LIMITS: dict[str, tuple[float, float, str]] = {
 class HubLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of a hub, described in `LIMITS`. Raise UsageError for a value that is out of bounds, and name it."""
 
-    # A worker whose interpreter is held by one long kernel launch or compile must not be given up.
+    # A worker whose interpreter is held by one long kernel launch or compile must not expire.
     session_timeout_s: float = 15.0
     heartbeat_s: float = 1.0
-    # Three heartbeats: every live worker has said Hello again by then.
+    # Three heartbeats: every live worker has sent its Hello again by then.
     grace_s: float = 3.0
     # Reading and converting the largest models takes less; a dead converter is noticed much sooner.
     claim_s: float = 120.0

@@ -34,7 +34,7 @@ WAITING_MAX = 1024  # sessions that wait for a name; beyond that the oldest begi
 
 
 class Namesakes:
-    """lease_key: derived from the run's secret, the same in all its hubs. b"": any process may take any name."""
+    """The check of names. lease_key: from the run's secret, in all its hubs; b"": any process may take any name."""
 
     def __init__(self, registry: Registry, outbox: Outbox, lease_key: bytes) -> None:
         self._lease_key, self._is_on = lease_key, lease_key != b""

@@ -83,7 +83,7 @@ def refusal(role: Role, message: m.ClientMessage, worker: Worker | None) -> str 
 
 
 def senseless(message: m.ClientMessage, worker: Worker | None) -> str | None:
-    """Return why nobody may ask for this, whatever its role; None where it may be asked for."""
+    """Return why no role may ask for this; None where it may be asked for."""
     if not isinstance(message, m.Acquire):
         return None
     is_new = worker is not None and message.request_id > worker.last_request_id
@@ -113,7 +113,7 @@ def _own(message: m.ClientMessage) -> m.ClientMessage:
         case m.Publish():
             return msgspec.structs.replace(message, holding=_passed_on(message.holding))
         case m.Release():
-            return msgspec.structs.replace(message, refused=False)  # it ends nobody sooner
+            return msgspec.structs.replace(message, refused=False)  # it makes no session expire sooner
         case _:  # it contains only what its own worker has, reads and wants
             return message
 

@@ -74,7 +74,7 @@ class Publishing:
         return any(w.seen_version >= key.version for w in history.workers.values() if w.role != "reader")
 
     def _look_at_budget(self, history: History) -> None:
-        """Log once who exceeds the budget, until it is kept again. Refuse nothing: a trainer must go on."""
+        """Log an excess of the budget once, until it is kept again. Refuse nothing: a trainer must go on."""
         most = self._registry.limits.published_bytes_max
         was_over, history.is_over_budget = history.is_over_budget, 0 < most < history.published_size_bytes
         if was_over or not history.is_over_budget:
@@ -362,7 +362,7 @@ def _other_bytes(worker: Worker, announced: m.Holding) -> str | None:
 
 def _other_cut(history: History, version: Version, shard: tuple[str, int, int]) -> int:
     """Return in how many shards this checkpoint was published that others may have read, if in another number than this
-    one: nobody can tell whether the bytes are the same. 0: there is no conflict."""
+    one: whether the bytes are the same is not known. 0: there is no conflict."""
     layout, count, _ = shard
     if layout != CHECKPOINT:
         return 0  # each engine converts into a layout of its own

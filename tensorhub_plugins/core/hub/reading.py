@@ -87,7 +87,7 @@ class Reading:
         return m.Refused(acquire.request_id, "UsageError", text)
 
     def _cannot_follow(self, worker: Worker, acquire: m.Acquire) -> m.Refused:
-        """Refuse the version that the other shards took as the latest, and make them all agree anew."""
+        """Refuse a request that cannot have what the other shards took as the latest, and make them agree anew."""
         refusal = self._refusal(worker, acquire)
         worker.history.group(worker).refuse(worker.hello.shard, worker.session, acquire.request_id)
         return refusal

@@ -372,7 +372,7 @@ class History:
     groups: dict[GroupId, GroupResolution] = field(default_factory=dict)
     replicas: dict[str, dict[bytes, Worker]] = field(default_factory=dict)  # name -> its workers
     leases_on_unknown_sources: dict[bytes, dict[tuple[bytes, int], Lease]] = field(default_factory=dict)
-    # source -> leases that readers have announced, after a hub's restart, before the source has said Hello
+    # source -> leases that readers have announced, after a hub's restart, before the source has sent its Hello
     aside: dict[int, dict[bytes, Worker]] = field(default_factory=dict)  # version -> workers that have some of it aside
     # Kept by `waiters.Waiters`:
     waiting: dict[tuple[bytes, int], Pending] = field(default_factory=dict)  # all, in order of arrival

@@ -363,7 +363,7 @@ class Target(_Message, frozen=True):
 
 
 class Pin(_Message, frozen=True):
-    """All followers of this history are to run this version; 0: the newest one again."""
+    """Asks all followers of this history to run this version; 0: the newest one again."""
 
     request_id: Count
     version: Count
@@ -372,7 +372,7 @@ class Pin(_Message, frozen=True):
 
 
 class Withdraw(_Message, frozen=True):
-    """This version is bad: no worker is to read or run it any more."""
+    """Asks to withdraw a bad version: no worker is to read or run it any more."""
 
     request_id: Count
     version: Number
