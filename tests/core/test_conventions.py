@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -263,3 +265,58 @@ def test_a_variable_is_found(line: str) -> None:
 def test_a_variable_that_cannot_be_known_is_found(line: str) -> None:
     used, unclear = environment_of(line, {})
     assert not used and len(unclear) == 1
+
+
+# --- commit subjects ---
+
+SUBJECT_LENGTH_MAX = 72
+
+
+def git(*arguments: str, at: Path) -> subprocess.CompletedProcess[str]:
+    """Run git there, also from a hook, which is told of its own repository."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return subprocess.run(["git", *arguments], cwd=at, env=environment, capture_output=True, text=True, check=False)
+
+
+def new_subjects(root: Path) -> list[str]:
+    """The subjects of the commits that main does not have. Skips where there is no main to compare with."""
+    for base in ("main", "origin/main"):
+        try:
+            found = git("log", "--no-merges", "--format=%s", f"{base}..HEAD", "--", at=root)
+        except FileNotFoundError:
+            pytest.skip("there is no git")
+        if found.returncode == 0:
+            return found.stdout.splitlines()
+    pytest.skip("there is no branch main to compare with: a clone of one commit, or no clone")
+
+
+def over_long(subjects: list[str]) -> list[str]:
+    return [subject for subject in subjects if len(subject) > SUBJECT_LENGTH_MAX]
+
+
+def test_the_subject_of_a_new_commit_fits_in_a_line() -> None:
+    assert over_long(new_subjects(ROOT)) == []
+
+
+def test_a_subject_that_is_too_long_is_found(tmp_path: Path) -> None:
+    commit = (
+        "-c",
+        "user.name=x",
+        "-c",
+        "user.email=x",
+        "-c",
+        "core.hooksPath=",
+        "commit",
+        "--allow-empty",
+        "--message",
+    )
+    for arguments in (
+        ("init", "--initial-branch=main"),
+        (*commit, f"core: old {'x' * 72}"),
+        ("checkout", "-b", "new"),
+        (*commit, f"core: {'x' * 66}"),
+        (*commit, f"core: {'x' * 67}\n\nWhy."),
+    ):
+        done = git(*arguments, at=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert over_long(new_subjects(tmp_path)) == [f"core: {'x' * 67}"]

@@ -1,12 +1,16 @@
-"""Everything public in core says what it is. What implements an interface is described there, once."""
+"""Everything public in core says what it is; an interface is described once. And every docstring says it in English."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-CORE = Path(__file__).resolve().parents[2] / "tensorhub_plugins" / "core"
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "tensorhub_plugins"
+CORE = PACKAGE / "core"
 
 
 def public(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
@@ -57,3 +61,92 @@ def test_what_is_not_described_is_found() -> None:
     source = "class A:\n    def read(self): ...\n    def other(self): ...\ndef read(): ...\ndef _f(): ..."
     assert undocumented(source, {"read"}) == ["the file", "A", "A.other", "read"]
     assert undocumented('"""A file."""\ndef f():\n    """Does."""', set()) == []
+
+
+# --- docstrings of functions are imperative sentences, in the field's words ---
+
+# No imperative sentence begins with one of these.
+NO_VERB = re.compile(
+    r"""(a|about|above|after|again|against|all|also|always|among|an|and|another|any|around|as|at|back|because|before|behind
+    |below|beside|between|beyond|both|but|by|bytes|down|during|each|either|else|enough|even|ever|every|few|for|from|here
+    |how|however|if|in|inside|instead|into|it|its|just|last|least|less|like|many|more|most|much|names|neither|never|next
+    |no|none|nor|not|nothing|now|numbers|of|off|on|once|one|only|or|other|out|outside|over|own|part|per|rather|same
+    |seconds|several|since|so|some|still|such|than|that|the|their|then|there|these|they|this|those|through|till|to
+    |together|too|toward|true|false|twice|two|under|unless|until|up|upon|very|what|when|where|whether|which|while|who
+    |whoever|whom|whose|why|with|within|without|yet|you)\Z""",
+    re.I | re.X,
+)
+# A process is an `it`: say reader, source, caller, worker, no worker; release, abandon or expire, incarnation.
+DIALECT = re.compile(
+    r"\b(who|whom|whoever|(no|some|any)body|let go|(give|gives|given|gave) up|former li(fe|ves))\b", re.I
+)
+COMMENT = re.compile(r"^(?:.*  | *)# (.+)$", re.M)
+
+# Folders whose prose is older than this rule. A new one is held to it, and one that follows it comes off this list.
+NOT_YET = {
+    "core/transports",
+    "core/transports/cuda_ipc",
+    "core/transports/rdma",
+    "core/transports/shm",
+    "core/transports/stream",
+    "openrlhf",
+    "verl",
+    "vllm",
+    "vllm/doctor",
+    "vllm/engine",
+    "vllm/ray",
+    "vllm/worker",
+}
+
+
+def begins_with_a_verb(docstring: str) -> bool:
+    """As far as the word's form shows: capitalized, no participle, no third person, not followed by a stop."""
+    word = docstring.split()[0]
+    is_word = word.replace("-", "").isalpha() and word[0].isupper()
+    return is_word and not NO_VERB.match(word) and not re.search("[^e]ed$|[^s]s$", word)
+
+
+def findings(source: str) -> Iterator[str]:
+    """Docstrings of functions without a verb at the beginning, then docstrings and comments with words of a dialect."""
+    prose = COMMENT.findall(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            docstring = ast.get_docstring(node)
+            if docstring is None:
+                continue
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not begins_with_a_verb(docstring):
+                yield f"{node.name}: {docstring.splitlines()[0]}"
+            prose.append(docstring)
+    yield from (line for text in prose for line in text.splitlines() if DIALECT.search(line))
+
+
+def findings_in(folder: str) -> Iterator[str]:
+    for file in sorted((PACKAGE / folder).glob("*.py")):
+        yield from (f"{folder}/{file.name}: {found}" for found in findings(file.read_text()))
+
+
+def test_docstrings_are_imperative_sentences_in_the_fields_words() -> None:
+    folders = {str(file.parent.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
+    assert folders >= NOT_YET
+    assert [found for folder in sorted(folders - NOT_YET) for found in findings_in(folder)] == []
+
+
+def test_the_list_of_folders_that_do_not_follow_can_only_shrink() -> None:
+    assert [folder for folder in sorted(NOT_YET) if next(findings_in(folder), None) is None] == [], "take these off"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('def size():\n    """Of the stream."""', ["size: Of the stream."]),
+        ('def size():\n    """Returns the size."""', ["size: Returns the size."]),
+        ('def size():\n    """shards: how many."""', ["size: shards: how many."]),
+        ('def size():\n    """Stop; twice is fine."""', ["size: Stop; twice is fine."]),
+        ('def ask():\n    """Pass it on.\n\n    Who waits is named."""', ["    Who waits is named."]),
+        ("x = 1  # nobody reads it\n# let go of it\ny = 2", ["nobody reads it", "let go of it"]),
+        ('class A:\n    """The size of it."""\n    def f(self):\n        """Return whether it is so."""', []),
+        ("whose = 'who'  # the one whose name it is", []),
+    ],
+)
+def test_other_docstrings_are_found(source: str, found: list[str]) -> None:
+    assert [each.strip() for each in findings(source)] == [each.strip() for each in found]
