@@ -36,6 +36,7 @@ from tensorhub_plugins.core.manifest import (
 )
 from tensorhub_plugins.core.memory.moves import common_box
 from tensorhub_plugins.core.memory.slices import slices_of
+from tensorhub_plugins.core.protocol.advertised import ports_of
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX
 from tensorhub_plugins.core.run_log import record
 from tensorhub_plugins.core.security.keys import Keys
@@ -158,6 +159,7 @@ __all__ = [
     "keys_from_environment",
     "new_secret",
     "on_host",
+    "ports_of",
     "record",
     "release_cached_memory",
     "same_bytes",

@@ -31,7 +31,15 @@ from tensorhub_plugins.core.errors import HubUnreachable, TensorHubError, UsageE
 from tensorhub_plugins.core.hub.limits import LIMITS, HubLimits
 from tensorhub_plugins.core.hub.server import Server
 from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import hub_addresses, new_session, no_way, parse_address, resolve
+from tensorhub_plugins.core.protocol.address import (
+    format_address,
+    hub_addresses,
+    new_session,
+    no_way,
+    parse_address,
+    resolve,
+)
+from tensorhub_plugins.core.protocol.advertised import addresses_of
 from tensorhub_plugins.core.security import curve, secret
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.types import (
@@ -93,9 +101,11 @@ def _main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tensorhub", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     server = commands.add_parser("server", help="start a hub (metadata only: it never sees a weight)")
-    server.add_argument(
+    where = server.add_mutually_exclusive_group()
+    where.add_argument(
         "--address", help=f"where to listen; port 0 takes a free one (default: {OPEN}; without a secret {LOOPBACK})"
     )
+    where.add_argument("--interface", metavar="NAME", help="listen on this network interface only, port 7070")
     server.add_argument(
         "--insecure", action="store_true", help="without a secret, let all who reach the address read and write"
     )
@@ -258,6 +268,10 @@ def serve(options: argparse.Namespace, limits: HubLimits) -> int:
         whom = "all who reach it" if options.insecure else "this host only: `tensorhub keygen` makes a secret"
         _say(f"tensorhub: no secret, so this hub is for {whom}")
     address = options.address or (OPEN if keys is not None or options.insecure else LOOPBACK)
+    if options.interface:
+        address = format_address(
+            "tcp", addresses_of(options.interface, "--interface")[0], parse_address(OPEN, "tcp")[1]
+        )
     stop = threading.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda *_: stop.set()) for number in signals]

@@ -19,6 +19,7 @@ from tensorhub_plugins.core.types import DOMAINS_MAX, Across
 # The default of a worker, best first; those that its machine lacks are skipped.
 DEFAULT_TRANSPORTS = ("shm", "rdma", "tcp", "tls")
 
+PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 FLEET_MAX = 1024  # replicas of one run; its dispatcher reports them all every second
 # name, or name:number,...; a name without a dot is a built-in one
 POLICY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:-?\d+(\.\d+)?(,-?\d+(\.\d+)?)*)?")
@@ -35,6 +36,9 @@ class StoreOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     # The location. What a node itself sets takes precedence: TENSORHUB_DATA_CENTER, TENSORHUB_RACK, and Ray's labels.
     location: dict[LocationPart, str] = {}
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS  # in order of preference
+    # The network on which weights are read, where each node's TENSORHUB_ADVERTISE, _INTERFACE and _PORTS do not say it.
+    interface: str | None = None  # the first of these ("ib0,eth1") that a node has; None: the one that faces the hub
+    ports: str | None = None  # "from-to": of each node, one for each client and transport; None: any
     install: Literal["staged", "direct"] = "staged"  # staged: bytes arrive in host memory while the engine generates
     # What peers read: a copy in host memory, or the live weights themselves. None: "host" if staged, "live" if direct.
     serve_from: Literal["host", "live"] | None = None
@@ -166,10 +170,21 @@ def check_store(given: StoreOptions, *, where: str) -> None:
         )
     if given.memory_budget_bytes is not None and given.memory_budget_bytes < 0:
         raise UsageError(f"{where}: option memory_budget_bytes is {given.memory_budget_bytes}: give a number of bytes")
-    for name in ("model", "run", "transports"):
+    if given.ports is not None:
+        port_range(given.ports, f"{where}: option ports")
+    for name in ("model", "run", "transports", "interface"):
         if getattr(given, name) in ("", ()):
             example = "name at least one, e.g. tcp" if name == "transports" else "give a value"
             raise UsageError(f"{where}: option {name} is empty: {example}, or leave it out")
+
+
+def port_range(said: object, what: str) -> range:
+    """Return the ports of "from-to". UsageError for anything else."""
+    first, dash, last = said.partition("-") if isinstance(said, str) else ("", "", "")
+    decimal = dash and all(each.isascii() and each.isdecimal() and len(each) <= 5 for each in (first, last))
+    if not decimal or not 1 <= int(first) <= int(last) <= PORT_MAX:
+        raise UsageError(f"{what}={said!r:.80}: a range of ports, as in 7100-7163, from 1 to {PORT_MAX}")
+    return range(int(first), int(last) + 1)
 
 
 def check_training(

@@ -21,7 +21,7 @@ def resolve(options: Options) -> Options:
     if options.run is None:
         options = msgspec.structs.replace(options, run=ray_hub.run_name("openrlhf"))
     if options.hub is None:
-        actor, address = ray_hub.start()
+        actor, address = ray_hub.start(options.ports)
         _owned.append(actor)
         options = msgspec.structs.replace(options, hub=address)
         secret.learn()

@@ -37,7 +37,7 @@ def ensure(options: Options) -> str:
         actor = ray.get_actor(name)
         address = ray_hub.address_of(actor)
     except ValueError:
-        actor, address = ray_hub.start()
+        actor, address = ray_hub.start(options.ports)
     _owned[name] = actor
     _addresses[name] = address
     command = ray_hub.command_of(actor, address)

@@ -39,6 +39,8 @@ class WorkerConfig(StoreOptions, frozen=True, kw_only=True):
             "memory_budget_bytes": self.memory_budget_bytes,
             "over_budget": self.over_budget,
             "advertise_host": self.advertise_host,
+            "interface": self.interface,
+            "ports": self.ports,
             "job": self.job,
             "preemptible": self.preemptible,
             "connect_timeout_s": self.connect_timeout_s,

@@ -126,8 +126,9 @@ def number_of(version: object) -> int:
 
 @dataclass
 class TensorHubTrainerInitInfo(TrainerInitInfo):
-    """engine: more keys of config.WorkerConfig for the engines, such as install. linger_s: how long `shutdown` waits
-    for another worker to hold the last version, which would be lost with the trainer."""
+    """engine: more keys of config.WorkerConfig for the engines, such as install. client: more arguments of `Client` for
+    the trainer, such as interface. linger_s: how long `shutdown` waits for another worker to hold the last version,
+    which would be lost with the trainer."""
 
     backend: ClassVar[str] = "tensorhub"
     hub: str
@@ -135,6 +136,7 @@ class TensorHubTrainerInitInfo(TrainerInitInfo):
     run: str = "default"
     replica: str = "trainer"
     engine: dict[str, Any] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
     linger_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -162,7 +164,7 @@ class TensorHubTrainerEngine(TrainerWeightTransferEngine[TensorHubTrainerInitInf
         store = None
         if init_info.is_sender:
             names: dict[str, Any] = {"run": init_info.run, "model": init_info.model}
-            store = Client(init_info.hub, replica=init_info.replica, **names)
+            store = Client(init_info.hub, replica=init_info.replica, **{**names, **init_info.client})
             client.init_weight_transfer_engine({"hub": init_info.hub, **names, **init_info.engine})
         return cls(
             store=store,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 pytest.importorskip("ray")
@@ -12,8 +14,9 @@ import ray
 
 from tensorhub_plugins.core import UsageError
 from tensorhub_plugins.core.options import TrainingOptions
+from tensorhub_plugins.vllm import config as vllm_config
 from tensorhub_plugins.vllm.config import WorkerConfig
-from tensorhub_plugins.vllm.ray import config
+from tensorhub_plugins.vllm.ray import config, hub
 from tensorhub_plugins.vllm.ray.config import location_of, preemptible_by
 
 ZONE = {"ray.io/availability-region": "eu-west", "ray.io/availability-zone": "eu-west-1a"}
@@ -81,6 +84,33 @@ def test_clients_and_workers_say_what_the_node_says(monkeypatch: pytest.MonkeyPa
         config.connect(given, replica="trainer")
         assert said == [expected]
         assert WorkerConfig.parse(config.worker_config(given, replica="rollout-0")).preemptible is expected
+
+
+def test_the_network_of_the_options_reaches_clients_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each node has it: Ray's address is what it says without."""
+    monkeypatch.setattr(config, "node_address", lambda: "10.0.0.5")
+    for given in (TrainingOptions(interface="ib0,eth1", ports="7100-7163"), TrainingOptions()):
+        given = msgspec.structs.replace(given, hub="tcp://10.0.0.1:1", run="r")
+        said: dict[str, object] = {}
+        worker = WorkerConfig.parse(config.worker_config(given, replica="rollout-0"))
+        for module, connect in (
+            (config, lambda given=given: config.connect(given, replica="trainer")),
+            (vllm_config, worker.connect),
+        ):
+            monkeypatch.setattr(module, "Client", lambda *_, said=said, **options: said.update(options))
+            connect()
+            assert (said["interface"], said["ports"]) == (given.interface, given.ports)
+            assert said.pop("advertise_host") == "10.0.0.5"
+
+
+def test_a_hub_of_the_run_takes_the_last_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "node_address", lambda: "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert hub._free_address(f"{port - 1}-{port}") == ("127.0.0.1", port - 1)
+        with pytest.raises(UsageError, match="TENSORHUB_PORTS"):
+            hub._free_address(f"{port}-{port}")
+    assert hub._free_address(None)[1] > 0
 
 
 @pytest.mark.heavy  # Ray

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorhub_plugins.core import Client, start_server, version_of
+from tensorhub_plugins.core import Client, UsageError, cli, start_server, version_of
 from tensorhub_plugins.core.cli import fetch_status, main, status_text
 from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.security import secret
@@ -58,6 +58,21 @@ def test_the_address_is_taken(capsys):
     assert "cannot listen on" in capsys.readouterr().err
     assert main(["server", "--address", "0.0.0.0:7070"]) == 1
     assert "use tcp://host:port" in capsys.readouterr().err
+
+
+def test_a_server_listens_on_the_interface_that_is_named(capsys, monkeypatch):
+    asked = []
+
+    def taken(address, **_):
+        asked.append(address)
+        raise UsageError("taken")
+
+    monkeypatch.setattr(cli, "Server", taken)
+    assert main(["server", "--interface", "nope0,lo"]) == 1 and asked == ["tcp://127.0.0.1:7070"]
+    assert main(["server", "--interface", "nope0"]) == 1 and asked[1:] == []
+    assert "--interface='nope0': no network interface of that name is up here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["server", "--interface", "lo", "--address", "tcp://127.0.0.1:0"])
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tensorhub_plugins.core.deadline import Deadline, timeout_for, until
 from tensorhub_plugins.core.errors import UsageError
 from tensorhub_plugins.core.manifest import TensorSpec, TensorTable
 from tensorhub_plugins.core.memory.slab import Slab
-from tensorhub_plugins.core.protocol.address import check_advertised
+from tensorhub_plugins.core.protocol.advertised import Advertised
 from tensorhub_plugins.core.protocol.messages import REFUSED_MAX, RETAIN_MAX
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports import (
@@ -38,7 +38,6 @@ from tensorhub_plugins.core.types import (
 
 LAYOUTS_MAX = 8  # in one fetch
 PREEMPTIBLE_VARIABLE = "TENSORHUB_PREEMPTIBLE"
-ADVERTISE_VARIABLE = "TENSORHUB_ADVERTISE"
 
 log = logging.getLogger("tensorhub.client")
 
@@ -156,19 +155,6 @@ def here() -> Location:
     )
 
 
-def advertised(given: str | None) -> str:
-    """Return the host for peers to connect to: TENSORHUB_ADVERTISE, which is set per node, else what is given; empty
-    where neither is."""
-    said = os.environ.get(ADVERTISE_VARIABLE, "")
-    host = check_word(ADVERTISE_VARIABLE if said else "advertise_host", said or given or "")
-    try:
-        return check_advertised(host) if host else ""
-    except UsageError as error:
-        if not said:
-            raise
-        raise UsageError(f"{ADVERTISE_VARIABLE}: {error.message}") from error
-
-
 def is_preemptible() -> bool:
     """Return whether the environment says that this node may be preempted at short notice."""
     said = os.environ.get(PREEMPTIBLE_VARIABLE, "0")
@@ -188,7 +174,7 @@ def check_written(slab: Slab, version: int) -> None:
 
 
 def usable(
-    names: Sequence[str], advertise_host: str, limits: TransportLimits, gate: Gate | None
+    names: Sequence[str], advertised: Advertised, limits: TransportLimits, gate: Gate | None
 ) -> dict[str, Transport]:
     """Make and return those of these transports that work on this host. Raise UsageError when none does."""
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
@@ -198,7 +184,8 @@ def usable(
         reason = unavailable(name)
         if reason is None:
             try:
-                transports[name] = create(name, advertise_host=advertise_host, limits=limits, gate=gate)
+                host, ports = advertised
+                transports[name] = create(name, advertise_host=host, ports=ports, limits=limits, gate=gate)
             except BaseException:
                 for made in transports.values():
                     made.close()

@@ -40,8 +40,7 @@ from tensorhub_plugins.core.memory.claims import claimed
 from tensorhub_plugins.core.memory.pool import SlabPool
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.process import check_not_forked, identity
-from tensorhub_plugins.core.protocol import messages
-from tensorhub_plugins.core.protocol.address import address_towards
+from tensorhub_plugins.core.protocol import advertised, messages
 from tensorhub_plugins.core.security import secret, tls
 from tensorhub_plugins.core.security.keys import Keys
 from tensorhub_plugins.core.security.leases import Gate
@@ -75,7 +74,8 @@ class Client:
     address: the hub's, "tcp://host:port", or all that the one hub may have, with commas. run, model: name the history.
     replica, shard, shard_count: which part of which copy this worker is; the names of live replicas must differ.
     location: defaults to `here()`. transports: names in order of preference; those that do not work here are left out,
-    and logged. advertise_host: the address under which peers reach this host; defaults to the one that faces the hub.
+    and logged. advertise_host: the address under which peers reach this host, or interface: that of a network
+    interface; else the one that faces the hub. ports: "from-to". The environment takes precedence over all of these.
 
     verify: publish a digest of every segment, and compare those of all that is read. Without it, which all workers of
     a model must agree on, only the source's statement after the read confirms that its bytes were the published ones.
@@ -88,8 +88,7 @@ class Client:
     preemptible: this worker may be preempted at short notice: what only such workers have is not safe, see `retain`.
     None: the environment's TENSORHUB_PREEMPTIBLE, 1 or 0; without one it is not.
 
-    limits: when a source counts as slow or dead, and how far ahead it is asked; see TransferLimits. transport_limits:
-    when a connection counts as lost, how many readers are served; see TransportLimits.
+    limits, transport_limits: when sources and connections count as slow or lost, see TransferLimits, TransportLimits.
 
     memory_budget_bytes: for all that is offered from memory of the client's own, published, retained and read (None:
     half of this machine's); the rest of it is for copies that `retain(domains=2)` needs. An excess is logged, or, with
@@ -116,6 +115,8 @@ class Client:
         location: Location | None = None,
         transports: Sequence[str] = DEFAULT_TRANSPORTS,
         advertise_host: str | None = None,
+        interface: str | None = None,
+        ports: str | None = None,
         connect_timeout_s: float = 10.0,
         verify: bool = True,
         digest: digests.Algorithm = digests.XXH3,
@@ -144,8 +145,8 @@ class Client:
         self._preemptible = arguments.is_preemptible() if preemptible is None else preemptible
         self._job = arguments.check_word("job", os.environ.get("TENSORHUB_JOB", "") if job is None else job)
         self._gate, self._copies = None if keys is None else Gate(keys.lease_key), Copies(self._serving, self._copy)
-        towards = arguments.advertised(advertise_host) or address_towards(address, deadline)
-        self._transports = arguments.usable(transports, towards, transport_limits, self._gate)
+        told = advertised.choose(address, deadline, host=advertise_host, interface=interface, ports=ports)
+        self._transports = arguments.usable(transports, told, transport_limits, self._gate)
         try:
             self._hub = self._serving.hub = self._link(address, self._hello(run, model), deadline, keys)
         except BaseException:

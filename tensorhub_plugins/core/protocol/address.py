@@ -16,10 +16,10 @@ from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one
 
 from tensorhub_plugins.core.deadline import aside, remaining_s
 from tensorhub_plugins.core.errors import HubUnreachable, UsageError
+from tensorhub_plugins.core.options import PORT_MAX
 from tensorhub_plugins.core.types import is_text
 
 ELSEWHERE = "192.0.2.1"  # reserved for documentation: belongs to no host
-PORT_MAX = 65535  # ZeroMQ takes port 99999 and uses another
 LOOKUPS_MAX = 64  # at a time in a process: one that is never answered keeps its thread
 
 _lookups: dict[tuple[int, str], Future[tuple[str, ...]]] = {}  # pending, by process (a fork has no threads) and name
@@ -103,33 +103,39 @@ def _addresses(host: str, flags: int = 0) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(names), key=lambda each: ":" in each))
 
 
-def check_advertised(host: str) -> str:
-    """Return a host for peers to connect to, or raise UsageError: 0.0.0.0 is none."""
-    try:
-        is_wildcard = ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        is_wildcard = not host
-    if is_wildcard:
-        raise UsageError(f"advertise_host={host!r} cannot be connected to: name an address peers can reach")
-    return host
-
-
 def address_towards(address: str, deadline: float) -> str:
-    """Return the address of this host's interface that faces the hub, found without sending anything. Raise
-    HubUnreachable when its name cannot be looked up now, UsageError when there is no route to it.
+    """Return the address of this host's interface that faces the hub, found without sending anything, by the first of
+    the hub's IP addresses to which there is a route. Raise HubUnreachable when its name cannot be looked up now,
+    UsageError when there is no route to it.
 
     A name of this host that stands for loopback, as in Debian's /etc/hosts, does not tell where its workers are: then
     return the address towards the default route."""
-    host, port = parse_address(hub_addresses(address)[0], "tcp")
-    try:
-        own = _own_address(resolve(host, deadline)[0], port)
-        if not ipaddress.ip_address(own.split("%")[0]).is_loopback or is_loopback(format_address("tcp", host, port)):
-            return own
+    problem: OSError | ValueError | None = None
+    for each in hub_addresses(address):
+        host, port = parse_address(each, "tcp")
+        try:
+            *others, last = resolve(host, deadline)
+            for found in others:  # of a family that this host may not have
+                with contextlib.suppress(OSError):
+                    return _facing(found, host, port)
+            return _facing(last, host, port)
+        except (OSError, ValueError) as error:
+            problem = problem or error
+    assert problem is not None
+    raise no_way(address, problem) from problem
+
+
+def _facing(hub: str, name: str, port: int) -> str:
+    own = _own_address(hub, port)
+    if stands_for_loopback(own, name):
         with contextlib.suppress(OSError):  # no such route: no other host reads from here
             return _own_address(ELSEWHERE, port)
-        return own
-    except (OSError, ValueError) as error:
-        raise no_way(address, error) from error
+    return own
+
+
+def stands_for_loopback(address: str, name: str) -> bool:
+    """Return whether this IP address is loopback, though the name that it was found by does not say so."""
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback and not is_loopback(format_address("tcp", name, 0))
 
 
 def _own_address(towards: str, port: int) -> str:

@@ -53,12 +53,14 @@ def create(
     name: str,
     *,
     advertise_host: str | None = None,
+    ports: range | None = None,
     limits: TransportLimits = DEFAULT_LIMITS,
     gate: Gate | None = None,
 ) -> Transport:
     """A transport by name. UsageError when there is none of that name, or it does not work here (and why).
 
     advertise_host: the address of this host that peers reach, for transports that leave it; None: this host only.
+    ports: of theirs to listen on, the first that is free; None: what the environment says.
     limits: for transports with peers in other processes. gate: what lets their readers in; None: all are let in.
     """
     reason = unavailable(name)
@@ -66,7 +68,7 @@ def create(
         raise UsageError(f"transport {name!r} cannot be used here: {reason}")
     options: dict[str, Any] = {"limits": limits, "gate": gate}
     if name in ("tcp", "tls", "rdma"):
-        options["advertise_host"] = advertise_host
+        options |= {"advertise_host": advertise_host, "ports": ports}
     return cast(Transport, _kind(name)(**options))
 
 

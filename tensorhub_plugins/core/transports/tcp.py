@@ -16,7 +16,8 @@ from functools import partial
 from tensorhub_plugins.core.errors import ProtocolError, UsageError
 from tensorhub_plugins.core.machine import cores
 from tensorhub_plugins.core.manifest import SHARD_SIZE_BYTES_MAX, Manifest
-from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
+from tensorhub_plugins.core.protocol.address import format_address, parse_address
+from tensorhub_plugins.core.protocol.advertised import check_host
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -40,7 +41,7 @@ OFFLOAD_SEGMENTS = 2  # that wait for the other thread
 
 class TcpTransport(SocketTransport):
     """advertise_host: the address of this host that peers connect to, and the only one listened on if it is local (if
-    it is not, behind address translation, all are). None: loopback, for readers on this host.
+    it is not, behind address translation, all are). None: loopback, for readers on this host. ports: as for `listen`.
 
     streams: connections a reader opens to one source. offload_size_bytes: segments of at least so much are digested,
     and copied to a device, in another thread while the next one arrives; None picks by the number of cores. limits:
@@ -53,7 +54,7 @@ class TcpTransport(SocketTransport):
         self,
         advertise_host: str | None = None,
         *,
-        port: int = 0,
+        ports: range | None = None,
         streams: int = 1,
         offload_size_bytes: int | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
@@ -62,8 +63,8 @@ class TcpTransport(SocketTransport):
         super().__init__()
         if not 1 <= streams <= STREAMS_MAX:
             raise UsageError(f"streams must be between 1 and {STREAMS_MAX}, not {streams}")
-        self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
-        self._port = port
+        self._host = LOOPBACK if advertise_host is None else check_host(advertise_host)
+        self._ports = ports
         self._streams = streams
         if offload_size_bytes is None:
             offload_size_bytes = OFFLOAD_SIZE_BYTES if cores() >= OFFLOAD_CORES else SHARD_SIZE_BYTES_MAX
@@ -79,7 +80,7 @@ class TcpTransport(SocketTransport):
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
-        listener = listen(self._host, self._port)
+        listener = listen(self._host, self._ports)
         port = listener.getsockname()[1]
         self._server = StreamServer(listener, shelf, self._source, self._limits, self._gate)
         return format_address(self.name, self._host, port)

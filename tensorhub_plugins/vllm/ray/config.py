@@ -75,6 +75,8 @@ def connect(given: TrainingOptions, *, replica: str, shard: int = 0, shard_count
         memory_budget_bytes=given.memory_budget_bytes,
         over_budget=given.over_budget,
         advertise_host=node_address(),
+        interface=given.interface,
+        ports=given.ports,
         job=job(),
         preemptible=is_preemptible(),
     )

@@ -9,10 +9,13 @@ a file on the head node. Where the environment or Ray's own token names one, tha
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from typing import Any
 
 import ray
 
+from tensorhub_plugins.core import UsageError, ports_of
 from tensorhub_plugins.vllm.ray import secret
 from tensorhub_plugins.vllm.ray.config import node_address
 
@@ -21,10 +24,10 @@ START_TIMEOUT_S = 60.0  # an actor's process on a busy machine: seconds; placing
 ON_HEAD = {"num_cpus": 0, "resources": {HEAD_NODE: 0.001}}
 
 
-def start() -> tuple[Any, str]:
+def start(ports: str | None = None) -> tuple[Any, str]:
     """This job's hub, made if there is none: its actor and the hub's address. Ray ends it when its last handle is gone:
-    the caller keeps it."""
-    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(), timeout=START_TIMEOUT_S)
+    the caller keeps it. ports: as of `StoreOptions`."""
+    host, port = ray.get(ray.remote(_free_address).options(**ON_HEAD).remote(ports), timeout=START_TIMEOUT_S)
     actor_class = ray.remote(_hub_class()).options(
         max_restarts=-1, max_task_retries=-1, name=secret.actor_name(), get_if_exists=True, **ON_HEAD
     )
@@ -51,14 +54,14 @@ def run_name(framework: str) -> str:
     return f"{framework}-{context.get_session_name()}-{context.get_job_id()}"
 
 
-def _free_address() -> tuple[str, int]:
-    """This node's address as other nodes reach it, and a port that is free now."""
-    import socket
-
+def _free_address(ports: str | None) -> tuple[str, int]:
+    """This node's address as other nodes reach it, and a port that is free now, of those that may be used."""
     host = node_address()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return host, probe.getsockname()[1]
+    for port in reversed(ports_of(ports)):  # workers take the first ones, also while it is started again
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, port))
+            return host, probe.getsockname()[1]
+    raise UsageError(f"the hub cannot listen on {host}: its ports {ports_of(ports)} are taken (TENSORHUB_PORTS, ports)")
 
 
 def _hub_class() -> type:

@@ -25,6 +25,7 @@ from tensorhub_plugins.core.errors import SourceLost, UsageError
 from tensorhub_plugins.core.memory.adoption import ADOPTIONS_MAX, forget_live_memory
 from tensorhub_plugins.core.memory.slab import Slab
 from tensorhub_plugins.core.memory.tensors import spec_of
+from tensorhub_plugins.core.protocol.advertised import ANY_PORT, Advertised
 from tensorhub_plugins.core.transports import (
     DEFAULT_LIMITS,
     DEFAULT_TRANSPORTS,
@@ -454,7 +455,7 @@ def test_who_has_a_card_hears_that_it_is_not_used(
     monkeypatch.setattr(rdma, "why_not", lambda: "libibverbs.so.1 cannot be loaded")
     monkeypatch.setattr(rdma, "has_link", lambda: has_card)
     with caplog.at_level(logging.INFO):
-        for transport in usable(names, "127.0.0.1", DEFAULT_LIMITS, None).values():
+        for transport in usable(names, Advertised("127.0.0.1", ANY_PORT), DEFAULT_LIMITS, None).values():
             transport.close()
     (record,) = [record for record in caplog.records if "no rdma here" in record.getMessage()]
     assert record.levelno == level and "libibverbs.so.1" in record.getMessage()

@@ -12,7 +12,6 @@ import torch
 from transport_helpers import KEY, served, soon
 from transport_suite.material import read_equal
 
-from tensorhub_plugins.core.client import arguments
 from tensorhub_plugins.core.digests import digest_of
 from tensorhub_plugins.core.errors import HubUnreachable, SourceLost, UsageError
 from tensorhub_plugins.core.memory.slab import Slab
@@ -204,31 +203,4 @@ def test_a_host_that_is_no_name_is_lost_or_refused_like_one_that_is_not_there(ho
     with contextlib.closing(TcpTransport()) as reader, pytest.raises(SourceLost, match="cannot connect"):
         reader.connect(f"tcp://{host}:80", deadline=soon())
     with pytest.raises(UsageError, match="is not an address"):
-        tcp_socket.listen(host, 0)
-
-
-def test_ports_are_taken_from_the_range_that_the_environment_names(monkeypatch):
-    with tcp_socket.listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("TENSORHUB_PORTS", f"{port}-{port + 20}")
-        with tcp_socket.listen("127.0.0.1", 0) as other:
-            assert port < other.getsockname()[1] <= port + 20
-        monkeypatch.setenv("TENSORHUB_PORTS", f"{port}-{port}")
-        with pytest.raises(UsageError, match="port"):
-            tcp_socket.listen("127.0.0.1", 0)
-
-
-@pytest.mark.parametrize("said", ["7", "a-b", "0-5", "9-8", "1-65536", "1-2-3", "-", "\u0661-\u0662"])
-def test_a_range_that_is_none_is_refused_by_its_name(monkeypatch, said):
-    monkeypatch.setenv("TENSORHUB_PORTS", said)
-    with pytest.raises(UsageError, match="TENSORHUB_PORTS="):
-        tcp_socket.listen("127.0.0.1", 0)
-
-
-def test_what_the_node_says_of_its_address_comes_first(monkeypatch):
-    assert arguments.advertised(None) == "" and arguments.advertised("10.0.0.1") == "10.0.0.1"
-    monkeypatch.setenv("TENSORHUB_ADVERTISE", "10.0.0.2")
-    assert arguments.advertised("10.0.0.1") == "10.0.0.2"
-    monkeypatch.setenv("TENSORHUB_ADVERTISE", "0.0.0.0")
-    with pytest.raises(UsageError, match="TENSORHUB_ADVERTISE"):
-        arguments.advertised("10.0.0.1")
+        tcp_socket.listen(host)

@@ -41,7 +41,8 @@ from collections.abc import Sequence
 
 from tensorhub_plugins.core.drivers import pci_address
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import check_advertised, format_address, parse_address
+from tensorhub_plugins.core.protocol.address import format_address, parse_address
+from tensorhub_plugins.core.protocol.advertised import check_host
 from tensorhub_plugins.core.security.leases import Gate
 from tensorhub_plugins.core.transports.interface import Shelf
 from tensorhub_plugins.core.transports.limits import DEFAULT_LIMITS, TransportLimits
@@ -62,8 +63,8 @@ _log = logging.getLogger(__name__)
 
 
 class RdmaTransport(SocketTransport):
-    """advertise_host: as for tcp, for the control connection. devices, gid_index: None is what the environment says,
-    else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
+    """advertise_host, ports: as for tcp, for the control connection. devices, gid_index: None is what the environment
+    says, else chosen here. limits: as for tcp; stall_s also for a read that does not complete."""
 
     name = "rdma"
 
@@ -71,7 +72,7 @@ class RdmaTransport(SocketTransport):
         self,
         advertise_host: str | None = None,
         *,
-        port: int = 0,
+        ports: range | None = None,
         devices: Sequence[str] | None = None,
         gid_index: int | None = None,
         limits: TransportLimits = DEFAULT_LIMITS,
@@ -79,13 +80,13 @@ class RdmaTransport(SocketTransport):
     ) -> None:
         """UsageError when the devices named are not usable; VerbsError stays inside."""
         super().__init__()
-        self._host = LOOPBACK if advertise_host is None else check_advertised(advertise_host)
-        self._port = port
+        self._host = LOOPBACK if advertise_host is None else check_host(advertise_host)
+        self._ports = ports
         self._limits = limits
         self._gate = gate
-        ports, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
+        found, reasons = find_ports(gid_index=_configured_gid_index() if gid_index is None else gid_index)
         wanted = _configured_devices() if devices is None else devices
-        chosen = choose_ports(ports, wanted, _sysfs_of_device())
+        chosen = choose_ports(found, wanted, _sysfs_of_device())
         try:
             self._nics = open_nics(chosen)
         except VerbsError as error:
@@ -117,7 +118,7 @@ class RdmaTransport(SocketTransport):
 
     def serve(self, shelf: Shelf) -> str:
         self._check_may_serve()
-        listener = listen(self._host, self._port)
+        listener = listen(self._host, self._ports)
         port = listener.getsockname()[1]
         self._server = StreamServer(
             listener, shelf, RdmaSource(self._nics, self._memory, self._limits), self._limits, self._gate

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from tensorhub_plugins.core.deadline import Deadline
 from tensorhub_plugins.core.errors import SourceLost, UsageError
-from tensorhub_plugins.core.protocol.address import PORT_MAX, resolve
+from tensorhub_plugins.core.protocol.address import resolve, stands_for_loopback
+from tensorhub_plugins.core.protocol.advertised import ANY_PORT, HOST_VARIABLE, PORTS_VARIABLE, ports_of
 from tensorhub_plugins.core.transports.stream.channel import Channel
 from tensorhub_plugins.core.transports.stream.link import greet
 from tensorhub_plugins.core.transports.stream.source import BACKLOG
@@ -21,7 +22,6 @@ from tensorhub_plugins.core.transports.stream.source import BACKLOG
 USER_TIMEOUT_MS = 90_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 10, 5, 3
 LOOPBACK = "127.0.0.1"
-PORTS_VARIABLE = "TENSORHUB_PORTS"
 CONNECT_S_MIN = 0.001  # 0 would mean not to wait for the answer at all
 LISTEN_LOOKUP_S = 2.0  # of this host's own name
 # Within a host nothing is lost and nobody shares the way: BBR, the default of some systems, would only hold bytes back
@@ -74,55 +74,62 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, SAME_HOST_CONGESTION)
 
 
-def ports() -> range:
-    """Return the ports that TENSORHUB_PORTS=from-to allows for data; only 0, any that is free, where it is not set."""
-    said = os.environ.get(PORTS_VARIABLE, "")
-    if not said:
-        return range(1)
-    first, dash, last = said.partition("-")
-    decimal = dash and all(each.isascii() and each.isdecimal() and len(each) <= 5 for each in (first, last))
-    if not decimal or not 1 <= int(first) <= int(last) <= PORT_MAX:
-        raise UsageError(f"{PORTS_VARIABLE}={said!r:.80}: a range of ports, as in 7100-7163, from 1 to {PORT_MAX}")
-    return range(int(first), int(last) + 1)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listener on this address; on all, where it is not of this host (address translation). port: 0 takes the first
-    free one of `ports`. UsageError."""
-    choices = range(port, port + 1) if port else ports()
-    for each in choices:
+def listen(host: str, ports: range | None = None) -> socket.socket:
+    """Return a listener on this address, or on all of this host, where it has no such one (address translation), or
+    where it is a name of several or of loopback here. ports: the first that is free is taken; None: what the
+    environment says. Raise UsageError."""
+    ports = ports_of() if ports is None else ports
+    for port in ports:
         try:
-            return _listen(host, each)
+            return _listen(host, port)
         except UsageError as error:
             taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if not taken or len(choices) == 1:
+            if not taken or ports == ANY_PORT:
                 raise
-    said = os.environ.get(PORTS_VARIABLE)
     raise UsageError(
-        f"all ports of {PORTS_VARIABLE}={said} are taken: each client takes one for each of tcp, tls, rdma"
+        f"all ports from {ports[0]} to {ports[-1]} are taken: each client takes one for each of tcp, tls and rdma, so "
+        f"give a longer range, as {PORTS_VARIABLE} or as ports"
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listener on this address and port. UsageError."""
+    """Return a listener on this port, as `listen` does."""
     try:
-        found = resolve(host, Deadline.after(LISTEN_LOOKUP_S))[0]
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            found, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-        )[0]
+        found = resolve(host, Deadline.after(LISTEN_LOOKUP_S))
     except (OSError, ValueError) as error:
-        raise UsageError(f"advertise_host={host!r} is not an address: {error}") from error
-    listener = socket.socket(family, kind, protocol)
+        what = HOST_VARIABLE if os.environ.get(HOST_VARIABLE) == host else "advertise_host"
+        raise UsageError(f"{what}={host!r} is not an address: {error}") from error
+    try:
+        if host == "localhost" or (len(found) == 1 and not stands_for_loopback(found[0], host)):
+            with contextlib.suppress(_NotHere):
+                return _listener(found[0], port)
+        with contextlib.suppress(_NotHere):  # of both families, if this host has both
+            return _listener("::", port)
+        return _listener("0.0.0.0", port)
+    except OSError as error:
+        said = f", one of {PORTS_VARIABLE} or ports" if port else ""
+        raise UsageError(f"cannot listen on {host!r}, port {port}{said}: {error}") from error
+
+
+class _NotHere(Exception):
+    """This host has no such address, or nothing of its family."""
+
+
+def _listener(ip: str, port: int) -> socket.socket:
+    """Return a listener on this address alone, "::" for all of both families. Raise OSError, or `_NotHere`."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        *_, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise _NotHere if error.errno == errno.EAFNOSUPPORT else error from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind(("", port))
+        if ip == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(address)
         listener.listen(BACKLOG)
+        return listener
     except OSError as error:
         listener.close()
-        raise UsageError(f"cannot listen on {host!r}, port {port}: {error}") from error
-    return listener
+        raise _NotHere if error.errno == errno.EADDRNOTAVAIL else error from None
