@@ -101,8 +101,8 @@ NOT_YET = {
 
 def begins_with_a_verb(docstring: str) -> bool:
     """As far as the word's form shows: capitalized, no participle, no third person, not followed by a stop."""
-    word = docstring.split()[0]
-    is_word = word.replace("-", "").isalpha() and word[0].isupper()
+    word = "".join(docstring.split(maxsplit=1)[:1])
+    is_word = word.replace("-", "").isalpha() and word[:1].isupper()
     return is_word and not NO_VERB.match(word) and not re.search("[^e]ed$|[^s]s$", word)
 
 
@@ -115,7 +115,7 @@ def findings(source: str) -> Iterator[str]:
             if docstring is None:
                 continue
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not begins_with_a_verb(docstring):
-                yield f"{node.name}: {docstring.splitlines()[0]}"
+                yield f"{node.name}: {(docstring.splitlines() or ['nothing'])[0]}"
             prose.append(docstring)
     yield from (line for text in prose for line in text.splitlines() if DIALECT.search(line))
 
@@ -142,6 +142,8 @@ def test_the_list_of_folders_that_do_not_follow_can_only_shrink() -> None:
         ('def size():\n    """Returns the size."""', ["size: Returns the size."]),
         ('def size():\n    """shards: how many."""', ["size: shards: how many."]),
         ('def size():\n    """Stop; twice is fine."""', ["size: Stop; twice is fine."]),
+        ('async def size():\n    """"""', ["size: nothing"]),
+        ('def size():\n    """Feed\n    it."""', []),
         ('def ask():\n    """Pass it on.\n\n    Who waits is named."""', ["    Who waits is named."]),
         ("x = 1  # nobody reads it\n# let go of it\ny = 2", ["nobody reads it", "let go of it"]),
         ('class A:\n    """The size of it."""\n    def f(self):\n        """Return whether it is so."""', []),
