@@ -49,7 +49,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def module_hub() -> Iterator[Server]:
-    with start_server(limits=HubLimits(grace_s=0.2)) as server:
+    with start_server(limits=HubLimits(grace_s=0.2, heartbeat_s=0.1)) as server:
         yield server
 
 

@@ -23,6 +23,7 @@ from tensorhub_plugins.core.types import CHECKPOINT, domain, version_text
 
 LOOK_EVERY_S = 1.0
 PATIENCE_S = 3.0  # before a copy is asked for: engines that read the version anyway often bring it
+PATIENCE_BEATS = 3  # or so many heartbeats, where workers report more often than once a second
 BEGIN_S = 10.0  # a worker that was asked has begun to read by then, or another one is asked
 COPY_S = 600.0  # and has read it by then: a client's own limit for such reads; a malicious one might read for ever
 TRIED_MAX = 4  # versions for which all workers are checked, each time
@@ -77,8 +78,9 @@ class FailureDomains:
         self._outbox = outbox
 
     def look(self, history: History, now: float) -> None:
-        """Find what lacks a copy and ask for it. Called at every heartbeat, effective once a second."""
-        if now < history.looked_at + LOOK_EVERY_S or self._registry.recovering(now):
+        """Find what lacks a copy and ask for it. Called at every heartbeat; effective once a second, or once a beat."""
+        every_s = min(LOOK_EVERY_S, self._registry.limits.heartbeat_s)
+        if now < history.looked_at + every_s or self._registry.recovering(now):
             return
         history.looked_at = now
         found = {number: self._short(history, number) for number in sorted(history.retained())}
@@ -120,7 +122,8 @@ class FailureDomains:
         spread.on_the_way = {domain(w.hello.location, across) for w in coming if is_safe(w)}
         is_urgent = any(worker.is_leaving for worker in spread.holders)
         enough = spread.domains + sum(map(spread.lacks, spread.on_the_way)) >= history.retain_domains
-        lacks = not enough and (is_urgent or now >= missing.since + PATIENCE_S)
+        patience_s = min(PATIENCE_S, PATIENCE_BEATS * self._registry.limits.heartbeat_s)
+        lacks = not enough and (is_urgent or now >= missing.since + patience_s)
         if coming or not lacks:
             missing.why = ""
         return lacks

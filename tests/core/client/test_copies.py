@@ -40,7 +40,7 @@ def test_who_has_all_of_it_has_no_copy_to_make() -> None:
 @pytest.fixture
 def quick_stage(small_segments: None, request: pytest.FixtureRequest) -> Iterator[Stage]:
     """At a hub that soon takes a silent worker for dead."""
-    with start_server(limits=HubLimits(grace_s=0.2, session_timeout_s=3.0)) as server:
+    with start_server(limits=HubLimits(grace_s=0.2, heartbeat_s=0.1, session_timeout_s=3.0)) as server:
         stage = Stage(server.address, request.node.name[:200])
         yield stage
         stage.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hub_scenarios import RUNTIME, Scenario
+from hub_scenarios import LIMITS, RUNTIME, Scenario
 
 from tensorhub_plugins.core.cli import status_text
 from tensorhub_plugins.core.hub.domains import AGAIN_S, BEGIN_S, COPY_S, PATIENCE_S, TRIED_MAX
+from tensorhub_plugins.core.hub.limits import HubLimits
 from tensorhub_plugins.core.hub.report import report
 from tensorhub_plugins.core.protocol import messages as m
 from tensorhub_plugins.core.types import CHECKPOINT, Location
@@ -17,8 +18,9 @@ ROOM = 1 << 30
 class Fleet(Scenario):
     """Workers that say at every heartbeat for how much they have room."""
 
-    def __init__(self, *, domains: int = 2, across: str = "host", **hosts: str) -> None:
-        super().__init__()
+    def __init__(self, *, domains: int = 2, across: str = "host", limits: HubLimits = LIMITS, **hosts: str) -> None:
+        super().__init__(limits=limits)
+        self.every_s = min(0.5, limits.heartbeat_s)
         self.room: dict[str, int] = {}
         self.leaving: set[str] = set()
         for name, host in {"trainer": "a", **hosts}.items():
@@ -32,7 +34,7 @@ class Fleet(Scenario):
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
-            super().wait(0.5)
+            super().wait(self.every_s)
             for worker in self.room:
                 if self.sessions[worker] in self.hub.workers:
                     self.beat(worker, room_bytes=self.room[worker], leaving=worker in self.leaving)
@@ -259,3 +261,13 @@ def test_who_was_asked_for_much_is_not_asked_for_more_than_it_has_room_for() -> 
     assert fleet.asked("other/0") == ["hold 3", "hold 2"]
     (why,) = filter(None, fleet.missing)
     assert "other/0 has room for 0.0 MB" in why
+
+
+def test_where_workers_report_often_a_copy_is_asked_for_after_as_many_heartbeats() -> None:
+    """The other tests are of heartbeats of a second, or more: three seconds then."""
+    fleet = Fleet(limits=HubLimits(heartbeat_s=0.1), other="b")
+    fleet.publish("trainer/0", 1)
+    fleet.wait(0.2)
+    assert fleet.asked("other/0") == []
+    fleet.wait(0.3)
+    assert fleet.asked("other/0") == ["hold 1"]
